@@ -101,22 +101,6 @@ def test_a_killed_process_leaves_at_least_what_it_flushed(make: Make, tmp_path: 
     store.close()
 
 
-def test_a_cut_by_id_goes_back(make: Make, tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "pool")
-    manager = ExperienceManager(RULES, store=store)
-    for number in range(8):
-        train(manager, make, number)
-    saved, before = manager.state_dict(), view(manager)
-    for number in range(8, 12):
-        train(manager, make, number)
-    manager.load_state_dict(saved)
-    assert view(manager) == before
-    store.close()
-    store = BufferStore.open(tmp_path / "pool")
-    assert view(ExperienceManager(RULES, store=store)) == before
-    store.close()
-
-
 def test_a_buffer_that_cannot_keep_a_pool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="auto_save"):
         BufferStore(TrajectoryReplayBuffer())

@@ -20,7 +20,6 @@ from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.entry import PoolEntry
-from trajstore.sampling import FreshestSampler
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -49,15 +48,6 @@ def test_the_best_comes_however_often_it_came(make: Make, mode: Any, best: int) 
     manager.update_difficulty2task_dict([make("a", at, float(at % 2)) for at in range(4)])
     came = Counter(int(one.rollout_id[2:]) for _ in range(100) for one in manager.get_offpolicy_batch(["a"], 1))
     assert came == {best: 100}
-
-
-def test_the_best_may_have_a_limit_of_uses(make: Make) -> None:
-    manager = pool(sampler={"name": "best", "max_uses": 2}, use_current_policy_entropy=False)
-    manager.save_trajectories_to_memory([make("a", at, 1.0, entropy=float(at), entropys=None) for at in range(3)])
-    manager.update_difficulty2task_dict([make("a", at, float(at % 2)) for at in range(4)])
-    came = [one.rollout_id for _ in range(6) for one in manager.get_offpolicy_batch(["a"], 1)]
-    assert came == ["a/0", "a/0", "a/1", "a/1", "a/2", "a/2"]
-    assert manager.get_offpolicy_batch(["a"], 1) == []
 
 
 @settings(deadline=None, max_examples=200)
@@ -107,23 +97,6 @@ def test_the_policy_scores_only_histories_that_are_equal_in_uses(make: Make) -> 
     assert asked == [[0, 1, 2, 3, 4], [0, 1, 2], [1, 2, 3, 4]]
     assert len(drawn(manager, 5)) == 5
     assert len(asked) == 3, "all of them came"
-
-
-def test_by_default_the_policy_scores_all_of_a_task_that_has_more_than_come(make: Make) -> None:
-    manager = pool()
-    held = {"a": range(5), "b": range(5, 7)}
-    manager.save_trajectories_to_memory([make(task, tokens=t, entropy=float(t)) for task in held for t in held[task]])
-    asked: list[list[int]] = []
-
-    def current(scored: Any) -> list[float]:
-        asked.append(sorted(int(one.input_ids[-1]) // 1000 for one in scored))
-        return [-float(one.input_ids[-1]) for one in scored]
-
-    manager.current_entropy = current
-    for _ in range(3):
-        assert len(manager.get_offpolicy_batch(["a", "b"], 2)) == 4
-        assert drawn(manager, 2) == [4, 3], "of the policy's entropies, which are the other way round"
-    assert asked == [[0, 1, 2, 3, 4]] * 6
 
 
 @settings(deadline=None, max_examples=60)
@@ -220,8 +193,6 @@ def test_a_limit_of_uses_leaves_what_is_best_as_it_is(make: Make, mode: Any, fir
         [make(tokens=t, entropy=entropy, outcome=outcome) for t, (entropy, outcome) in enumerate(told)]
     )
     assert drawn(manager) == [first]
-    with pytest.raises(ConfigurationError, match="best: lowest, with exp_select_mode: reward"):
-        pool(exp_select_mode="reward", sampler={"name": "least_used", "best": "lowest"})
 
 
 def test_policy_versions_spread_over_the_batch(make: Make) -> None:
@@ -268,6 +239,7 @@ def test_spread_counts_differ_by_one_at_most_where_there_are_enough(
 @pytest.mark.parametrize(
     "sampler",
     [
+        {"name": "best", "max_uses": 2},
         {"name": "least_used", "max_uses": 2},
         {"name": "freshest", "max_uses": 2},
         {"name": "weighted", "unit": "trajectory", "uses": {"max_uses": 2}},
@@ -310,46 +282,29 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp
 
 
 @pytest.mark.parametrize(
-    ("sampler", "message"),
+    ("sampler", "others", "message"),
     [
-        ({"name": "oldest"}, "sampler: name 'oldest', must be one of best, least_used, freshest, weighted"),
-        ({"name": "epochs", "unit": "trajectory"}, "name 'epochs', must be one of .*: the pool draws tasks by itself"),
-        ({"name": "best", "max_uses": 0}, "sampler: best: max_uses: 0, must be at least 1"),
-        ({"name": "best", "best": "lowest"}, "sampler: best has no option 'best'; .* exp_select_mode says what is"),
-        ({"name": "best", "decay": 2, 3: 1}, "sampler: best has no option '3', 'decay'"),
-        ({"name": "weighted"}, "give it unit: trajectory"),
-        ({"name": "weighted", "unit": "trajectory", "uses": {"cooldown": 2}}, "cooldown has no meaning here"),
-        ({"name": "freshest", "decay": -1}, "decay: -1, must be a finite"),
-        ({"name": "least_used", "best": "first"}, "best: 'first', must be one of 'lowest', 'highest'"),
-        ("freshest", "must be a mapping with a name, or null"),
+        ({"name": "oldest"}, {}, "sampler: name 'oldest', must be one of best, least_used, freshest, weighted"),
+        ({"name": "epochs", "unit": "trajectory"}, {}, "name 'epochs', must be one of .*: the pool draws tasks by"),
+        ({"name": "best", "max_uses": 0}, {}, "sampler: best: max_uses: 0, must be at least 1"),
+        ({"name": "best", "best": "lowest"}, {}, "sampler: best has no option 'best'; .* exp_select_mode says what is"),
+        ({"name": "best", "decay": 2, 3: 1}, {}, "sampler: best has no option '3', 'decay'"),
+        ({"name": "best", "max_uses": 3}, {"exp_select_mode": "random"}, "best, .* random, which calls none the best"),
+        ({"name": "weighted"}, {}, "give it unit: trajectory"),
+        ({"name": "weighted", "unit": "trajectory", "uses": {"cooldown": 2}}, {}, "cooldown has no meaning here"),
+        ({"name": "freshest", "decay": -1}, {}, "decay: -1, must be a finite"),
+        ({"name": "freshest"}, {"policy_versions": "spread"}, "policy_versions: spread, with sampler: freshest"),
+        (None, {"policy_versions": "all"}, "policy_versions: 'all', must be one of 'any', 'spread'"),
+        ({"name": "least_used", "best": "first"}, {}, "best: 'first', must be one of 'lowest', 'highest'"),
+        ({"name": "least_used", "best": "lowest"}, {"exp_select_mode": "reward"}, "best: lowest, with exp_select_mode"),
+        ("freshest", {}, "must be a mapping with a name, or null"),
     ],
 )
-def test_samplers_that_make_no_sense_here_are_refused(sampler: Any, message: str) -> None:
+def test_samplers_that_make_no_sense_here_are_refused(sampler: Any, others: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        PoolRules(n_rollout=4, sampler=sampler)
+        PoolRules(n_rollout=4, sampler=sampler, **others)
     with pytest.raises(ConfigurationError, match=message):
-        ExperienceReplayConfig.from_mapping({"sampler": sampler})
-
-
-def test_at_random_none_is_best() -> None:
-    values = {"exp_select_mode": "random", "sampler": {"name": "best", "max_uses": 3}}
-    for make_rules in (lambda: pool(**values), lambda: ExperienceReplayConfig.from_mapping(values)):
-        with pytest.raises(ConfigurationError, match=r"sampler: best, .* random, which calls none the best: leave"):
-            make_rules()
-
-
-def test_the_sampler_of_a_configuration_reaches_the_pool() -> None:
-    given = {"name": "freshest", "decay": 3.0}
-    config = ExperienceReplayConfig.from_mapping({"sampler": given})
-    assert config.pool_rules(8).sampler == given
-    assert isinstance(config.pool_rules(8).make_sampler(), FreshestSampler)
-
-
-def test_all_versions_and_the_newest_first_are_not_both_to_be_had() -> None:
-    with pytest.raises(ConfigurationError, match="policy_versions: spread, with sampler: freshest"):
-        ExperienceReplayConfig.from_mapping({"sampler": {"name": "freshest"}, "policy_versions": "spread"})
-    with pytest.raises(ConfigurationError, match="policy_versions: 'all', must be one of 'any', 'spread'"):
-        PoolRules(n_rollout=4, policy_versions="all")  # type: ignore[arg-type]
+        ExperienceReplayConfig.from_mapping({"sampler": sampler, **others})
 
 
 def test_what_does_not_come_out_is_not_read(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

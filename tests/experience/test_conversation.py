@@ -163,8 +163,6 @@ def test_rows_are_agentevolvers(context: Context, shared_fixtures: Path) -> None
 
 
 def as_json(row: AgentTrajectory) -> dict[str, Any]:
-    assert row.input_ids is not None
-    assert row.loss_mask is not None
     return {
         "input_ids": row.input_ids.tolist(),
         "loss_mask": row.loss_mask.tolist(),

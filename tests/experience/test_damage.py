@@ -57,18 +57,20 @@ def places(path: Path, needle: bytes) -> list[tuple[Path, int]]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "live"),  # a file that is cut while it is mapped ends the process, as in any program that maps files
-    [("document", True), ("document", False), ("cut off", False)],
+    ("damage", "when"),  # a file that is cut while it is mapped ends the process, as in any program that maps files
+    [("document", "drawn"), ("document", "opened"), ("document", "compacted"), ("cut off", "opened")],
 )
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_one_damaged_history_costs_one(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str, live: bool, damage: str
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str, when: str, damage: str
 ) -> None:
     path = tmp_path / "pool"
     whole = begin(make, path, file_format)
     store = BufferStore.open(path, format=file_format)
     manager = ExperienceManager(RULES, store=store)
-    if not live:
+    if when == "compacted":
+        manager.compact()
+    if when != "drawn":
         store.close()
     needle = {
         "document": b'"outcome":1.0',
@@ -80,7 +82,7 @@ def test_one_damaged_history_costs_one(
     else:
         flip(file, at + (11 if damage == "document" else 0))
     with caplog.at_level(logging.WARNING, logger="trajstore"):
-        if not live:
+        if when != "drawn":
             store = BufferStore.open(path, format=file_format)
             manager = ExperienceManager(RULES, store=store)
         found = replayed(manager)

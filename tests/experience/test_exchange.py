@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,8 @@ def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> 
 
 
 def pool_of(path: Path, rules: PoolRules = ALL) -> dict[str, list[AgentTrajectory]]:
-    store = BufferStore.open(path)
-    try:
+    with closing(BufferStore.open(path)) as store:
         return ExperienceManager(rules, store=store).task2trajectories
-    finally:
-        store.close()
 
 
 def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(

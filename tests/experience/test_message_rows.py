@@ -71,7 +71,6 @@ def test_ids_made_again_are_those_that_were_lost(
     assert (done.made, done.without_log_probs, done.problems) == (len(whole), 0, {})
     for one, known in zip(done.histories, whole, strict=True):
         for row, wanted in zip(rows_of(one), rows_of(known), strict=True):
-            assert row.input_ids is not None
             assert row.input_ids.tolist() == wanted.input_ids.tolist()  # type: ignore[union-attr]
             assert row.loss_mask.tolist() == wanted.loss_mask.tolist()  # type: ignore[union-attr]
             written = wanted.response_mask == 1
@@ -95,7 +94,6 @@ def fresh(history: AgentTrajectory, number: int, tokenizer: MessageTokenizer) ->
         messages=said, task_id=history.task_id, rollout_id=f"new-{number}", reward=Reward(outcome=0.0)
     )
     row = tokenizer.rows_of(one)
-    assert row.response_mask is not None
     return dataclasses.replace(row, metadata={}, old_log_probs=torch.full((len(row.response_mask),), -0.5))
 
 
@@ -158,7 +156,6 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
             assert here["loss_mask"][used].tolist() == here["exp_mask"][used].tolist() == row.mask
             response = used[-len(here["response_mask"]) :]
             assert here["recorded_mask"][response].all()
-            assert row.log_probs is not None
             assert here["recorded_old_log_probs"][response].tolist() == torch.tensor(row.log_probs).tolist()
     # The pool keeps the same tokens of a task once.
     tokens = {(known[key].task, str([row.ids for row in known[key].rows])) for key in came}

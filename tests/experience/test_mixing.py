@@ -86,14 +86,6 @@ def test_nothing_is_replayed_before_the_start_or_switched_off(make: Make) -> Non
     assert mix(tasks, 0.35) == ([Task("a")], [Task("c"), Task("d")])
 
 
-def test_an_empty_pool_is_plain_training_and_says_so(make: Make) -> None:
-    mix = ExperienceMixCollateFn(manager_with(make, [], []), Task)
-    tasks = [Task(name) for name in "abcd"]
-    assert mix(tasks, 1.0) == ([], tasks)
-    assert mix.metrics["experience_replay/nothing_to_replay"] == 1.0
-    assert mix([], 1.0) == ([], [])
-
-
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
 def test_a_plan_names_no_task_more_often_than_its_batch(make: Make, ratio: float) -> None:
     """A trainer looks each task of the plan up in the batch; what the batch lacks stands in the plan once."""
@@ -121,12 +113,6 @@ def test_every_task_has_n_rollout_rows(make: Make) -> None:
     assert mix.fresh_rollouts(experience, ["c"], histories) == [2, 1, 4, 4]
 
 
-@pytest.mark.parametrize("histories", [0, 4, 5])
-def test_a_task_must_make_a_fresh_rollout(make: Make, histories: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"offpolicy_trajectories_per_task: .*(n_rollout = 4|at least 1)"):
-        ExperienceMixCollateFn(manager_with(make, [], []), str, offpolicy_trajectories_per_task=histories)
-
-
 def test_the_ratio_may_follow_training_progress(make: Make) -> None:
     manager = manager_with(make, [f"r{i}" for i in range(9)], [])
     schedule = RatioSchedule(((0.2, 0.0), (0.6, 1.0)))
@@ -135,20 +121,9 @@ def test_the_ratio_may_follow_training_progress(make: Make) -> None:
     assert [len(mix(batch, progress)[0]) for progress in (0.0, 0.2, 0.4, 0.5, 0.6, 1.0)] == [0, 0, 4, 6, 8, 8]
 
 
-@pytest.mark.parametrize("points", [(), ((0.0, 1.5),), ((0.5, 0.1), (0.5, 0.2)), ((0.5, 0.1), (0.2, 0.2))])
-def test_a_schedule_out_of_range_is_refused(points: tuple[tuple[float, float], ...]) -> None:
-    with pytest.raises(ConfigurationError, match="exp_ratio"):
-        RatioSchedule(points)
-
-
-def test_a_ratio_out_of_range_is_refused(make: Make) -> None:
-    manager = manager_with(make, [], [])
-    with pytest.raises(ConfigurationError, match=r"exp_ratio: 1\.5"):
-        ExperienceMixCollateFn(manager, str, exp_ratio=1.5)
+def test_a_ratio_out_of_range_is_refused_in_its_step(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="exp_ratio: -1"):
-        ExperienceMixCollateFn(manager, str, exp_ratio=lambda progress: -1)(["a"], 1.0)
-    with pytest.raises(ConfigurationError, match="replay_start_ratio"):
-        ExperienceMixCollateFn(manager, str, replay_start_ratio=2)
+        ExperienceMixCollateFn(manager_with(make, [], []), str, exp_ratio=lambda progress: -1)(["a"], 1.0)
 
 
 def test_tasks_that_gave_way_are_rolled_out_later(make: Make) -> None:

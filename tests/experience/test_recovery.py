@@ -169,33 +169,6 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_a_crash_after_any_step_finds_the_pool_of_that_step(make: Make) -> None:
-    store = LoggedStore()
-    manager = ExperienceManager(RULES, store=store)
-    moments = []
-    for number in range(3 * COMPACT_AFTER):
-        manager.global_steps = number
-        manager.sample_tasks_from_replaypool(2)
-        task = TASKS[number % 3]
-        outcomes = [1.0, float(number % 7 == 0), 0.0 if number % 5 else 1.0]
-        train(
-            manager,
-            [
-                make(task, 10 * number + i, o, metadata={"entropy": (number * 7 + i) % 11})
-                for i, o in enumerate(outcomes)
-            ],
-        )
-        moments.append((len(store.log), view(manager)))
-    assert any(kind == "evict" for kind, _ in store.log)
-    assert len(store.ids()) < 2 * COMPACT_AFTER  # compaction keeps the journal short
-    for length, seen in moments[::5] + moments[-3:]:
-        found = view(ExperienceManager(RULES, store=store.first(length)))
-        # A step that changed neither buckets nor skip set left no record of step and generator.
-        assert {k: found[k] for k in ("buckets", "skip", "entries")} == {
-            k: seen[k] for k in ("buckets", "skip", "entries")
-        }
-
-
 def test_the_generator_goes_on_where_the_newest_record_was_made(make: Make) -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
@@ -376,7 +349,7 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
     store = LoggedStore()
     manager = ExperienceManager(checked, store=store)
     ends = {}
-    for step in range(20):
+    for step in range(60):
         manager.global_steps = step
         if generator.random() < 0.3:
             shown = {"entropy": None, "old_log_probs": None, "metadata": {"demonstration": True}}
@@ -390,6 +363,10 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
                 for _ in range(4)
             ]
         )
-        ends[len(store.log)] = view(manager)["entries"]
-    for end, entries in ends.items():
-        assert view(ExperienceManager(checked, store=store.first(end)))["entries"] == entries
+        ends[len(store.log)] = view(manager)
+    assert any(kind == "evict" for kind, _ in store.log)
+    assert len(store.ids()) < 2 * COMPACT_AFTER, "compaction keeps the journal short"
+    for end, seen in [*list(ends.items())[:20], *list(ends.items())[20::5]]:
+        found = view(ExperienceManager(checked, store=store.first(end)))
+        for what in ("buckets", "skip", "entries"):  # no step and generator: of a step that changed neither
+            assert found[what] == seen[what]

@@ -39,7 +39,6 @@ ENTERS: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
     "no mask": ({"loss_mask": None, "response_mask": None}, Refusal.NO_RESPONSE_MASK),
-    "no mask, no entropys": ({"loss_mask": None, "response_mask": None, "entropys": None}, Refusal.NO_RESPONSE_MASK),
     "loss_mask without its place": ({"response_mask": None, "response_start": None}, Refusal.NO_RESPONSE_MASK),
     "nobody's tokens": ({"loss_mask": NOBODY, "response_mask": NOBODY[2:]}, Refusal.NO_LLM_TOKEN),
     "nobody's, no entropys": ({"loss_mask": NOBODY, "entropys": None}, Refusal.NO_LLM_TOKEN),
@@ -75,7 +74,6 @@ NOT_STORABLE |= {
     for case, fields in {
         "too few entropys": {"entropys": ENTROPYS[:3]},
         "too many entropys": {"entropys": torch.ones(9)},
-        "no entropys in the tensor": {"entropys": torch.ones(0)},
         "entropys of two dimensions": {"entropys": ENTROPYS[None]},
         "an entropy without dimension": {"entropys": torch.tensor(1.0)},
         "complex entropys": {"entropys": ENTROPYS * 1j},
@@ -88,11 +86,9 @@ NOT_STORABLE |= {
         "loss_mask of two dimensions": {"loss_mask": torch.ones(1, 6, dtype=torch.int64)},
         "response_mask of two dimensions": {"response_mask": torch.ones(4, 1, dtype=torch.int64)},
         "ids with a fraction": {"input_ids": torch.arange(6.0) + 0.5},
-        "ids that are NaN": {"input_ids": torch.full((6,), math.nan)},
         "ids of two dimensions": {"input_ids": torch.arange(6)[None]},
         "response_start below 0": {"response_start": -2},
         "response_start beyond the tokens": {"response_start": 7},
-        "response_start without end": {"response_start": 10**30},
         "response_start that is a text": {"response_start": "2"},
         "policy_version of more than 64 bits": {"policy_version": 10**30},
         "policy_version that is true": {"policy_version": True},
@@ -108,6 +104,7 @@ NOT_STORABLE |= {
     }.items()
 }
 NOT_STORABLE |= {
+    "neither, entropy NaN": ({"old_log_probs": None, "entropys": None, "entropy": math.nan}, Refusal.NO_ENTROPY),
     "too many ids": ({"input_ids": torch.arange(9)}, Refusal.LOG_PROBS_MISMATCH),
     "log-probs without any": ({"old_log_probs": torch.ones(0)}, Refusal.LOG_PROBS_MISMATCH),
 }
@@ -155,13 +152,10 @@ def by_admit_of_the_best(one: AgentTrajectory, folder: Path) -> dict[str, int]:
 
 
 def by_admit_to_a_store(one: AgentTrajectory, folder: Path) -> dict[str, int]:
-    store = BufferStore.open(folder / "pool")
-    try:
+    with contextlib.closing(BufferStore.open(folder / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
         manager.admit(with_a_failure(one))
         return in_memory(manager)
-    finally:
-        store.close()
 
 
 def by_saving(one: AgentTrajectory, folder: Path) -> dict[str, int]:
@@ -246,11 +240,8 @@ def test_no_outcome_is_named_by_an_import(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def managers(folder: Path, **options: Any) -> Iterator[list[ExperienceManager]]:
     """A pool in memory and one on disk."""
-    store = BufferStore.open(folder / "pool")
-    try:
+    with contextlib.closing(BufferStore.open(folder / "pool")) as store:
         yield [ExperienceManager(RULES, **options), ExperienceManager(RULES, store=store, **options)]
-    finally:
-        store.close()
 
 
 MALFORMED = [case for case, (_, reason) in ALL_REFUSED.items() if reason is Refusal.MALFORMED]
@@ -270,15 +261,6 @@ def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: P
             assert manager.seed([*broken, build("b", 55)]) == {"malformed": len(broken)}
             assert len(manager) == 4
             assert manager.refused == {"malformed": 3 * len(broken)}
-
-
-def test_the_numbers_of_an_import_with_malformed_rollouts_add_up(tmp_path: Path) -> None:
-    broken = [rollout(**ALL_REFUSED[case][0], rollout_id=case) for case in MALFORMED]
-    held = {"a": [*broken, build("a", 50)], "b": [build("b", 51)]}
-    persistence.write_pool(tmp_path / "files", persistence.PoolContents({1: ["a"]}, [], held))
-    done = import_pool(tmp_path / "pool", tmp_path / "files", RULES)
-    assert (done.read, done.entered, done.trajectories) == (len(broken) + 2, 2, 2)
-    assert done.refused == {"malformed": len(broken)}
 
 
 UNREADABLE: dict[str, Any] = {
@@ -337,6 +319,8 @@ def test_a_step_of_another_tokenizer_changes_nothing(tmp_path: Path) -> None:
                 manager.admit([build("a", 1), *with_a_failure(rollout(tokenizer_fingerprint="other"))])
             with pytest.raises(InvalidTrajectoryError, match="task_id"):
                 manager.admit([*with_a_failure(rollout()), rollout(task_id="")])
+            with pytest.raises(InvalidTrajectoryError, match="task_id"):
+                manager.seed([rollout(), rollout(task_id="")])
             assert (manager.difficulty2task_dict, len(manager), manager.refused) == ({}, 0, {})
 
 
@@ -388,11 +372,8 @@ def test_memory_and_disk_take_the_same(several: list[dict[str, Any]], tmp_path: 
         assert memory.difficulty2task_dict == disk.difficulty2task_dict == {2: [f"t{at}" for at in range(len(several))]}
         memory.save_experience_pool_to_disk(folder / "files")
         assert len(disk.get_offpolicy_batch(disk.get_task_ids())) == len(disk) == len(memory)
-    again = BufferStore.open(folder / "pool")
-    try:
+    with contextlib.closing(BufferStore.open(folder / "pool")) as again:
         assert ExperienceManager(RULES, store=again).get_task_ids() == disk.get_task_ids()
-    finally:
-        again.close()
     done = import_pool(folder / "imported", folder / "files", RULES)
     assert (done.entered, done.refused) == (len(memory), {})
 
@@ -418,18 +399,10 @@ def test_the_best_is_the_best_of_those_that_can_be_replayed() -> None:
 
 
 def test_the_entropy_that_an_entry_was_given_is_stored_with_it(tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "pool")
-    try:
-        manager = ExperienceManager(RULES, store=store)
-        given = rollout()
-        manager.save_trajectories_to_memory([given, build("a", 2, entropy=math.nan)])
-        manager.flush()
-        assert given.entropy is None, "what was handed in stays as it is"
-    finally:
-        store.close()
-    again = BufferStore.open(tmp_path / "pool")
-    try:
+    given = rollout()
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        ExperienceManager(RULES, store=store).save_trajectories_to_memory([given, build("a", 2, entropy=math.nan)])
+    assert given.entropy is None, "what was handed in stays as it is"
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as again:
         held = ExperienceManager(RULES, store=again).task2trajectories["a"]
         assert [one.entropy for one in held] == [pytest.approx(8 / 3), pytest.approx(1.75 / 3)]
-    finally:
-        again.close()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.errors import CorruptStoreError
 from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
 from trajstore.trajectory import AgentTrajectory
 
@@ -51,36 +50,3 @@ def test_outcomes_can_be_given_anew(make: Make) -> None:
     again = ExperienceManager(RULES, store=store)
     marks = {one.metadata["reward_fingerprint"] for found in again.task2trajectories.values() for one in found}
     assert marks == {"partial:2"}
-
-
-class DamagedStore(MemoryStore):
-    """Cannot read one of its records."""
-
-    damaged: int | None = None
-
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        if trajectory_id == self.damaged:
-            raise CorruptStoreError(f"shard_3.pt: trajectory {trajectory_id} is damaged")
-        return super().get(trajectory_id)
-
-
-@pytest.mark.parametrize("when", ["open", "compacted", "drawn"])
-def test_one_unreadable_record_does_not_hide_the_others(
-    make: Make, caplog: pytest.LogCaptureFixture, when: str
-) -> None:
-    store = DamagedStore()
-    manager = filled(make, store)
-    if when == "compacted":
-        manager.compact()
-    damaged = next(number for number in store.ids() if store.get(number).rollout_id == "a/1")
-    store.damaged = damaged
-    with caplog.at_level(logging.WARNING, logger="trajstore"):
-        if when != "drawn":
-            manager = ExperienceManager(RULES, store=store)
-        found = manager.get_all_candidates_batch(["a", "b"])
-    assert {task: [one.rollout_id for one in held] for task, held in found.items()} == {
-        "a": ["a/2"],
-        "b": ["b/1", "b/2"],
-    }
-    assert f"record {damaged} cannot be read" in caplog.text
-    assert len(manager) == 3

@@ -53,9 +53,6 @@ def test_rows_come_back_as_they_were(shapes: list[tuple[int, int]]) -> None:
     back = rows_of(packed)
     assert row_count(packed) == len(back) == len(rows)
     assert response_length(packed) == sum(response for _, response in shapes)
-    assert packed.input_ids is not None
-    assert packed.response_start is not None
-    assert packed.response_mask is not None
     assert len(packed.response_mask) == len(packed.input_ids) - packed.response_start, "a store takes it"
     for one, other in zip(rows, back, strict=True):
         assert same(one, other)
@@ -99,8 +96,6 @@ def test_each_turn_a_row() -> None:
     one = row(2, 6)
     mask = torch.tensor([1, 1, 0, 0, 1, 0])
     one.response_mask, one.loss_mask = mask, torch.cat([torch.zeros(2, dtype=torch.int64), mask])
-    assert one.input_ids is not None
-    assert one.old_log_probs is not None
     first, second = rows_of(turns_as_rows(one))
     assert (first.response_start, second.response_start) == (2, 6)
     assert torch.equal(first.input_ids, one.input_ids[:4])  # type: ignore[arg-type]

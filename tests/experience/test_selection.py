@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
-from trajstore.experience.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
+from trajstore.experience import ExperienceManager
+from trajstore.experience.entry import Refusal, entry_of, mean_entropy, token_digest
 from trajstore.experience.outcomes import TaskOutcome
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.selection import choose_to_save, eligible, in_bounds, plan_admissions
+from trajstore.experience.selection import choose_to_save, in_bounds
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -33,32 +34,6 @@ def test_mean_entropy_of_nothing_is_unknown_and_not_zero() -> None:
     assert mean_entropy(torch.ones(3), torch.zeros(3)) is None
     assert mean_entropy(torch.ones(0), torch.ones(0)) is None
     assert mean_entropy(torch.tensor([math.nan]), torch.ones(1)) is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "refusal"),
-    [
-        ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, Refusal.NO_LLM_TOKEN),
-        ({"loss_mask": None, "response_mask": None}, Refusal.NO_RESPONSE_MASK),
-        ({"old_log_probs": None}, Refusal.LOG_PROBS_MISMATCH),
-        ({"old_log_probs": torch.zeros(3)}, Refusal.LOG_PROBS_MISMATCH),
-        ({"old_log_probs": torch.tensor([-0.5, -1.0, math.nan, -1.0])}, Refusal.LOG_PROBS_MISMATCH),
-        ({"old_log_probs": torch.tensor([-0.5, -1.0, -math.inf, -1.0])}, Refusal.LOG_PROBS_MISMATCH),
-        ({"response_mask": torch.ones(5)}, Refusal.LOG_PROBS_MISMATCH),
-        ({"entropy": None, "old_log_probs": None}, Refusal.NO_ENTROPY),
-        ({"entropy": math.nan, "old_log_probs": None}, Refusal.NO_ENTROPY),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused_with_its_reason(
-    make: Make, fields: dict[str, object], refusal: Refusal
-) -> None:
-    assert entry_of(make(**fields), 0) is refusal
-
-
-def test_log_probs_count_only_where_the_model_wrote(make: Make) -> None:
-    entry = entry_of(make(old_log_probs=torch.tensor([-0.5, math.nan, -0.25, -1.0])), 7)
-    assert isinstance(entry, PoolEntry)
-    assert (entry.trajectory_id, entry.entropy, entry.outcome) == (7, 1.0, 1.0)
 
 
 def test_messages_tell_apart_what_has_no_tokens(make: Make) -> None:
@@ -95,17 +70,6 @@ def test_save_filter(make: Make) -> None:
     assert choose_to_save(rollouts[:1], rules(save_filter="best"), rng) == []
 
 
-def test_age_and_reward_decide_what_comes_out() -> None:
-    def entry(version: int | None, outcome: float | None) -> PoolEntry:
-        return PoolEntry(0, "a", 1.0, outcome, version, b"")
-
-    assert eligible(entry(None, None), rules(), 100)
-    aged = rules(max_policy_age=10)
-    assert [eligible(entry(v, 1.0), aged, 100) for v in (89, 90, 120, None)] == [False, True, False, False]
-    rewarded = rules(min_reward=0.5)
-    assert [eligible(entry(1, o), rewarded, 100) for o in (0.4, 0.5, None)] == [False, True, False]
-
-
 def reference(entropies: list[tuple[int, float]], mode: str, most: int) -> list[int]:
     """The full-task policy spelled out on (tokens, entropy) pairs; returns the places of those kept."""
     kept: list[tuple[int, int, float]] = []
@@ -136,23 +100,13 @@ def reference(entropies: list[tuple[int, float]], mode: str, most: int) -> list[
 def test_a_full_task_keeps_what_the_plain_reference_keeps(
     make: Make, arrivals: list[tuple[int, float]], mode: str, most: int, cut: int
 ) -> None:
-    checked = rules(exp_select_mode=mode, max_trajectories_per_task=most)
-    rollouts = [make(tokens=t, entropy=e) for t, e in arrivals]
-
-    # In two calls, the first one's survivors being stored under their places.
-    first = plan_admissions({}, rollouts[:cut], checked)
-    held = first.with_ids([-1 - number for number in first.accepted])  # placeholder -1 - i means place i
-    second = plan_admissions(held, rollouts[cut:], checked)
-    final = {**held, **second.with_ids([cut + -1 - number for number in second.accepted])}
-
-    places = [one.trajectory_id for one in final.get("a", ())]
-    expected = reference(arrivals, mode, most)
-    assert places == expected
-    accepted_later = {cut - 1 - number for number in second.accepted}
-    stored_before = {-1 - number for number in first.accepted}
-    assert set(places) == (stored_before - set(second.replaces.values())) | accepted_later
-    dropped_unseen = len(arrivals) - len(places) - len(second.replaces)
-    assert first.refused.total() + second.refused.total() <= dropped_unseen
+    manager = ExperienceManager(rules(exp_select_mode=mode, max_trajectories_per_task=most))
+    rollouts = [make(tokens=t, entropy=e, rollout_id=str(place)) for place, (t, e) in enumerate(arrivals)]
+    for part in (rollouts[:cut], rollouts[cut:]):
+        manager.save_trajectories_to_memory(part)
+    places = [int(one.rollout_id) for one in manager.task2trajectories.get("a", ())]
+    assert places == reference(arrivals, mode, most)
+    assert manager.refused.total() + manager.left.total() + len(places) == len(arrivals)
 
 
 def test_rules_report_every_problem() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.experience.transcripts import WORDS, conversation, make_tokenizer, turn, write
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.contract import fingerprint_of
 from trajstore.experience.rows import rows_of
@@ -33,12 +34,9 @@ def import_file(tmp_path: Path, tokenizer: Any, *lines: Any, rules: PoolRules = 
 
 
 def held(tmp_path: Path, rules: PoolRules = RULES) -> list[AgentTrajectory]:
-    store = BufferStore.open(tmp_path / "pool")
-    try:
+    with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(rules, store=store)
         return [one for several in manager.task2trajectories.values() for one in several]
-    finally:
-        store.close()
 
 
 def one_row(tokenizer: Any, line: Any, tmp_path: Path, **options: Any) -> AgentTrajectory:
@@ -48,8 +46,6 @@ def one_row(tokenizer: Any, line: Any, tmp_path: Path, **options: Any) -> AgentT
 
 
 def trained(tokenizer: Any, one: AgentTrajectory) -> str:
-    assert one.input_ids is not None
-    assert one.loss_mask is not None
     return str(tokenizer.decode(one.input_ids[one.loss_mask == 1]))
 
 
@@ -64,16 +60,6 @@ def test_a_conversation_becomes_tokens_without_log_probs(tokenizer: Any, tmp_pat
     assert (one.rollout_id, one.query, one.tokenizer_fingerprint) == ("r", "bring the cup", fingerprint_of(tokenizer))
     assert one.metadata["demonstration"] is True
     assert one.metadata["transcript"] == {"source": "books", "file": "demos.jsonl", "line": 1}
-
-
-def test_linear_think_gives_a_row_for_each_turn(tokenizer: Any, tmp_path: Path) -> None:
-    line = conversation(messages=turn("bring the cup", "<think>why</think>go", "seen", "<think>why</think>take"))
-    one = one_row(tokenizer, line, tmp_path, context="linear_think")
-    rows = rows_of(one)
-    assert [trained(tokenizer, row) for row in rows] == [
-        "<think>why</think>go<|im_end|>",
-        "<think>why</think>take<|im_end|>",
-    ]
 
 
 def test_the_same_file_again_adds_nothing_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
@@ -175,7 +161,6 @@ def test_outcomes(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_ids_that_a_transcript_brings_count(tokenizer: Any, tmp_path: Path) -> None:
     plain = one_row(tokenizer, conversation(), tmp_path)
-    assert plain.input_ids is not None
     spans = [
         tokenizer.encode(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n")
         for one in conversation()["messages"]
@@ -183,7 +168,6 @@ def test_ids_that_a_transcript_brings_count(tokenizer: Any, tmp_path: Path) -> N
     spans[-1] = spans[-1][:-1]  # an engine stops at the end mark
     messages = [{**one, "token_ids": ids} for one, ids in zip(conversation()["messages"], spans, strict=True)]
     one = one_row(tokenizer, conversation(messages=messages), tmp_path)
-    assert one.input_ids is not None
     assert one.input_ids.tolist() == plain.input_ids.tolist()[: len(one.input_ids)]
     assert trained(tokenizer, one) == trained(tokenizer, plain)
     assert one.response_start == plain.response_start
@@ -191,7 +175,6 @@ def test_ids_that_a_transcript_brings_count(tokenizer: Any, tmp_path: Path) -> N
     mask = [0, 0, 0, *[1] * (len(spans[1]) - 3)]
     messages[1]["loss_mask"] = mask
     masked = one_row(tokenizer, conversation(messages=messages), tmp_path)
-    assert masked.loss_mask is not None
     assert masked.loss_mask[len(spans[0]) : len(spans[0]) + len(mask)].tolist() == mask
     rows = rows_of(one_row(tokenizer, conversation(messages=messages), tmp_path, context="linear_think"))
     assert len(rows) == 2
@@ -336,37 +319,19 @@ def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_
     assert manager.get_valid_replay_task_ids() == [], "a solved task needs no demonstration"
 
 
-def test_without_the_mark_absent_log_probs_are_a_mistake(tokenizer: Any, tmp_path: Path) -> None:
-    one = demonstration(tokenizer, tmp_path)
-    one.metadata.pop("demonstration")
-    manager = ExperienceManager(RULES)
-    assert manager.seed([one]) == {"no_entropy": 1}
-    one.metadata["demonstration"] = True
-    one.input_ids = None
-    assert manager.seed([one]) == {"no_tokens": 1}
-    one.task_id = ""
-    with pytest.raises(InvalidTrajectoryError, match="task_id"):
-        manager.seed([one])
-
-
 def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer: Any, tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "pool")
-    try:
+    with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
         one, other = demonstration(tokenizer, tmp_path), demonstration(tokenizer, tmp_path, last="drop")
         manager.seed([one, other])
         rollout = demonstration(tokenizer, tmp_path)
         rollout.metadata = {}
-        assert rollout.response_mask is not None
         rollout.old_log_probs = -rollout.response_mask.float()
         rollout.entropy = 1.0
         assert manager.save_trajectories_to_memory([rollout]) == 1
         assert manager.seed([one]) == {"duplicate": 1}
         found = [held.old_log_probs is None for held in manager.task2trajectories["a"]]
         assert found == [True, False]
-        manager.flush()
-    finally:
-        store.close()
     assert [held.old_log_probs is None for held in held(tmp_path)] == [True, False]
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.guidance.reme import ERROR_TEXT, FakeReMe
 from tests.guidance.rollouts import rollout
-from trajstore.errors import ConfigurationError
 from trajstore.guidance import (
     EXPERIENCE_TEMPLATE,
     EMClient,
@@ -195,10 +194,3 @@ def test_a_wait_before_another_try_ends_when_the_client_is_closed() -> None:
         thread.join(60)
         assert not thread.is_alive()
         assert len(caught) == 1
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ConfigurationError, match="base_url: 'localhost:8001', must begin with http"):
-        EMClient("localhost:8001")
-    with pytest.raises(ConfigurationError, match=r"dialect: '0\.3', must be one of auto, 0\.2, 0\.4"):
-        EMClient("http://localhost:8001", dialect="0.3")  # type: ignore[arg-type]

@@ -80,13 +80,6 @@ def test_several_insertions_over_several_turns_come_out_again(
     assert take_out(messages, insertions) == plain
 
 
-def test_a_message_that_looks_like_an_insertion_is_left_alone() -> None:
-    template = ExperienceTemplate.of(EXPERIENCE_TEMPLATE)
-    own = template.fill("what the task itself says")
-    changed, insertion = put_in([{"role": "user", "content": own}], template.fill("a tip </EXP>\n\n with a tag"))
-    assert take_out(changed, [insertion]) == [{"role": "user", "content": own}]
-
-
 def test_what_was_changed_since_is_refused_by_message() -> None:
     changed, insertion = put_in([{"role": "user", "content": "task"}], "tip ")
     changed[0]["content"] = "tiptask"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from tests.guidance.rollouts import rollout
-from trajstore.guidance import Guidance, Insertion, LocalMaker, MakerError, Retrieved, UpdateQueue, with_guidance
+from trajstore.guidance import Guidance, Insertion, LocalMaker, Retrieved, UpdateQueue, with_guidance
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -113,7 +113,3 @@ def test_closing_tells_what_was_not_summarized(caplog: pytest.LogCaptureFixture)
     assert updates.metrics()["guidance/update/dropped"] == 1
     maker.free.set()
     updates.close()
-
-
-def test_maker_errors_know_their_kind() -> None:
-    assert MakerError("timeout", "slow").kind == "timeout"

@@ -64,7 +64,6 @@ def train(folder: Path, mode: str, started: dict[str, Any]) -> None:
     trainer = ReferenceTrainer(config, environment(config))
     trainer.model.load_state_dict(started)
     manager = trainer.hook.manager
-    assert manager is not None
 
     def note_flushed(_: Any) -> None:
         trainer.hook.flush()

@@ -45,18 +45,14 @@ def environment(config: TrainerConfig) -> Environment:
 def pool_of(trainer: ReferenceTrainer) -> dict[tuple[int, ...], AgentTrajectory]:
     """Return the pool's trajectories by their tokens."""
     manager = trainer.hook.manager
-    assert manager is not None
     held = [one for several in manager.task2trajectories.values() for one in several]
     return {tuple(one.input_ids.tolist()): one for one in held if one.input_ids is not None}
 
 
 def summary(manager: ExperienceManager | None) -> dict[str, Any]:
     """Return all that a pool holds, as JSON values."""
-    assert manager is not None
 
     def plain(one: AgentTrajectory) -> list[Any]:
-        assert one.input_ids is not None
-        assert one.old_log_probs is not None
         return [one.rollout_id, one.policy_version, one.input_ids.tolist(), one.old_log_probs.tolist()]
 
     return {

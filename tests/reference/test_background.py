@@ -97,7 +97,6 @@ def test_the_function_that_scores_may_look_at_the_hook() -> None:
     sizes: list[int] = []
 
     def entropy(trajectories: Sequence[AgentTrajectory]) -> list[float]:
-        assert replay.manager is not None
         sizes.append(len(replay.manager))
         return [1.0] * len(trajectories)
 
@@ -114,7 +113,6 @@ def test_the_end_of_a_run_waits_for_what_is_under_way_and_tells_of_its_failure(
     replay, gate = gated()
     gate.set()
     do_step(replay, 1)
-    assert replay._made is not None
 
     def broken(tasks: Any) -> Any:
         raise StoreWriteError("no disk")
@@ -135,8 +133,6 @@ def test_a_damaged_record_makes_its_task_a_row_shorter(
     replay = hook(exp_ratio=1.0, prepare_in_background=True, use_current_policy_entropy=False, save_filter="best")
     do_step(replay, 1)
     manager, made = replay.manager, replay._made
-    assert manager is not None
-    assert made is not None
     drawing = made.collate.get_histories
 
     def after_a_loss(tasks: Any) -> Any:

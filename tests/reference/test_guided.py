@@ -137,15 +137,6 @@ def test_evaluations_are_guided_and_become_experience_where_configured() -> None
         assert ["hint" in " ".join(prompts) for prompts in seen.prompts] == [False, True]
 
 
-def test_guidance_that_is_off_changes_nothing() -> None:
-    config = TrainerConfig(steps=2, tasks_per_step=4, n_rollout=2, warm_start_steps=5)
-    environment = SortEnvironment(lengths=(2,), tasks_per_length=6)
-    with ReferenceTrainer(config, environment) as trainer:
-        trainer.train()
-        assert trainer.metrics == {}
-        assert len(trainer.tokenizer) == 5 + len(environment.words)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,7 +15,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import MixedTasks, PlannedTask
-from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 N = 4
@@ -54,68 +54,23 @@ def log_probs_of(batch: Batch, step: int) -> Tensor:
     return -(step + torch.arange(rows * width).reshape(rows, width) / 1000.0)
 
 
-def do_step(
+def begin_step(
     replay: ReplayHook[str], step: int, tasks: list[str] | None = None, successes: int = 2
-) -> tuple[Batch, list[AgentTrajectory], Tensor, dict[str, float]]:
+) -> tuple[Batch, list[AgentTrajectory], Tensor]:
+    """Do a step up to the pass of the policy; return batch, rollouts and what the policy gives."""
     plan = replay.before_rollout(replay.tasks_chosen(tasks or TASKS, step / 100, step))
     fresh = roll_out(plan, step, successes)
     batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, step)
+    return batch, fresh, log_probs_of(batch, step)
+
+
+def do_step(
+    replay: ReplayHook[str], step: int, tasks: list[str] | None = None, successes: int = 2
+) -> tuple[Batch, list[AgentTrajectory], Tensor, dict[str, float]]:
+    batch, fresh, current = begin_step(replay, step, tasks, successes)
     old = replay.log_probs_computed(batch, current)
     metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
     return batch, fresh, old, metrics
-
-
-def test_rollouts_are_matched_by_their_ids_and_stored_unreplaced() -> None:
-    replay = hook()
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
-    fresh = roll_out(plan, step=1)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, step=1)
-    names = list(zip(batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], strict=True))
-    replay.step_done(batch, fresh[::-1], current, torch.full_like(current, 0.5))
-    assert replay.manager is not None
-    held = replay.manager.task2trajectories
-    assert sorted(held) == TASKS
-    for task, several in held.items():
-        assert {one.rollout_id for one in several} == {"1/0", "1/1"}
-        for one in several:
-            row = names.index((task, one.rollout_id))
-            assert one.old_log_probs is not None
-            assert one.response_mask is not None
-            assert one.loss_mask is not None
-            assert one.old_log_probs.equal(current[row, : len(one.old_log_probs)])
-            assert one.response_mask.equal(one.loss_mask[2:])
-            assert one.policy_version == 1
-            assert one.entropy == 0.5
-    assert all(one.old_log_probs is None for one in fresh)
-
-
-@pytest.mark.parametrize("correct", [True, False])
-def test_recorded_log_probs_replace_those_of_replayed_tokens_only(correct: bool) -> None:
-    replay = hook(exp_is_correct=correct, offpolicy_trajectories_per_task=2)
-    do_step(replay, 1)
-    assert replay.manager is not None
-    stored = {(name, one.rollout_id): one for name, held in replay.manager.task2trajectories.items() for one in held}
-    batch, _, old, metrics = do_step(replay, 2)
-    current = log_probs_of(batch, 2)
-    replayed = 0
-    for row, extras in enumerate(batch.non_tensors["extras"]):
-        if not extras["is_experience_replay"]:
-            assert old[row].equal(current[row])
-            continue
-        replayed += 1
-        one = stored[batch.non_tensors["task_ids"][row], batch.non_tensors["rollout_ids"][row]]
-        assert one.old_log_probs is not None
-        assert one.response_mask is not None
-        written = torch.zeros(old.shape[1], dtype=torch.bool)
-        written[: len(one.response_mask)] = one.response_mask.bool()
-        assert old[row][~written].equal(current[row][~written])
-        expected = one.old_log_probs[one.response_mask.bool()] if correct else current[row][written]
-        assert old[row][written].equal(expected)
-    assert replayed == 4
-    assert metrics["experience_replay/recorded_difference_mean"] == pytest.approx(1.0, abs=0.1)
-    assert metrics["experience_replay/age_mean"] == 1.0
 
 
 @pytest.mark.parametrize("grouping", ["shared", "separate"])
@@ -156,10 +111,7 @@ def test_switched_off_the_calls_hand_back_what_they_were_given() -> None:
 def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCaptureFixture) -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.02, 4))
-    fresh = roll_out(plan, step=4)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, 4)
+    batch, fresh, current = begin_step(replay, 4)
     old = replay.log_probs_computed(batch, current)
     rows = list(range(len(old)))[::-1]
     mask = batch.tensors["response_mask"][rows]
@@ -186,28 +138,6 @@ def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCap
     assert metrics["experience_replay/seconds/step_done"] > 0
 
 
-def test_a_bucket_that_is_never_drawn_is_counted_as_starving() -> None:
-    """Tasks of difficulty 2 could be replayed, but only bucket 1 is."""
-    replay = hook(replay_difficulty=1)
-    do_step(replay, 1, tasks=["a"], successes=2)
-    metrics: dict[str, float] = {}
-    for step in range(2, 30):
-        *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
-    assert metrics["experience_replay/starving_buckets"] == 1.0
-
-
-def test_state_goes_back_to_where_it_was_taken() -> None:
-    replay, other = hook(), hook()
-    do_step(replay, 1)
-    state = replay.state_dict()
-    then = [do_step(replay, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
-    other.load_state_dict(state)
-    again = [do_step(other, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
-    assert then == again
-    with pytest.raises(CorruptStoreError):
-        other.load_state_dict({"version": 1})
-
-
 def test_wrong_calls_are_named() -> None:
     replay = hook()
     plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
@@ -231,33 +161,17 @@ def test_wrong_calls_are_named() -> None:
 
 def with_outcomes(replay: ReplayHook[str], step: int, outcome: float) -> dict[str, float]:
     """Do a step in which every rollout has one outcome."""
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS, step / 100, step))
-    fresh = roll_out(plan, step)
+    batch, fresh, current = begin_step(replay, step)
     for one in fresh:
         one.reward = Reward(outcome=outcome)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, step)
     return replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
-
-
-def test_a_success_is_what_reaches_the_configured_threshold() -> None:
-    for threshold, entered in ((2.0, {}), (0.9, dict.fromkeys(TASKS, 2))):
-        replay = hook(success_threshold=threshold)
-        plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
-        fresh = roll_out(plan, 1)
-        for one in fresh:
-            assert one.reward is not None
-            one.reward.outcome = float(torch.tensor(0.9)) if one.reward.outcome else 0.1
-        batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-        replay.step_done(batch, fresh, log_probs_of(batch, 1), torch.ones(batch.tensors["responses"].shape))
-        assert replay.manager is not None
-        assert {task: len(held) for task, held in replay.manager.task2trajectories.items()} == entered
 
 
 def test_fresh_figures_stand_beside_the_mixed_ones() -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
-    *_, metrics = do_step(replay, 2, successes=1)
+    _, fresh, _, metrics = do_step(replay, 2, successes=1)
+    assert all(one.old_log_probs is None for one in fresh), "what was handed over stays as it is"
     found = {name.removeprefix("experience_replay/"): value for name, value in metrics.items()}
     assert (found["fresh_score_mean"], found["fresh_success_rate"]) == (4 / 12, 4 / 12)
     assert (found["replayed_score_mean"], found["mixed_score_mean"]) == (1.0, 8 / 16)
@@ -309,26 +223,13 @@ def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.messages
 
 
-def test_the_pool_is_written_every_save_freq_and_the_newest_is_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 2}
-    replay = hook(**files)
-    for step in range(1, 6):
-        do_step(replay, step)
-    assert sorted(path.name for path in (tmp_path / "experience_pool").iterdir()) == ["step_2", "step_4"]
-    resumed = hook(**files)
+def test_a_new_run_does_not_load_the_files_of_an_earlier_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It never calls ``resume``."""
+    files = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1}
+    do_step(hook(**files), 1)
     with caplog.at_level(logging.INFO):
-        resumed.resume({}, 3)
-    assert "step_2 with 16 trajectories of 4 tasks; the store held 0" in caplog.text
-    assert resumed.manager is not None
-    assert {one.policy_version for held in resumed.manager.task2trajectories.values() for one in held} <= {1, 2}
-    *_, metrics = do_step(resumed, 4)
-    assert metrics["experience_replay/replayed_rows"] == 2.0
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        do_step(hook(**files), 1)  # a new run: it never calls resume
-    assert "step_4 is after step 0, where this run begins, and is not loaded" in caplog.text
+        do_step(hook(**files), 1)
+    assert "step_1 is after step 0, where this run begins, and is not loaded" in caplog.text
 
 
 def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
@@ -339,25 +240,6 @@ def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         replay.resume(state, 1)
     assert "back at step 1 of the checkpoint with 8 trajectories of 4 tasks; the store held 16" in caplog.text
-
-
-def test_existing_rollouts_enter_without_entropies() -> None:
-    replay = hook()
-    made = [
-        AgentTrajectory(
-            input_ids=torch.tensor([1, 2, 3 + number, 4]),
-            loss_mask=torch.tensor([0, 0, 1, 1]),
-            response_start=2,
-            old_log_probs=torch.tensor([-0.5 - number, -1.5]),
-            reward=Reward(outcome=float(number < 2)),
-            task_id="a",
-            policy_version=0,
-        )
-        for number in range(N)
-    ]
-    assert replay.admit(made) == {"experience_replay/refused_share": 0.0}
-    assert replay.manager is not None
-    assert [one.entropy for one in replay.manager.task2trajectories["a"]] == [1.0, 1.5]
 
 
 def test_the_batchs_own_mask_fits_the_loss() -> None:

@@ -130,7 +130,6 @@ def test_a_killed_run_resumes_with_the_pools_files(make: Train, killed: Path, ca
     assert f"loaded {files / 'step_4'} with" in caplog.text
     kept = read_pool(files / "step_4")
     manager = resumed.hook.manager
-    assert manager is not None
     assert manager.difficulty2task_dict == kept.difficulty2task_dict
     assert {task: len(held) for task, held in manager.task2trajectories.items()} == {
         task: len(held) for task, held in kept.task2trajectories.items()

@@ -1,4 +1,4 @@
-"""Every public method of hooks, pool and guidance with good arguments: those that have no default, or need another."""
+"""Every public function, constructor and method of hooks, pool and guidance, with good arguments."""
 
 from __future__ import annotations
 
@@ -8,35 +8,60 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.experience.conftest import build
-from trainer_hooks.batch import BatchRow, build_batch
+from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
+from trainer_hooks.batch import BatchRow, assign_group_ids, build_batch, to_tensordict
+from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance import GuidanceHook
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.plan import MixedTasks, PlannedTask
+from trainer_hooks.losses import aggregate_loss, het_compute_token_on_off_policy_loss
+from trainer_hooks.masks import (
+    build_exp_mask,
+    compute_response_mask,
+    regularizer_masks,
+    replace_recorded_old_log_probs,
+)
+from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, rows_of_rollout
+from trainer_hooks.token_sums import token_sums
+from trajstore import experience, guidance
 from trajstore.experience import (
+    BufferStore,
     ChatTemplate,
     ExperienceManager,
     ExperienceMixCollateFn,
     PoolRules,
+    TokenRow,
 )
+from trajstore.experience.exchange import export_pool, import_pool
+from trajstore.experience.transcripts import TranscriptReader
 from trajstore.guidance import (
     AllocationRules,
     EMClient,
     Experience,
     ExperienceTemplate,
     ExperienceWorker,
+    Guidance,
     GuidanceManager,
+    Insertion,
     LocalMaker,
+    RetirementRule,
     TrajExpConfig,
     UpdateQueue,
+    Worth,
     WorthLedger,
+    allocate_add_exp,
+    allocate_train_mode,
+    as_text,
+    plain_messages,
+    strip_template,
 )
 from trajstore.retrieval import RetrievalIndex
 from trajstore.trajectory import AgentTrajectory
@@ -76,184 +101,228 @@ def filled() -> ExperienceManager:
     return manager
 
 
+def collate() -> ExperienceMixCollateFn[str]:
+    return ExperienceMixCollateFn(filled(), dict(zip(TASKS, TASKS, strict=True)).get)
+
+
+def queue() -> UpdateQueue:
+    return UpdateQueue(LocalMaker())
+
+
+def worker() -> ExperienceWorker:
+    return ExperienceWorker(LocalMaker(), template=TEMPLATE)
+
+
+def manager() -> GuidanceManager:
+    return GuidanceManager(AllocationRules(rollout_expratio=0.5))
+
+
+def client() -> EMClient:
+    return EMClient("http://127.0.0.1:9", retries=0, retrieve_timeout=5.0, summary_timeout=5.0)
+
+
 def batch_rows() -> list[BatchRow]:
     return [BatchRow(trajectory=one, group_id=0) for one in rollouts()]
-
-
-def of_a_step() -> tuple[list[PlannedTask[str]], Any, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-    """Return a plan, its batch, zeros of the batch's shape, its masks of responses and of replay, and a loss."""
-    batch = build_batch(batch_rows(), 0)
-    mask, exp = batch.tensors["response_mask"], batch.tensors["exp_mask"]
-    rows = torch.zeros(batch.tensors["responses"].shape)
-    loss = het_compute_token_on_off_policy_loss(rows, rows, rows, mask, exp, cliprange=0.2)
-    return [PlannedTask("a", 2, ())], batch, rows, mask, exp, loss
 
 
 def template() -> ChatTemplate:
     return ChatTemplate(lambda messages, ask: "".join(map(str, messages)), lambda text: [1, 2], {2})
 
 
-def with_defaults(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
-    """Return a call with what is given, and with the default of every other argument that has one."""
+def good(folder: Path) -> dict[str, Any]:
+    """Return a good value for each name of an argument that has no default; of a batch of two rollouts of one task."""
+    made = build_batch(batch_rows(), 0)
+    values = torch.zeros(made.tensors["responses"].shape)
+    of_batch = {name: made.tensors[name] for name in ("attention_mask", "exp_mask", "response_mask", "recorded_mask")}
+    loss = het_compute_token_on_off_policy_loss(
+        values, values, values, of_batch["response_mask"], of_batch["exp_mask"], cliprange=0.2
+    )
+    numbers = ("advantages", "entropys", "log_prob", "losses", "old_log_prob", "old_log_probs")
+    lists = ("done", "demonstrations", "fresh", "rollouts", "trajectories")
+    return {
+        **of_batch,
+        **dict.fromkeys((*numbers, "recorded_old_log_probs", "token_level_rewards"), values),
+        **dict.fromkeys(lists, rollouts()),
+        **dict.fromkeys(("tasks", "experience_tasks", "on_policy_tasks", "training_tasks"), TASKS),
+        **dict.fromkeys(("before", "after", "content", "model", "text", "when_to_use"), "x"),
+        **dict.fromkeys(("fresh_rollouts", "global_steps", "k", "num_tasks", "policy_version"), 1),
+        **dict.fromkeys(("group", "group_id", "message", "number", "pad_token_id", "response_start", "step"), 0),
+        **dict.fromkeys(("cuts", "experiences", "insertions", "keys", "on_policy", "histories"), ()),
+        **dict.fromkeys(("below", "timeout"), 0.0),
+        **dict.fromkeys(("keep_ratio", "ratio", "training_progress"), 0.5),
+        "add_exp": (True,),
+        "base": folder,
+        "base_url": "http://127.0.0.1:9",
+        "batch": made,
+        "cliprange_low": 0.2,
+        "config": TrajExpConfig(),
+        "directory": folder / "saved",
+        "encode": list,
+        "exp_manager": filled(),
+        "experience": ("a",),
+        "figures": {},
+        "folder": folder / "out",
+        "generator": np.random.default_rng(0),
+        "get_task": str,
+        "group_offpolicy": "shared",
+        "guidance": Guidance("discard", ("0",), (Insertion(0, "<x>"),)),
+        "index": [0, 0],
+        "input_ids": [1],
+        "is_discarded": torch.zeros(2, dtype=torch.bool),
+        "is_experience_replay": [False, True],
+        "is_replayed": False,
+        "loss": loss,
+        "loss_agg_mode": "token-mean",
+        "loss_mask": made.tensors["loss_mask"],
+        "maker": LocalMaker(),
+        "mask": made.tensors["exp_mask"],
+        "messages": MESSAGES,
+        "mixed": MixedTasks(("a",), ("b",)),
+        "mode": "sample",
+        "n_rollout": 4,
+        "name": "0",
+        "outcome": 1.0,
+        "path": folder / "pool",
+        "plan": [PlannedTask("a", 2, ())],
+        "points": ((0.0, 0.5),),
+        "policy_versions": [1, None],
+        "prompt_length": 2,
+        "query": "go",
+        "regularize_replayed": "both",
+        "render": str,
+        "response_length": 4,
+        "rows": batch_rows(),
+        "rules": RULES,
+        "source": folder / "none",
+        "special_ids": {1},
+        "state": None,
+        "store": folder / "new",
+        "task": "a",
+        "task_id": "a",
+        "task_ids": ["a", "a"],
+        "task_positions": [0, 0],
+        "template": template(),
+        "texts": ["go"],
+        "tokenizer": SimpleNamespace(get_vocab=dict),
+        "train_mode": "keep",
+        "traj_config": TrajExpConfig(),
+        "trajectory": rollouts()[0],
+        "value": None,
+        "worth": Worth(),
+    }
+
+
+def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Call:
+    """Return a call with what is given, else with an argument's default, else with what is known to be good."""
     parameters = inspect.signature(function).parameters.values()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    arguments = {one.name: known[one.name] for one in named if one.default is one.empty and one.name not in given}
+    arguments |= {one.name: one.default for one in named if one.default is not one.empty}
     if dataclasses.is_dataclass(function):
         made = {one.name: one.default_factory for one in dataclasses.fields(function)}
-        defaults |= {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
-    return function, defaults | given
+        arguments |= {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
+    return function, arguments | given
 
 
-def methods(make: Callable[[], Any], arguments: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for name, given in arguments.items():
-        yield f"{make.__name__}.{name}", lambda name=name, given=given: with_defaults(getattr(make(), name), given)
+METHODS: dict[Callable[[], Any], str] = {
+    replay_hook: "tasks_chosen before_rollout batch_rows log_probs_computed replace_log_probs regularizer_masks"
+    " loss_computed watch step_done rollouts_done admit load_state_dict resume",
+    guidance_hook: "before_rollout context training_messages finished step_done validated begin wait load_state_dict"
+    " close",
+    filled: "update_difficulty2task_dict update_skip_uid_set_and_filter_trajectories admit save_trajectories_to_memory"
+    " seed sample_tasks_from_replaypool get_offpolicy_trajectories_from_memory get_offpolicy_batch count_offpolicy"
+    " get_all_candidates_batch hold load_state_dict save_experience_pool_to_disk load_experience_pool_from_disk",
+    collate: "__call__ get_histories count_histories fresh_rollouts",
+    queue: "submit wait close",
+    worker: "manage_rollout_context manage_training_context find",
+    manager: "allocate_train_mode allocate_add_exp get_complete_exp_configs update_experience_pool load_state_dict",
+    LocalMaker: "get retrieve summarize add",
+    RetrievalIndex: "add remove search",
+    WorthLedger: "note",
+    client: "retrieve summarize",
+}
 
 
-def plain(*functions: tuple[Callable[..., Any], Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for function, given in functions:
-        yield function.__qualname__, lambda function=function, given=given: with_defaults(function, given)
+def special_arguments(known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what methods are given in the place of the usual values, or of defaults."""
+    step = {"entropys": known["entropys"], "response_mask": known["response_mask"]}
+    return {
+        "replay_hook.loss_computed": {"rows": [0, 1]},
+        "replay_hook.rollouts_done": {"is_experience_replay": [False, False]},
+        "replay_hook.load_state_dict": {"state": replay_hook().state_dict()},
+        "guidance_hook.load_state_dict": {"state": guidance_hook().state_dict()},
+        "guidance_hook.close": {"timeout": 0.0},
+        "filled.update_skip_uid_set_and_filter_trajectories": step,
+        "filled.load_state_dict": {"state": filled().state_dict()},
+        "collate.fresh_rollouts": {"histories": {}},
+        "queue.close": {"timeout": 0.0},
+        "manager.allocate_add_exp": {"rollouts": [1, 2]},
+        "manager.get_complete_exp_configs": {"rollouts": [1, 2]},
+        "manager.load_state_dict": {"state": manager().state_dict()},
+        "LocalMaker.add": {"experiences": [Experience(when_to_use="x", content="y")]},
+        "RetrievalIndex.add": {"keys": [0]},
+        "client.summarize": {"rollouts": []},
+    }
 
 
-mixed = MixedTasks(("a",), ("b",))
-
-
-def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
+def calls_of_methods(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
     """Name and maker of every call; each is made anew, for a call may change what it is called on."""
-    plan, batch, rows, mask, exp, loss = of_a_step()
-    tensors = batch.tensors
+    known = good(folder)
+    special = special_arguments(known)
 
-    yield from methods(
-        replay_hook,
-        {
-            "tasks_chosen": {"tasks": TASKS, "training_progress": 0.5, "global_steps": 1},
-            "before_rollout": {"mixed": mixed},
-            "batch_rows": {"plan": plan, "fresh": rollouts()},
-            "log_probs_computed": {"batch": batch, "old_log_probs": rows},
-            "replace_log_probs": {
-                "old_log_probs": rows,
-                "recorded_old_log_probs": rows,
-                "recorded_mask": tensors["recorded_mask"],
-                "exp_mask": exp,
-                "response_mask": mask,
-            },
-            "regularizer_masks": {"batch": batch},
-            "loss_computed": {"batch": batch, "rows": [0, 1], "loss": loss, "advantages": rows, "cliprange_low": 0.2},
-            "watch": {"figures": {}},
-            "step_done": {"batch": batch, "fresh": rollouts(), "old_log_probs": rows, "entropys": rows},
-            "rollouts_done": {
-                "done": rollouts(),
-                "task_ids": ["a", "a"],
-                "is_experience_replay": [False, False],
-                "policy_versions": [1, None],
-                "asked": {"a": 2},
-                "replayed": [],
-            },
-            "admit": {"done": rollouts(), "asked": {"a": 2}},
-            "load_state_dict": {"state": replay_hook().state_dict()},
-            "resume": {"state": None, "step": 0},
-        },
-    )
-    yield from methods(
-        guidance_hook,
-        {
-            "before_rollout": {"plan": plan},
-            "context": {"messages": MESSAGES, "config": TrajExpConfig()},
-            "training_messages": {"messages": MESSAGES, "config": TrajExpConfig()},
-            "finished": {"trajectory": rollouts()[0], "config": TrajExpConfig()},
-            "step_done": {"fresh": rollouts(), "global_steps": 1},
-            "validated": {"rollouts": rollouts()},
-            "begin": {"rollouts": rollouts(), "timeout": 0.0},
-            "wait": {"timeout": 0.0},
-            "load_state_dict": {"state": guidance_hook().state_dict()},
-            "close": {"timeout": 0.0},
-        },
-    )
-    yield from methods(
-        filled,
-        {
-            "update_difficulty2task_dict": {"trajectories": rollouts(), "asked": {"a": 2}},
-            "update_skip_uid_set_and_filter_trajectories": {
-                "trajectories": rollouts(),
-                "entropys": rows,
-                "response_mask": mask,
-                "asked": {"a": 2},
-            },
-            "admit": {"rollouts": rollouts(), "asked": {"a": 2}},
-            "save_trajectories_to_memory": {"trajectories": rollouts()},
-            "seed": {"demonstrations": rollouts()},
-            "sample_tasks_from_replaypool": {"num_tasks": 1, "strategy": "by_task"},
-            "get_offpolicy_trajectories_from_memory": {"task_id": "a"},
-            "get_offpolicy_batch": {"tasks": TASKS},
-            "count_offpolicy": {"tasks": TASKS},
-            "get_all_candidates_batch": {"tasks": TASKS},
-            "hold": {"cuts": []},
-            "load_state_dict": {"state": filled().state_dict()},
-            "save_experience_pool_to_disk": {"directory": tmp_path / "saved"},
-            "load_experience_pool_from_disk": {"directory": tmp_path / "saved", "global_steps": 1},
-        },
-    )
+    def make_call(make: Callable[[], Any], name: str) -> Call:
+        return with_defaults(getattr(make(), name), special.get(f"{make.__name__}.{name}", {}), known)
 
-    def collate() -> ExperienceMixCollateFn[str]:
-        return ExperienceMixCollateFn(filled(), dict(zip(TASKS, TASKS, strict=True)).get)
+    for make, names in METHODS.items():
+        for name in names.split():
+            yield f"{make.__name__}.{name}", functools.partial(make_call, make, name)
 
-    yield from methods(
-        collate,
-        {
-            "__call__": {"training_tasks": TASKS, "training_progress": 0.5},
-            "get_histories": {"experience_tasks": TASKS},
-            "count_histories": {"experience_tasks": TASKS},
-            "fresh_rollouts": {"experience_tasks": TASKS, "on_policy_tasks": TASKS, "histories": {}},
-        },
+
+EXPERIENCE = (
+    "ChatTemplate ExperienceManager ExperienceMixCollateFn RatioSchedule rows_of_messages with_tokens is_success"
+    " mean_entropy of_earlier_run newest_pool"
+)
+GUIDANCE = (
+    "AllocationRules EMClient EndpointSummarizer Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
+    " LocalMaker RetirementRule Retrieved TaskExpConfig TrajExpConfig UpdateQueue Worth WorthLedger count_worth put_in"
+    " take_out with_guidance"
+)
+
+
+def special_functions(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Yield functions that are given something in the place of the usual values, or of defaults."""
+    made = Experience(when_to_use="x", content="y")
+    width = known["response_mask"].shape[1]
+    yield ReplayHook, {"config": ExperienceReplayConfig()}
+    yield GuidanceHook, {"config": GuidanceConfig()}
+    yield TokenRow, {"loss_mask": [1]}
+    yield export_pool, {"store": folder / "none"}
+    yield GuidanceManager, {"rules": AllocationRules()}
+    yield made.to_trajectory, {"step": 1}
+    yield TEMPLATE.fill, {"experience": "x"}
+    yield ExperienceWorker, {"maker": None, "template": TEMPLATE}
+    yield allocate_train_mode, {"tasks": 2, "mode": "hybrid"}
+    yield allocate_add_exp, {"rollouts": [2], "mode": "mixed"}
+    yield as_text, {"experiences": [made]}
+    yield plain_messages, {"trajectory": dataclasses.replace(rollouts()[0], messages=MESSAGES)}
+    yield strip_template, {"template": TEMPLATE}
+    yield build_exp_mask, {"is_experience_replay": torch.zeros(2, dtype=torch.bool)}
+    yield share_by_rollout, {"rollouts": known["batch"].rollouts}
+    yield het_compute_token_on_off_policy_loss, {"cliprange": 0.2}
+    yield aggregate_loss, {"response_mask": known["response_mask"].bool()}
+    yield token_sums, {"exp_mask": known["exp_mask"][:, -width:]}
+
+
+def calls_of_functions(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
+    """Name and maker of every call."""
+    known = good(folder)
+    usual = (
+        *(getattr(experience, name) for name in EXPERIENCE.split()),
+        *(getattr(guidance, name) for name in GUIDANCE.split()),
+        *(BufferStore.open, import_pool, TranscriptReader, Experience.of_trajectory, Guidance.of, Guidance.of_json),
+        *(RetirementRule(below=0.0).retires, BatchRow, MixedTasks, PlannedTask, assign_group_ids, build_batch),
+        *(to_tensordict, rows_of_plan, rows_of_rollout, completed_rollouts, compute_response_mask, regularizer_masks),
+        *(replace_recorded_old_log_probs, compute_grpo_outcome_advantage),
     )
-
-    maker = LocalMaker()
-
-    def queue() -> UpdateQueue:
-        return UpdateQueue(maker)
-
-    def worker() -> ExperienceWorker:
-        return ExperienceWorker(maker, template=TEMPLATE)
-
-    def manager() -> GuidanceManager:
-        return GuidanceManager(AllocationRules(rollout_expratio=0.5))
-
-    experience = Experience(when_to_use="x", content="y")
-    yield from methods(queue, {"submit": {"rollouts": rollouts()}, "wait": {"timeout": 0.0}, "close": {"timeout": 0.0}})
-    yield from methods(
-        worker,
-        {
-            "manage_rollout_context": {"messages": MESSAGES, "traj_config": TrajExpConfig()},
-            "manage_training_context": {"messages": MESSAGES, "traj_config": TrajExpConfig()},
-            "find": {"messages": MESSAGES},
-        },
-    )
-    yield from methods(
-        manager,
-        {
-            "allocate_train_mode": {"tasks": TASKS},
-            "allocate_add_exp": {"rollouts": [1, 2], "mode": "sample"},
-            "get_complete_exp_configs": {"tasks": TASKS, "rollouts": [1, 2], "mode": "sample"},
-            "update_experience_pool": {"trajectories": rollouts(), "global_steps": 1},
-            "load_state_dict": {"state": manager().state_dict()},
-        },
-    )
-    yield from methods(
-        LocalMaker,
-        {
-            "get": {"name": "0"},
-            "retrieve": {"query": "go", "k": 1},
-            "summarize": {"rollouts": rollouts()},
-            "add": {"experiences": [experience], "step": 1},
-        },
-    )
-    yield from methods(
-        RetrievalIndex,
-        {
-            "add": {"keys": [0], "texts": ["go"]},
-            "remove": {"keys": []},
-            "search": {"query": "go", "k": 1},
-        },
-    )
-    yield from methods(WorthLedger, {"note": {"rollouts": rollouts()}})
-    client = functools.partial(EMClient, "http://127.0.0.1:9", retries=0, retrieve_timeout=5.0, summary_timeout=5.0)
-    client.__name__ = "client"  # type: ignore[attr-defined]
-    yield from methods(client, {"retrieve": {"query": "go", "k": 1}, "summarize": {"rollouts": []}})
+    for function, given in (*((one, {}) for one in usual), *special_functions(folder, known)):
+        yield function.__qualname__, functools.partial(with_defaults, function, given, known)

@@ -63,22 +63,30 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert dataclasses.asdict(ExperienceReplayConfig()) == DEFAULTS
     assert ExperienceReplayConfig.from_mapping({}) == ExperienceReplayConfig()
     assert ExperienceReplayConfig.from_mapping(DEFAULTS) == ExperienceReplayConfig()
-
-
-def test_defaults_agree_with_the_pools_own() -> None:
-    assert ExperienceReplayConfig().pool_rules(8) == PoolRules(n_rollout=8)
-
-
-def test_rules_carry_the_configuration() -> None:
-    config = ExperienceReplayConfig(exp_select_mode="random", seed=5, min_reward=0.5, task_sampling="sqrt")
-    rules = config.pool_rules(4)
-    assert (rules.n_rollout, rules.exp_select_mode, rules.seed, rules.min_reward) == (4, "random", 5, 0.5)
-    assert rules.task_sampling == "sqrt"
-
-
-def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ExperienceReplayConfig().enable = True  # type: ignore[misc]
+
+
+def test_every_rule_of_the_pool_is_that_of_the_configuration() -> None:
+    other = {
+        "max_trajectories_per_task": 3,
+        "experience_lbound": 1,
+        "experience_rbound": 4,
+        "exp_select_mode": "argmax",
+        "policy_versions": "spread",
+        "sampler": {"name": "least_used"},
+        "use_current_policy_entropy": False,
+        "replay_difficulty": 2,
+        "success_threshold": 0.5,
+        "save_filter": "best",
+        "min_reward": 0.25,
+        "max_policy_age": 9,
+        "task_sampling": "sqrt",
+        "seed": 5,
+    }
+    assert {one.name for one in dataclasses.fields(PoolRules)} == {*other, "n_rollout"}
+    assert ExperienceReplayConfig().pool_rules(8) == PoolRules(n_rollout=8)
+    assert ExperienceReplayConfig(**other).pool_rules(6) == PoolRules(n_rollout=6, **other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrap", [dict, Node])
@@ -137,6 +145,8 @@ def test_it_comes_from_yaml(tmp_path: Path) -> None:
         ("exp_ratio", float("nan")),
         ("exp_ratio", [[0.5, 2.0]]),
         ("exp_ratio", [[0.5]]),
+        ("exp_ratio", [[0.5, 0.1], [0.5, 0.2]]),
+        ("exp_ratio", [[0.5, 0.1], [0.2, 0.2]]),
         ("exp_ratio", []),
         ("offpolicy_trajectories_per_task", 0),
         ("offpolicy_trajectories_per_task", True),
@@ -203,7 +213,6 @@ def test_what_is_no_mapping_is_refused() -> None:
 def test_it_opens_the_pools_store(tmp_path: Path) -> None:
     assert ExperienceReplayConfig().open_store() is None
     store = ExperienceReplayConfig(store={"path": str(tmp_path / "pool"), "format": "pkl"}).open_store()
-    assert store is not None
     assert store.durable
     assert store.ids() == []
     store.close()

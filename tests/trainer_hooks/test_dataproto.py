@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer_hooks.advantages import compute_grpo_outcome_advantage
+from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.dataproto import batch_of, loss_arguments, replace_old_log_probs, step_done, to_dataproto
@@ -124,8 +124,6 @@ def check_old_log_probs(data: Any, rows: list[BatchRow]) -> None:
     assert data.batch["current_old_log_probs"].equal(current)
     for place, number in enumerate(numbers_of(data)):
         row, trajectory = rows[number], rows[number].trajectory
-        assert trajectory.loss_mask is not None
-        assert trajectory.old_log_probs is not None
         expected = current[place].clone()
         written = trajectory.loss_mask[trajectory.response_start :].tolist()
         for position, (is_written, log_prob) in enumerate(zip(written, trajectory.old_log_probs, strict=False)):
@@ -375,18 +373,6 @@ def test_loss_options_are_those_of_the_configuration() -> None:
     assert (arguments["off_cliprange_high"], arguments["off_policy_shaping"]) == (0.7, 0.1)
 
 
-def test_the_side_of_a_token_is_that_of_its_row() -> None:
-    rows = some_rows()
-    data: Any = replaced(rows)
-    data.batch["advantages"] = data.batch["old_log_probs"]
-    data.reorder(torch.tensor([3, 1, 5, 0, 4, 2]))
-    arguments = loss_arguments(data.batch, data.meta_info)
-    for place, number in enumerate(numbers_of(data)):
-        off_policy = rows[number].is_experience_replay or rows[number].train_mode == "discard"
-        counted = arguments["response_mask"][place] != 0
-        assert (arguments["exp_mask"][place][counted] != 0).tolist() == [off_policy] * int(counted.sum())
-
-
 def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> None:
     rows = [make_row(number, 2, 4, "discarded", task=0) for number in (1, 2, 3)]  # outcomes 0.5, 1.0 and 0.0
     hook = make_hook(save_filter="positive")
@@ -398,13 +384,11 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> 
     assert data.batch["old_log_probs"].equal(data.batch["current_old_log_probs"]), "sampled under another prompt"
     data.reorder(torch.tensor([2, 0, 1]))
     step_done(data, [row.trajectory for row in rows], hook)
-    assert hook.manager is not None
     held = {one.rollout_id: one.old_log_probs for one in hook.manager.task2trajectories["task-0"]}
     assert set(held) == {"1", "2"}
     for place, number in enumerate(numbers_of(data)):
         if number != 3:
             stored = held[str(number)]
-            assert stored is not None
             assert stored.equal(current_log_probs(data)[place])
 
 
@@ -474,3 +458,5 @@ def test_a_group_counts_a_rollout_of_several_rows_once() -> None:
         rewards, torch.ones_like(mask), data.non_tensor_batch["uid"], rollouts=data.batch["rollouts"]
     )
     torch.testing.assert_close(advantages[:, 0], torch.tensor([-0.5, 1.5, -0.5, 1.5, 1.5, -0.5]))
+    shared = share_by_rollout(advantages, data.batch["rollouts"])
+    torch.testing.assert_close(shared[:, 0], torch.tensor([-0.5, 0.5, -0.5, 0.5, 0.5, -0.5]))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.pages import explained_figures, unexplained
-from tests.reference.test_hook import TASKS, N, do_step, hook, log_probs_of, roll_out
-from trainer_hooks.batch import build_batch
+from tests.reference.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import STARVING_STEPS
 from trainer_hooks.hook import ReplayHook
@@ -60,7 +59,6 @@ def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplo
     assert "step_2 with 16 trajectories of 4 tasks; the store held 24" in caplog.text
     assert "began anew" not in caplog.text
     do_step(longer := hook(), 9)
-    assert longer.manager is not None
     longer.manager.save_experience_pool_to_disk(folder / "step_2")
     with hook(**options) as mistaken:
         mistaken.resume(None, 2)
@@ -75,7 +73,6 @@ def test_starving_buckets_are_counted_on_after_a_resume() -> None:
     for step in range(2, 16):
         *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
         assert name not in metrics
-    assert replay.manager is not None
     saved = orjson.dumps(replay.manager.state_dict(), option=orjson.OPT_NON_STR_KEYS)  # as verl's checkpoints have it
     resumed = hook(replay_difficulty=1)
     resumed.resume(orjson.loads(saved), 15)
@@ -96,7 +93,6 @@ def test_no_bucket_starves_before_replay_begins() -> None:
 
 def test_demonstrations_are_not_rows_of_unknown_age() -> None:
     replay = hook()
-    assert replay.manager is not None
     made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
     replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
     *_, metrics = do_step(replay, 1)
@@ -114,14 +110,10 @@ def names_of_a_run() -> set[str]:
     )
     names: set[str] = set()
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
-        assert replay.manager is not None
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
         replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
         for step in range(1, STARVING_STEPS + 2):
-            plan = replay.before_rollout(replay.tasks_chosen(TASKS, step / 100, step))
-            fresh = roll_out(plan, step)
-            batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-            current = log_probs_of(batch, step)
+            batch, fresh, current = begin_step(replay, step)
             old = replay.log_probs_computed(batch, current)
             masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"])
             advantages = torch.ones(masks[0].shape)

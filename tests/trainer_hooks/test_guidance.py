@@ -163,7 +163,6 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
         assert [one.train_mode for one in configs] == ["discard"] * 3
         for one, exp in zip(fresh, configs, strict=True):
             guidance = Guidance.of(one)
-            assert guidance is not None
             assert guidance.taken_out
             assert f"do {one.task_id} so" in exp.experience_list[0]
             assert one.messages[0]["content"] == f"please do {one.task_id}"
@@ -207,7 +206,6 @@ def rolled(messages: list[dict[str, Any]], first: int, tokenizer: Any) -> AgentT
     """Return a rollout with its tokens, as a loop makes them; the response begins with the model's turn ``first``."""
     template = ChatTemplate.of(tokenizer)
     made = with_tokens(AgentTrajectory(messages=messages, task_id="t", reward=Reward(outcome=1.0)), template)
-    assert made.loss_mask is not None
     start = len(template.encode(template.render(messages[:first], True)))
     loss_mask = torch.cat([torch.zeros_like(made.loss_mask[:start]), made.loss_mask[start:]])
     mask = loss_mask[start:]

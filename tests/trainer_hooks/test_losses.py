@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_hooks.losses import aggregate_loss, het_compute_token_on_off_policy_loss
-from trajstore.errors import ConfigurationError
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -422,37 +421,6 @@ def test_on_cuda_equals_the_cpu(options: dict[str, Any]) -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"low": -0.1}, "cliprange_low"),
-        ({"high": math.nan}, "cliprange_high"),
-        ({"off_high": -1.0}, "off_cliprange_high"),
-        ({"bound": 0.5}, "clip_ratio_c"),
-        ({"mode": "mean"}, "loss_agg_mode"),
-        ({"options": {"off_policy_shaping": 0.0}}, "off_policy_shaping"),
-        ({"exp_mask": torch.zeros(9, 9)}, "exp_mask"),
-        ({"advantages": torch.zeros(3, 1)}, "advantages"),
-        ({"log_prob": torch.zeros(5)}, "log_prob"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_wrong_arguments_are_named(change: dict[str, Any], named: str) -> None:
-    case = make_case(0)
-    for name, value in change.items():
-        setattr(case, name, value)
-    with pytest.raises(ConfigurationError, match=named):
-        case.run()
-
-
-def test_a_clip_range_is_needed() -> None:
-    case = make_case(0)
-    with pytest.raises(ConfigurationError, match="cliprange"):
-        het_compute_token_on_off_policy_loss(
-            case.old_log_prob, case.log_prob, case.advantages, case.response_mask, case.exp_mask
-        )
 
 
 # -- against verl ------------------------------------------------------------------------------------

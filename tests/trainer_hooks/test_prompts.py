@@ -30,13 +30,13 @@ def rollout(first: int, name: str, outcome: float = 1.0) -> AgentTrajectory:
 def test_histories_of_another_prompt_are_left_out_of_the_batch_and_drawn_no_more() -> None:
     config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, exp_ratio=1.0)
     with ReplayHook(config, n_rollout=3, get_task=str) as hook:
-        hook.admit([rollout(7, "old"), rollout(7, "failed", 0.0), rollout(7, "failed too", 0.0)])
+        made = [rollout(7, "old"), rollout(7, "failed", 0.0), rollout(7, "failed too", 0.0)]
+        assert hook.admit(made) == {"experience_replay/refused_share": 0.0}
         plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
         assert [len(one.histories) for one in plan] == [1]
         rows = hook.batch_rows(plan, [rollout(8, "x"), rollout(8, "y", 0.0)])
         assert [row.is_experience_replay for row in rows] == [False, False], "the row asks something else by now"
         assert not hook.tasks_chosen(["a"], 0.5, 2).experience
-        assert hook.manager is not None
         assert [one.task_id for one in hook.manager.of_other_rows()] == ["a"]
 
 

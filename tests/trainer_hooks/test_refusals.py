@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.experience.test_refusals import ALL_REFUSED, MALFORMED, rollout
-from tests.reference.test_hook import TASKS, N, hook, log_probs_of, roll_out
+from tests.reference.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
 from tests.reference.test_hook import hook as make_hook
 from trainer_hooks.batch import build_batch
 from trainer_hooks.hook import ReplayHook
@@ -31,7 +31,6 @@ def same(one: AgentTrajectory) -> AgentTrajectory:
 
 
 def nobodys(one: AgentTrajectory) -> AgentTrajectory:
-    assert one.loss_mask is not None
     return dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
 
 
@@ -68,6 +67,7 @@ def reasons(figures: dict[str, float]) -> dict[str, float]:
         (same, 2.0, math.nan, {"log_probs_above_zero": 1.0}),
         (with_outcome(None), -2.0, 1.0, {"no_outcome": 1.0}),
         (with_outcome(math.nan), -2.0, 1.0, {"outcome_not_finite": 1.0}),
+        (lambda one: dataclasses.replace(one, rollout_log_probs=torch.zeros(1)), -2.0, 1.0, {"malformed": 1.0}),
     ],
 )
 def test_step_done_names_what_a_success_lacks(
@@ -79,11 +79,6 @@ def test_step_done_names_what_a_success_lacks(
     assert figures["experience_replay/refused_share"] == float(bool(expected))
 
 
-def test_a_batch_needs_masks() -> None:
-    with pytest.raises(InvalidTrajectoryError, match="loss_mask"):
-        one_step(hook(), lambda one: dataclasses.replace(one, loss_mask=None))
-
-
 @pytest.mark.parametrize("case", ALL_REFUSED)
 def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
     fields, reason = ALL_REFUSED[case]
@@ -92,16 +87,6 @@ def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
     done = [rollout(**fields), rollout(outcome=0.0, rollout_id="failed")]
     figures = replay.rollouts_done(done, ["a"] * 2, [False] * 2, [1] * 2)
     assert reasons(figures) == {reason.value: 1.0}
-
-
-def test_a_malformed_rollout_of_a_step_is_refused_by_itself() -> None:
-    def change(one: AgentTrajectory) -> AgentTrajectory:
-        return dataclasses.replace(one, rollout_log_probs=torch.zeros(1))
-
-    figures = one_step(hook(), change)
-    assert reasons(figures) == {"malformed": 1.0}
-    assert figures["experience_replay/refused_share"] == 1.0
-    assert figures["experience_replay/tasks_at_difficulty/1"] == 1.0
 
 
 def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,15 +107,12 @@ def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCapture
 @pytest.mark.parametrize("name", ["old_log_probs", "entropys"])
 def test_what_does_not_fit_the_batch_is_refused_before_anything_is_noted(name: str) -> None:
     replay = hook()
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS[:1], 0.0, 1))
-    fresh = roll_out(plan, 1, successes=1)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    batch, fresh, _ = begin_step(replay, 1, TASKS[:1], successes=1)
     fine = torch.full(batch.tensors["responses"].shape, -2.0)
     for wrong in (fine[:, 1:], torch.cat([fine, fine], dim=1), fine[1:], fine[0]):
         with pytest.raises(ConfigurationError, match=rf"{name}: shape .* must be"):
             replay.step_done(batch, fresh, **{"old_log_probs": fine, "entropys": -fine, name: wrong})
     manager = replay.manager
-    assert manager is not None
     assert (manager.difficulty2task_dict, manager.refused, len(manager)) == ({}, {}, 0)
     assert not reasons(replay.step_done(batch, fresh, fine, -fine))
 
@@ -148,14 +130,12 @@ def test_a_task_whose_rollouts_crashed_is_not_solved(asked: dict[str, int] | Non
         batch = build_batch(rows_of_plan(came, fresh, "shared"), pad_token_id=0)
         current = log_probs_of(batch, 1)
         replay.step_done(batch, fresh, current, torch.ones_like(current), asked)
-        assert replay.manager is not None
         assert replay.manager.skip_uid_set == (set(TASKS) if solved else set())
 
 
 def test_a_run_whose_steps_were_refused_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), make_hook() as replay:
-        fresh = roll_out(replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1)), 1)
-        batch = build_batch(replay.batch_rows([PlannedTask(task, N, ()) for task in TASKS], fresh), pad_token_id=0)
+        batch, fresh, _ = begin_step(replay, 1)
         with pytest.raises(ConfigurationError, match="old_log_probs"):
             replay.step_done(batch, fresh, torch.zeros(1, 1), torch.zeros(1, 1))
     assert "no step was done" in caplog.text

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.test_hook import TASKS, do_step, hook, log_probs_of, roll_out
-from trainer_hooks.batch import build_batch
+from tests.reference.test_hook import TASKS, begin_step, do_step, hook
 from trainer_hooks.figures import warnings_of
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.metrics import (
@@ -18,7 +17,6 @@ from trainer_hooks.metrics import (
     StepTimes,
     batch_metrics,
     record_metrics,
-    refused_metrics,
     starving_buckets,
 )
 from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
@@ -58,25 +56,6 @@ def test_figures_equal_plain_python(seed: int, rows: int, tokens: int) -> None:
         expected["off_ratio_near_zero_share"] = sum(value < 0.1 for value in ratios["off"]) / len(ratios["off"])
     assert found == pytest.approx({f"experience_replay/{name}": value for name, value in expected.items()}, abs=1e-12)
     assert all(type(value) is float for value in found.values())
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_parts_of_any_size_add_up_to_the_whole(seed: int, sizes: list[int]) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (sum(sizes), 3)
-    old, new, advantages = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    masks = torch.randint(2, (2, *shape), generator=generator)
-
-    def sums(rows: slice) -> dict[str, float]:
-        old_part, new_part, advantages_part, *mask_parts = (one[rows] for one in (old, new, advantages, *masks))
-        response_mask, exp_mask = mask_parts
-        loss = het_compute_token_on_off_policy_loss(old_part, new_part, advantages_part, response_mask, exp_mask, 0.2)
-        return token_sums(loss, response_mask, exp_mask)
-
-    begins = [sum(sizes[:part]) for part in range(len(sizes))]
-    parts = [sums(slice(begin, begin + size)) for begin, size in zip(begins, sizes, strict=True)]
-    assert figures_of(added(parts)) == pytest.approx(figures_of(sums(slice(None))))
 
 
 def test_nan_is_seen_wherever_it_came() -> None:
@@ -136,14 +115,9 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
         do_step(replay, 1)
         do_step(replay, 2, tasks=TASKS[:2])
-        plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.03, 3))
-        fresh = roll_out(plan, step=3)
-        rows = replay.batch_rows(plan, fresh)
-        batch = build_batch(rows, pad_token_id=0)
+        batch, fresh, current = begin_step(replay, 3)
         replayed = [extras["is_experience_replay"] for extras in batch.non_tensors["extras"]]
-        assert len(rows) == 16
         order = sorted(range(16), key=replayed.__getitem__)
-        current = log_probs_of(batch, 3)
         old = replay.log_probs_computed(batch, current)
         spread = torch.linspace(-3, 3, old.numel()).reshape(old.shape)
         advantages = torch.ones(old.shape) * torch.tensor([1.0, -1.0]).repeat(8)[:, None]
@@ -226,11 +200,6 @@ def test_batch_metrics() -> None:
     assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
     mixed = batch_metrics(["a", "b", "c"], [True] * 3, [None, None, 11], 10, demonstrations=1)
     assert mixed["experience_replay/age_unknown_rows"] == 2.0
-
-
-def test_refused_share() -> None:
-    assert refused_metrics(1, 4) == {"experience_replay/refused_share": 0.25}
-    assert refused_metrics(0, 0) == {}
 
 
 def test_starving_buckets() -> None:

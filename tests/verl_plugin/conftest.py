@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
 from .assets import Assets, make_assets
-from .harness import VerlSession
+from .harness import VerlSession, make_config
+from .runs import Train, Training
 from .witness import WITNESS_FOLDER, WITNESS_MODULE, Witness
 
 NEEDED = ("verl", "ray", "transfer_queue", "hydra", "transformers")
@@ -52,3 +54,16 @@ def verl_session(witness: Witness) -> Iterator[VerlSession]:
     session = VerlSession.start(modules=(WITNESS_MODULE,))
     yield session
     session.close()
+
+
+@pytest.fixture(scope="session")
+def train(verl_session: VerlSession, verl_assets: Assets, witness: Witness) -> Train:
+    """Return what trains."""
+
+    def run(folder: Path, *overrides: str, assets: Assets = verl_assets) -> Training:
+        witness.take()
+        metrics = verl_session.run(make_config(assets, folder, overrides)).metrics
+        steps = [record for record in metrics if "training/global_step" in record]
+        return Training(steps, [record for record in metrics if record not in steps], witness.take(), folder)
+
+    return run

@@ -7,7 +7,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -61,7 +60,6 @@ def check_guided_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajector
     tokenizer = make_tokenizer()
     by_tokens: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
     for one in rollouts:
-        assert one.input_ids is not None
         by_tokens[tuple(one.input_ids.tolist())].append(one)
     counts: Counter[str] = Counter()
     for row in rows:
@@ -100,14 +98,3 @@ def check_records(rollouts: Sequence[AgentTrajectory]) -> None:
         assert one.messages[0]["content"].startswith(MARK) == (guidance.train_mode == "keep")
         assert re.fullmatch("[a-z]{2} say [0-9]", one.query), "what the user asked, without experience"
         assert (one.rollout_log_probs is None) == guidance.taken_out
-
-
-def log_probs(model_path: Path, row: LossRow) -> torch.Tensor:
-    """Return what plain transformers gives for a row's response, [R]."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([row.tokens])).logits[0].log_softmax(-1)
-    places = torch.arange(row.prompt.numel() - 1, len(row.tokens) - 1)
-    return logits[places, row.response]

@@ -171,9 +171,6 @@ def _token_losses(row: LossRow, options: OffPolicyLoss, *, off: bool) -> list[fl
 
 def _outputs(rollout: AgentTrajectory) -> list[tuple[tuple[int, ...], Output]]:
     """Return the outputs of a recorded session with their tokens."""
-    assert rollout.input_ids is not None
-    assert rollout.response_start is not None
-    assert rollout.response_mask is not None
     ids = rollout.input_ids.tolist()
     parts = rollout.metadata.get("rows", [{"tokens": len(ids), "prompt": rollout.response_start}])
     made = []
@@ -239,15 +236,12 @@ def check_choices(
                 held.clear()
                 continue
             for one in successes:
-                assert one.input_ids is not None
                 held.setdefault(tuple(one.input_ids.tolist()), one)
     return left
 
 
 def mean_entropy(rollout: AgentTrajectory) -> float:
     """Return the mean over the tokens that the model wrote, in nats."""
-    assert rollout.entropys is not None
-    assert rollout.response_mask is not None
     return float(rollout.entropys[rollout.response_mask.bool()].double().mean())
 
 
@@ -279,7 +273,6 @@ def check_against_checkpoints(rollouts: Sequence[AgentTrajectory], model: Path, 
                 start = len(output.prompt)
                 wanted = scores[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
                 written = output.response_mask.bool()
-                assert output.log_probs is not None
                 torch.testing.assert_close(output.log_probs[written], wanted[written], atol=1e-4, rtol=1e-4)
                 checked += 1
     return checked

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.pages import unexplained
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+
+from .witness import LossRow
 
 GROUP = 4
 PROMPTS = 4
@@ -93,7 +98,40 @@ def recorded(folder: Path) -> list[AgentTrajectory]:
     return found  # type: ignore[return-value]
 
 
-def check_replay_metrics(records: Sequence[dict[str, Any]], workers: int = 1) -> None:
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training and what it left: metrics of its steps and of other validations, what its loss saw."""
+
+    steps: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+    rows: list[LossRow]
+    folder: Path
+
+    @property
+    def rollouts(self) -> list[AgentTrajectory]:
+        """What was recorded in its folder."""
+        return recorded(self.folder)
+
+    def sum_of(self, figure: str) -> float:
+        """Return the sum of a figure of replay over the steps."""
+        return sum(step[f"experience_replay/{figure}"] for step in self.steps)
+
+
+Train = Callable[..., Training]
+"""Takes a folder and overrides; ``assets``: others than the session's."""
+
+
+def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:
+    """Return what plain transformers gives for a row's response, [R]."""
+    from transformers import LlamaForCausalLM
+
+    ids = torch.tensor(row.tokens)
+    with torch.no_grad():
+        scores = LlamaForCausalLM.from_pretrained(model).float()(ids[None]).logits[0].log_softmax(-1)
+    return scores[len(row.prompt) - 1 : -1].gather(-1, row.response[:, None])[:, 0]
+
+
+def check_replay_metrics(records: Sequence[dict[str, Any]]) -> None:
     """Check that figures are finite, that no step had padding rows, and that steps with history say so."""
     for record in records:
         figures = {name: value for name, value in record.items() if name.startswith("experience_replay/")}

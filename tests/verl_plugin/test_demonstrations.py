@@ -13,29 +13,14 @@ from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.transcripts import TranscriptReader, import_transcripts, load_tokenizer
 
 from .assets import TRAIN_ROWS, Assets, make_rows
-from .harness import VerlSession, make_config
-from .runs import GROUP, REPLAY
-from .witness import LossRow, Witness
+from .runs import GROUP, REPLAY, Train, log_probs_of
+from .witness import LossRow
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
-def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:
-    """The initial policy's log-probs of a response."""
-    from transformers import LlamaForCausalLM
-
-    policy = LlamaForCausalLM.from_pretrained(model).float()
-    ids = torch.tensor(row.tokens)
-    with torch.no_grad():
-        scores = policy(ids[None]).logits[0].log_softmax(-1)
-    found: torch.Tensor = scores[len(row.prompt) - 1 : -1].gather(-1, row.response[:, None])[:, 0]
-    return found
-
-
 @pytest.mark.parametrize("longest", [16, 3])
-def test_a_run_that_begins_with_demonstrations(
-    longest: int, verl_session: VerlSession, verl_assets: Assets, witness: Witness, tmp_path: Path
-) -> None:
+def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_assets: Assets, tmp_path: Path) -> None:
     lines = []
     for task in make_rows(0, TRAIN_ROWS, "train"):
         answer = task["reward_model"]["ground_truth"] * 3
@@ -43,7 +28,6 @@ def test_a_run_that_begins_with_demonstrations(
         lines.append({"task_id": f"digit:{task['extra_info']['index']}", "messages": messages, "reward": 1.0})
     source = write(tmp_path / "demos.jsonl", *lines)
     limits = (f"data.max_response_length={longest}", "trainer.total_training_steps=2")
-    config = make_config(verl_assets, tmp_path, (*REPLAY, *limits))
     pool = tmp_path / "checkpoints" / "trajstore" / "pool"
     pool.parent.mkdir(parents=True)
     reader = TranscriptReader(load_tokenizer(str(verl_assets.model)))
@@ -53,10 +37,8 @@ def test_a_run_that_begins_with_demonstrations(
     store.close()
     demonstrations = {tuple(one.input_ids.tolist()) for several in held.values() for one in several}  # type: ignore[union-attr]
 
-    witness.take()
-    run = verl_session.run(config)
-    records = [record for record in run.metrics if "training/global_step" in record]
-    rows = witness.take()
+    done = train(tmp_path, *REPLAY, *limits)
+    records, rows = done.steps, done.rows
     if longest == 3:  # the answers have three digits and an end
         assert [record["experience_replay/histories_refused/too_long"] for record in records] == [2.0, 2.0]
         assert not any(row.exp_mask.any() for row in rows)

@@ -7,22 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from .assets import Assets
-from .harness import VerlSession, make_config
 from .recount import check_loss_rows
-from .runs import GROUP, PROMPTS, REPLAY, check_replay_metrics, recorded, table
-from .witness import Witness
+from .runs import GROUP, PROMPTS, REPLAY, Train, check_replay_metrics, table
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 STEPS = 5
 
 
-def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(
-    verl_session: VerlSession, verl_assets: Assets, witness: Witness, tmp_path: Path
-) -> None:
-    witness.take()
-    overrides = (
+def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(train: Train, tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
         *REPLAY,
         "+exp_manager.experience_replay.offpolicy_trajectories_per_task=2",
         "+exp_manager.experience_replay.exp_ratio=0.5",
@@ -31,13 +26,12 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(
         "++data.gen_batch_size=1",
         f"trainer.total_training_steps={STEPS}",
     )
-    run = verl_session.run(make_config(verl_assets, tmp_path, overrides))
-    records = [record for record in run.metrics if "training/global_step" in record]
+    records = done.steps
     sys.stdout.write("\n" + table(records) + "\n")  # shown with -s; the how-to has it
     assert len(records) == STEPS
     check_replay_metrics(records)
 
-    rollouts = recorded(tmp_path)
+    rollouts = done.rollouts
     trained = [one for one in rollouts if one.metadata["trained"]]
     dropped = len(rollouts) - len(trained)
     assert dropped == sum(record["recording/dropped"] for record in records)
@@ -47,8 +41,8 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(
     assert len(lost) == sum(record["recording/dropped_successes"] for record in records)
     assert "experience_replay/refused/no_entropy" not in records[-1], "what was dropped was not offered"
 
-    replayed = check_loss_rows(witness.take(), trained, group=lambda task: GROUP).replayed_rows
-    assert replayed == sum(record["experience_replay/replayed_rows"] for record in records)
+    replayed = check_loss_rows(done.rows, trained, group=lambda task: GROUP).replayed_rows
+    assert replayed == done.sum_of("replayed_rows")
     assert replayed >= STEPS - 1
     for record in records:
         assert record["experience_replay/mixed_score_mean"] == pytest.approx(record["critic/score/mean"], abs=1e-5)

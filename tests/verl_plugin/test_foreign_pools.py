@@ -15,11 +15,8 @@ from trajstore.cli import main
 from trajstore.experience.persistence import read_pool, write_pool
 
 from .assets import make_assets
-from .harness import VerlSession, make_config
 from .recount import check_loss_rows
-from .runs import GROUP, recorded
-from .test_demonstrations import log_probs_of
-from .witness import Witness
+from .runs import GROUP, Train, log_probs_of
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -55,7 +52,7 @@ def history(one: KnownRollout) -> AgentTrajectory:
 
 @pytest.mark.parametrize("kind", ["linear", "linear_think", "messages"])
 def test_the_rows_of_agentevolver_are_trained_on(
-    kind: str, verl_session: VerlSession, witness: Witness, shared_fixtures: Path, tmp_path: Path
+    kind: str, train: Train, shared_fixtures: Path, tmp_path: Path
 ) -> None:
     """Every second history has lost its ids, which the tokenizer makes again. Those that ask what the data do not stay
     out: in these pools the histories of one task ask several things."""
@@ -109,17 +106,15 @@ def test_the_rows_of_agentevolver_are_trained_on(
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=two_outputs",
         ]
-    witness.take()
-    run = verl_session.run(make_config(assets, tmp_path, overrides))
-    records = [record for record in run.metrics if "training/global_step" in record]
+    done = train(tmp_path, *overrides, assets=assets)
+    records, seen = done.steps, done.rows
     assert len(records) == 4
-    seen = witness.take()
     prompts = {row["extra_info"]["index"]: row["prompt"] for row in rows}
     fitting = [one for one in histories if one.messages == prompts[one.task_id.partition(":")[2]]]
-    counted = check_loss_rows(seen, [*recorded(tmp_path), *fitting], group=lambda task: GROUP)
+    counted = check_loss_rows(seen, [*done.rollouts, *fitting], group=lambda task: GROUP)
     replayed = [row for row in seen if row.exp_mask.any()]
     assert counted.replayed_rows == len(replayed)
-    assert len(replayed) == sum(record["experience_replay/replayed_rows"] for record in records)
+    assert len(replayed) == done.sum_of("replayed_rows")
     assert {row.tokens for row in replayed} == set().union(*map(tokens_of_rows, fitting))
     others = {(one.task_id, *tokens_of_rows(one)) for one in histories if not any(one is kept for kept in fitting)}
     assert [record["experience_replay/other_prompts"] for record in records] == [len(others)] * len(records)
@@ -132,6 +127,5 @@ def test_the_rows_of_agentevolver_are_trained_on(
 
 def tokens_of_rows(history: AgentTrajectory) -> list[tuple[int, ...]]:
     """Return the tokens of each row of a history."""
-    assert history.input_ids is not None
     lengths = [part["tokens"] for part in history.metadata["rows"]]
     return [tuple(part.tolist()) for part in history.input_ids.split(lengths)]

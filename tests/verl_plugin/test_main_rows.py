@@ -63,6 +63,7 @@ def test_replay_is_unclipped_and_random(
     rollouts, rows = recorded(tmp_path), witness.take()
     counted = check_loss_rows(rows, rollouts, group=lambda task: GROUP, loss=OffPolicyLoss(clip=False))
     assert counted.replayed_rows == sum(record["experience_replay/replayed_rows"] for record in records) > 0
+    assert len(rollouts) == sum(record["recording/rollouts"] for record in records)
     assert counted.beyond_clip > 0
     choices = partial(check_choices, rows, rollouts, count=1, least_used_first=False)
     assert choices(value=lambda one: 0.0), "a task had several to choose from"

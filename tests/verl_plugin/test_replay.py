@@ -9,24 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 
-from .assets import Assets
-from .harness import Run, VerlSession, make_config
 from .recount import check_loss_rows
-from .runs import (
-    GROUP,
-    PROMPTS,
-    REPLAY,
-    TOLERANCE,
-    TWO_WORKERS,
-    check_replay_metrics,
-    comparable,
-    recorded,
-)
-from .witness import LossRow, Witness
+from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,41 +22,18 @@ STEPS = 6
 SAVED = 3
 
 
-class Training:
-    """One training and what it left: metrics, what its loss saw, what it recorded."""
-
-    def __init__(self, run: Run, rows: list[LossRow], folder: Path) -> None:
-        self.metrics = [record for record in run.metrics if "training/global_step" in record]
-        self.validations = [record for record in run.metrics if "training/global_step" not in record]
-        self.rows = rows
-        self.folder = folder
-
-    def replayed(self) -> int:
-        """Check what the loss saw; return how many of its rows were replayed."""
-        return check_loss_rows(self.rows, self.rollouts, group=lambda task: GROUP).replayed_rows
-
-    @property
-    def rollouts(self) -> list[AgentTrajectory]:
-        return recorded(self.folder)
+def replayed_rows(training: Training) -> int:
+    """Check what the loss saw; return how many of its rows were replayed."""
+    return check_loss_rows(training.rows, training.rollouts, group=lambda task: GROUP).replayed_rows
 
 
 @pytest.fixture(scope="module")
-def train(verl_session: VerlSession, verl_assets: Assets, witness: Witness) -> object:
-    def run(folder: Path, *overrides: str) -> Training:
-        witness.take()
-        result = verl_session.run(make_config(verl_assets, folder, overrides))
-        return Training(result, witness.take(), folder)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def stock(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
+def stock(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Training:
     return train(tmp_path_factory.mktemp("stock"), "trainer.total_training_steps=3")
 
 
 @pytest.fixture(scope="module")
-def recording(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
+def recording(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Training:
     return train(
         tmp_path_factory.mktemp("recording"),
         "trainer.total_training_steps=3",
@@ -78,7 +43,7 @@ def recording(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 @pytest.fixture(scope="module")
-def replaying(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
+def replaying(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Training:
     return train(
         tmp_path_factory.mktemp("replaying"),
         *REPLAY,
@@ -89,8 +54,8 @@ def replaying(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def test_recording_changes_nothing(stock: Training, recording: Training) -> None:
-    assert len(stock.metrics) == len(recording.metrics) == 3
-    for ours, theirs in zip(recording.metrics, stock.metrics, strict=True):
+    assert len(stock.steps) == len(recording.steps) == 3
+    for ours, theirs in zip(recording.steps, stock.steps, strict=True):
         assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
     assert not recording.rows, "without replay the loss is verl's own"
 
@@ -98,7 +63,7 @@ def test_recording_changes_nothing(stock: Training, recording: Training) -> None
 def test_every_rollout_is_recorded(recording: Training) -> None:
     rollouts = recording.rollouts
     assert len(rollouts) == 3 * PROMPTS * GROUP
-    for step, record in enumerate(recording.metrics, start=1):
+    for step, record in enumerate(recording.steps, start=1):
         made = [one for one in rollouts if one.policy_version == step]
         assert Counter(one.metadata["uid"] for one in made) == dict.fromkeys({o.metadata["uid"] for o in made}, GROUP)
         scores = torch.tensor([one.reward.metadata["score"] for one in made])
@@ -118,15 +83,14 @@ def test_every_rollout_is_recorded(recording: Training) -> None:
 
 def test_the_loss_receives_what_the_store_holds(replaying: Training) -> None:
     assert len(replaying.rows) == STEPS * PROMPTS * GROUP
-    replayed = replaying.replayed()
-    assert replayed == sum(record["experience_replay/replayed_rows"] for record in replaying.metrics)
+    replayed = replayed_rows(replaying)
+    assert replayed == replaying.sum_of("replayed_rows")
     assert replayed >= STEPS - 1
 
 
 def test_figures_of_replay(replaying: Training) -> None:
-    assert len(replaying.metrics) == STEPS
-    check_replay_metrics(replaying.metrics)
-    assert any(record["experience_replay/replayed_rows"] for record in replaying.metrics)
+    assert len(replaying.steps) == STEPS
+    check_replay_metrics(replaying.steps)
 
 
 def test_validation_is_left_alone(replaying: Training) -> None:
@@ -135,7 +99,7 @@ def test_validation_is_left_alone(replaying: Training) -> None:
     assert {int(one.task_id.split(":")[1]) for one in replaying.rollouts} <= set(range(32))
 
 
-def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train) -> None:
+def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train: Train) -> None:
     """The stores have gone on to step 6; at the checkpoint of step 3 the pool was another one."""
     before = len(replaying.rollouts)
     resumed = train(
@@ -146,15 +110,15 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train)
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={replaying.folder}/checkpoints/global_step_{SAVED}",
     )
-    assert [record["step"] for record in resumed.metrics] == [4, 5, 6]
-    for ours, theirs in zip(resumed.metrics, replaying.metrics[SAVED:], strict=True):
+    assert [record["step"] for record in resumed.steps] == [4, 5, 6]
+    for ours, theirs in zip(resumed.steps, replaying.steps[SAVED:], strict=True):
         assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
-    resumed.replayed()
-    made = sum(record["recording/rollouts"] for record in resumed.metrics)
+    replayed_rows(resumed)
+    made = sum(record["recording/rollouts"] for record in resumed.steps)
     assert len(resumed.rollouts) == before + made, "what was recorded before the checkpoint and after it is still there"
 
 
-def test_resuming_with_another_number_of_ranks(replaying: Training, train) -> None:
+def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train) -> None:
     """verl's own checkpoint of a model belongs to a number of ranks, so the model begins anew; stores do not."""
     steps = 5
     resumed = train(
@@ -166,11 +130,11 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train) -> No
         f"trainer.resume_from_path={replaying.folder}/checkpoints/global_step_{SAVED}",
         "actor_rollout_ref.actor.checkpoint.load_contents=[]",
     )
-    assert [record["step"] for record in resumed.metrics] == [4, 5]
-    check_replay_metrics(resumed.metrics)
+    assert [record["step"] for record in resumed.steps] == [4, 5]
+    check_replay_metrics(resumed.steps)
     assert len(resumed.rows) == 2 * PROMPTS * GROUP
-    assert resumed.replayed() >= 1
-    first, same = resumed.metrics[0], replaying.metrics[SAVED]
+    assert replayed_rows(resumed) >= 1
+    first, same = resumed.steps[0], replaying.steps[SAVED]
     assert first["experience_replay/experience_tasks"] == same["experience_replay/experience_tasks"]
     assert first["experience_replay/replayed_rows"] == same["experience_replay/replayed_rows"]
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
@@ -194,10 +158,10 @@ def test_two_jobs_in_one_run_directory(recording: Training, replaying: Training,
     assert inspect(run)["trajectories"] == together
 
 
-def test_asynchronous_training(train, tmp_path: Path) -> None:
+def test_asynchronous_training(train: Train, tmp_path: Path) -> None:
     training = train(
         tmp_path, *REPLAY, "trainer.v1.trainer_mode=colocate_async_replay", "trainer.total_training_steps=5"
     )
-    assert len(training.metrics) == 5
-    check_replay_metrics(training.metrics)
-    assert training.replayed() >= 1
+    assert len(training.steps) == 5
+    check_replay_metrics(training.steps)
+    assert replayed_rows(training) >= 1

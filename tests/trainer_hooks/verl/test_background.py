@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
 from tests.interrupting import Tracer, within
 from trainer_hooks.verl.background import Background
-from trajstore.errors import StoreClosedError
 
 
 @pytest.fixture
@@ -83,44 +80,6 @@ def test_an_error_is_told_once_and_nothing_behind_it_is_lost(
         background.submit(partial(ran.append, 5), 1)
     background.wait()
     assert ran == [3, 5], "what was submitted when the error was told runs nevertheless"
-
-
-def test_closed_it_takes_nothing_and_has_done_everything() -> None:
-    background = Background("test", 10)
-    ran: list[int] = []
-    for number in range(10):
-        background.submit(partial(ran.append, number), 1)
-    assert not background.closed
-    background.close()
-    background.close()
-    assert background.closed
-    assert ran == list(range(10))
-    with pytest.raises(StoreClosedError, match="test: was closed"):
-        background.submit(lambda: None, 1)
-
-
-def _in_child(background: Background, told: Any) -> None:
-    try:
-        background.submit(lambda: None, 1)
-    except StoreClosedError as error:
-        told.send(f"{error}")
-    background.close()
-    told.send(background.closed)
-
-
-def test_a_forked_child_is_refused_and_never_waits(background: Background) -> None:
-    gate = threading.Event()
-    background.submit(lambda: _wait(gate), 1)
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe()
-    child = fork.Process(target=_in_child, args=(background, theirs))
-    child.start()
-    assert ours.recv() == "test: belongs to the parent process"
-    assert ours.recv() is True
-    child.join()
-    assert child.exitcode == 0
-    gate.set()
-    background.wait()
 
 
 @pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")

@@ -25,13 +25,17 @@ BASE = (
 
 
 def said_of(project_root: Path, tmp_path: Path, *options: str) -> tuple[int, str, str]:
-    """Run the check with the configuration file of the guide; return exit code, stdout, and what it wrote of errors."""
+    """Run the check with the configuration file of the guide; return exit code, stdout, and what it wrote of errors.
+
+    verl finds the plugin by its name alone.
+    """
+    named = {"VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin", "VERL_USE_EXTERNAL_PLUGINS": "none"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
     where = (f"--config-dir={project_root / 'docs' / 'howto'}", "--config-name=verl_replay")
     done = subprocess.run(
         [sys.executable, "-m", "trainer_hooks.verl.check", *where, *options],
         cwd=tmp_path,
-        env={**clean, "PYTHONPATH": str(project_root), "VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"},
+        env={**clean, **named, "PYTHONPATH": str(project_root)},
         capture_output=True,
         text=True,
         check=False,

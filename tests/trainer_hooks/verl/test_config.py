@@ -139,15 +139,8 @@ WRONG = {
     "+exp_manager.experience_replay.regularize_replayed=none": "regularize_replayed: 'none', must be both",
     "+exp_manager.experience_replay.success_threshold=0.5": "experience_replay.success_threshold: an outcome is 1",
     # replay
-    f"+{REPLAY}.enable=2": f"{REPLAY}: enable: 2",
     f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",
-    f"+{REPLAY}.exp_ratio=[[0.5,0.1],[0.2,0.1]]": "ratio",
-    f"+{REPLAY}.offpolicy_trajectories_per_task=0": "offpolicy_trajectories_per_task: 0",
-    f"+{REPLAY}.off_policy_shaping=0": "off_policy_shaping: 0",
     f"+{REPLAY}.store.capacity=5": "store.path: None",
-    f"+{REPLAY}.store.compression=zip": "store.compression: unknown key",
-    f"+{REPLAY}.task_sampling=best": "task_sampling: 'best'",
-    f"+{REPLAY}.experience_lbound=9": "experience_lbound: 9",
 }
 
 
@@ -171,7 +164,6 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
         "exp_manager.on_resume: keep",
     ),
     "k = n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=4"], "offpolicy_trajectories_per_task: 4"),
-    "k > n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=9"], "must be below n_rollout = 4"),
     "n = 1": ([ON, "actor_rollout_ref.rollout.n=1"], "offpolicy_trajectories_per_task: 1"),
 }
 
@@ -241,31 +233,18 @@ def test_a_reward_that_gives_no_such_number(extra: dict[str, Any]) -> None:
 OVERRIDES = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.default_local_dir=/checkpoints")
 
 
-def composed(project_root: Path) -> Any:
+def test_the_file_is_understood_names_every_option_and_says_the_defaults(project_root: Path) -> None:
     with initialize_config_dir(str(project_root / "docs" / "howto"), version_base=None):
-        return compose("verl_replay", overrides=[*OVERRIDES, "hydra.searchpath=[pkg://verl.trainer.config]"])
-
-
-def test_it_is_understood_and_says_the_defaults(project_root: Path) -> None:
-    config = composed(project_root)
+        config = compose("verl_replay", overrides=[*OVERRIDES, "hydra.searchpath=[pkg://verl.trainer.config]"])
     assert config.trainer.v1.trainer_mode == "sync_replay"
-    block = ReplayBlock.from_config(config)
+    block, given = ReplayBlock.from_config(config), OmegaConf.to_container(config.exp_manager)
+    left_out = {"experience_replay": {"store", "success_threshold"}}
+    for section in ("recording", "outcome", "experience_replay"):
+        known = {field.name for field in dataclasses.fields(getattr(block, section))}
+        assert known - set(given[section]) <= left_out.get(section, set())
+    options = {field.name for field in dataclasses.fields(block.guidance)} - {"store"}
+    assert options <= {*OmegaConf.to_container(config.experience_maker), *given}
+    assert GuidanceConfig.from_config(config) == GuidanceConfig()
     with open_dict(config):
         config.exp_manager = {"experience_replay": {"enable": True}}
     assert block == ReplayBlock.from_config(config)
-
-
-def test_it_names_every_option(project_root: Path) -> None:
-    block = ReplayBlock.from_config(composed(project_root))
-    given = OmegaConf.to_container(composed(project_root).exp_manager)
-    assert isinstance(given, dict)
-    for section in ("recording", "outcome", "experience_replay"):
-        known = {field.name for field in dataclasses.fields(getattr(block, section))}
-        assert known - set(given[section]) <= (
-            {"store", "success_threshold"} if section == "experience_replay" else set()
-        )
-    options = {field.name for field in dataclasses.fields(block.guidance)} - {"store"}
-    said = OmegaConf.to_container(composed(project_root).experience_maker)
-    assert isinstance(said, dict)
-    assert options <= {*said, *given}
-    assert GuidanceConfig.from_config(composed(project_root)) == GuidanceConfig()

@@ -161,9 +161,7 @@ def guided(plain: list[dict[str, Any]] = PLAIN, text: str = TIP) -> list[dict[st
 
 
 def told(output: AgentLoopOutput) -> Report:
-    report = Report.of(output.extra_fields)
-    assert report is not None
-    return report
+    return Report.of(output.extra_fields)
 
 
 def test_it_is_registered_where_verl_looks() -> None:
@@ -177,18 +175,18 @@ def test_discarded_rows_have_the_prompt_without_and_the_response_as_sampled() ->
     assert one.response_ids == [7, 8, 1]
     report = told(one)
     assert report.exchanged
-    assert report.guidance is not None
     assert report.guidance.taken_out
     assert report.guidance.experiences == ("4", "2")
     assert report.guidance.insertions == (Insertion(1, TIP),)
     assert one.extra_fields["of the loop"] == 1
 
 
-def test_kept_rows_are_as_sampled() -> None:
-    (one,) = rolled_out(Loop, "keep")
-    assert ROLLED == [tokens(guided())] == [one.prompt_ids]
+@pytest.mark.parametrize("kind", [Loop, Wrapping, Unheard])
+def test_kept_rows_are_as_sampled(kind: type[Loop]) -> None:
+    (one,) = rolled_out(kind, "keep")
+    assert [one.prompt_ids] == ROLLED
+    assert TIP in TOKENIZER.decode(one.prompt_ids)
     report = told(one)
-    assert report.guidance is not None
     assert not report.exchanged
     assert not report.guidance.taken_out
 
@@ -251,13 +249,6 @@ def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
     assert one.prompt_ids == tokens(PLAIN)
     assert one.response_ids == [7, 8, 1]
     assert told(one).exchanged
-
-
-def test_kept_experience_need_not_be_taken_out() -> None:
-    for kind in (Wrapping, Unheard):
-        (one,) = rolled_out(kind, "keep")
-        assert told(one).guidance is not None
-        assert TIP in TOKENIZER.decode(one.prompt_ids)
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])

@@ -59,14 +59,15 @@ print("RESULT " + json.dumps({
 }))
 """.replace("MODES", repr(sorted(MODES)))
 
+INSTALLED = any(
+    one.value == "trainer_hooks.verl.plugin" for one in importlib.metadata.entry_points(group="verl.plugins")
+)
+FOUND = {} if INSTALLED else {"VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"}
+"""How verl finds the plugin: by the entry point of an installed trajstore, else by name, as in ``test_check``."""
 PROCESSES: dict[str, dict[str, str]] = {
-    "entry point": {},
-    "external module": {
-        "VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin",
-        "VERL_USE_EXTERNAL_PLUGINS": "none",
-    },
-    "neither": {"VERL_USE_EXTERNAL_PLUGINS": "none"},
-    "another verl": {"FAKE_VERL": "0.10.3"},
+    "found": FOUND,
+    "not found": {"VERL_USE_EXTERNAL_PLUGINS": "none"},
+    "another verl": {**FOUND, "FAKE_VERL": "0.10.3"},
 }
 
 
@@ -94,30 +95,20 @@ def seen(project_root: Path) -> Mapping[str, dict[str, Any]]:
     return results
 
 
-def is_installed_with_its_entry_point() -> bool:
-    found = importlib.metadata.entry_points(group="verl.plugins")
-    return any(one.value == "trainer_hooks.verl.plugin" for one in found)
-
-
-def check_registered(result: Mapping[str, Any]) -> None:
+def test_importing_verl_registers_the_plugin(seen: Mapping[str, dict[str, Any]]) -> None:
+    result = seen["found"]
     assert "het" in result["losses"]
     assert result["checked"], "the options are checked with verl's own, before Ray is started"
     assert all(result["modes"][mode] for mode in MODES)
     assert result["logged"] == []
-
-
-def test_importing_verl_registers_the_plugin(seen: Mapping[str, dict[str, Any]]) -> None:
-    if not is_installed_with_its_entry_point():
-        pytest.skip("needs trajstore to be installed with its entry points (pip install -e .)")
-    check_registered(seen["entry point"])
-
-
-def test_naming_the_module_registers_the_plugin(seen: Mapping[str, dict[str, Any]]) -> None:
-    check_registered(seen["external module"])
+    kind, message = result["refusal"]
+    assert kind == "ConfigurationError"
+    assert "separate_async_replay does not exist" in message
+    assert "sync_replay or colocate_async_replay" in message
 
 
 def test_without_the_plugin_verl_knows_nothing_of_it(seen: Mapping[str, dict[str, Any]]) -> None:
-    result = seen["neither"]
+    result = seen["not found"]
     assert result["ours"] == []
     assert "het" not in result["losses"]
     assert not result["checked"]
@@ -126,8 +117,6 @@ def test_without_the_plugin_verl_knows_nothing_of_it(seen: Mapping[str, dict[str
 
 
 def test_another_verl_gets_one_warning_and_no_trainer(seen: Mapping[str, dict[str, Any]]) -> None:
-    if not is_installed_with_its_entry_point():
-        pytest.skip("needs trajstore to be installed with its entry points (pip install -e .)")
     result = seen["another verl"]
     ((name, level, message),) = result["logged"]
     assert (name, level) == ("trainer_hooks.verl.plugin", "WARNING")
@@ -137,13 +126,6 @@ def test_another_verl_gets_one_warning_and_no_trainer(seen: Mapping[str, dict[st
     assert not any(result["modes"][mode] for mode in MODES)
     assert result["modes"]["sync"], "verl itself goes on"
     assert "trainer_hooks.verl.trainer" not in result["ours"]
-
-
-def test_separate_async_replay_says_why_it_does_not_exist(seen: Mapping[str, dict[str, Any]]) -> None:
-    kind, message = seen["external module"]["refusal"]
-    assert kind == "ConfigurationError"
-    assert "separate_async_replay does not exist" in message
-    assert "sync_replay or colocate_async_replay" in message
 
 
 # ---- versions ----

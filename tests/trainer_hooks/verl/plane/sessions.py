@@ -28,6 +28,7 @@ from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
+from trajstore import TrajectoryReplayBuffer
 from trajstore.guidance import Guidance, Insertion, TrainMode
 from trajstore.trajectory import AgentTrajectory
 
@@ -89,12 +90,19 @@ class Dataset:
 MakeSession = Callable[..., ReplaySession]
 
 
+def train(
+    session: ReplaySession, rows: Sequence[Row], step: int, value: float = -0.5
+) -> tuple[KVBatchMeta, dict[str, float]]:
+    """Do a step with these rows; return the joined batch and the figures."""
+    joined = session.join(put(rows))
+    rate(joined, value)
+    return joined, session.scored(joined, step)
+
+
 def fill(session: ReplaySession) -> None:
     """Do the first step of a training: every task has n rollouts, two of which succeed and enter the pool."""
     rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
-    joined = session.join(put(rows))
-    rate(joined, value=-2.0)
-    session.scored(joined, 1)
+    joined, _ = train(session, rows, 1, value=-2.0)
     tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
 
 
@@ -104,6 +112,20 @@ def planned(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
     assert sorted(found) == TASKS
     assert all(found.values()), "the pool has histories of every task"
     return found
+
+
+def expecting(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
+    """Let the histories of the next step join prompts ``u0`` to ``u3``, one of each task; return them by prompt."""
+    found = planned(session)
+    uids = {f"u{index}": found[task] for index, task in enumerate(TASKS)}
+    session.expect(uids)
+    return uids
+
+
+def recorded(folder: Path, run: str = "run-a") -> list[AgentTrajectory]:
+    """Return the rollouts that a run recorded."""
+    with TrajectoryReplayBuffer.open(folder / run / "rollouts") as store:
+        return [store.get(number) for number in store.trajectory_ids.tolist()]  # type: ignore[misc]
 
 
 def sessions(batch: KVBatchMeta) -> Counter[str]:

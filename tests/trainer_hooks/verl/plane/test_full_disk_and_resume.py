@@ -37,31 +37,24 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     with failing_disk(plan):
         for step in range(1, 5):
             assert sorted(one.task for one in session.plan(TASKS, 0.5, step)) == TASKS
-            batch = plane.put(rollouts(f"u{step}", N, index=step - 1))
-            plane.rate(joined := session.join(batch))
-            figures = session.scored(joined, step)
+            plane.train(session, rollouts(f"u{step}", N, index=step - 1), step)
             session.save(tmp_path / f"global_step_{step}", step)
         plan.heal()
-        batch = plane.put(rollouts("after", N, index=0))
-        plane.rate(joined := session.join(batch))
-        figures = session.scored(joined, 5)
+        _, figures = plane.train(session, rollouts("after", N, index=0), 5)
         session.close()
     assert "No space left" in caplog.text
-    with TrajectoryReplayBuffer() as recorded:
-        recorded.load_checkpoint(tmp_path / "run-a" / "rollouts")
-        assert len(recorded) == 5 * N - figures["recording/lost"]
+    assert len(plane.recorded(tmp_path)) == 5 * N
     assert figures["recording/lost"] == 0
 
 
-def second_step(session: ReplaySession) -> None:
-    """Record a step whose rollouts are new to the pool."""
+def second_step(session: ReplaySession) -> dict[str, float]:
+    """Record a step whose rollouts are new to the pool; return its figures."""
     rows = [
         fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
         for index in range(len(TASKS))
         for number in range(N)
     ]
-    plane.rate(joined := session.join(plane.put(rows)))
-    session.scored(joined, 2)
+    return plane.train(session, rows, 2)[1]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -77,7 +70,6 @@ def test_keeping_what_was_recorded_since_on_a_full_disk(
     session.close()
     resumed = make_session(on_resume="keep", on_error=on_error, **pool)
     manager = resumed._hook.manager
-    assert manager is not None
     manager.flush()
     real = manager.admit
 
@@ -150,7 +142,6 @@ def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tm
     resumed.resume(folder, 1)
     joined = resumed.join(plane.put(rollouts("u", 2, index=1)))
     assert joined.keys[-1] == "u_1000_0"
-    assert history.input_ids is not None
     assert torch.equal(plane.column(joined, "input_ids")["u_1000_0"], history.input_ids.long())
 
 
@@ -164,23 +155,14 @@ def test_rollouts_recorded_after_the_checkpoint(
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     session.plan(TASKS, 0.5, 2)
-    rows = [
-        fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
-        for index in range(len(TASKS))
-        for number in range(N)
-    ]
-    joined = session.join(plane.put(rows))
-    plane.rate(joined)
-    assert session.scored(joined, 2)["experience_replay/pool_trajectories"] == 16
+    assert second_step(session)["experience_replay/pool_trajectories"] == 16
     session.close()
 
     resumed = make_session(on_resume=on_resume, **pool)
     resumed.resume(folder, 1)
-    again = plane.put(rollouts("third", N, index=0))
-    joined = resumed.join(again)
-    plane.rate(joined)
     # The rollouts of the third group are those of the first once more: nothing new for the pool.
-    assert resumed.scored(joined, 2)["experience_replay/pool_trajectories"] == trajectories
+    _, figures = plane.train(resumed, rollouts("third", N, index=0), 2)
+    assert figures["experience_replay/pool_trajectories"] == trajectories
 
 
 def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path: Path) -> None:
@@ -191,8 +173,7 @@ def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     rows = [fresh_row("second", number, response=3 + number, score=float(number < 2), seed=100) for number in range(N)]
-    plane.rate(joined := session.join(plane.put(rows)))
-    session.scored(joined, 2)
+    plane.train(session, rows, 2)
     session.close()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as rollouts_store:
         rollouts_store.evict(rollouts_store.trajectory_ids.tolist()[-2:])
@@ -201,8 +182,6 @@ def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path
     resumed.resume(folder, 1)
     resumed.save(tmp_path / "global_step_3", 3)
     cut = read_cut(tmp_path / "global_step_3")
-    assert cut is not None
-    assert cut.pool is not None
     assert {task: len(held) for task, held in cut.pool["entries"].items()} == dict(
         zip(TASKS, (4, 2, 2, 2), strict=True)
     )
@@ -240,15 +219,6 @@ def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSes
     before, after = [dict(cut.pool or {}) for cut in cuts if cut is not None]
     for name in ("entries", "skip_uid_set", "difficulty2task_dict"):
         assert after[name] == before[name]
-
-
-def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> None:
-    session = make_session(enable=False)
-    batch = plane.put(rollouts("u", N))
-    assert session.join(batch) is batch
-    plane.rate(batch)
-    assert session.scored(batch, 1)["recording/rollouts"] == N
-    assert not session.replays
 
 
 # -- A pool whose file a disk changed under a training --

@@ -15,9 +15,7 @@ from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollo
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import OFFER
-from trajstore import TrajectoryReplayBuffer
 from trajstore.guidance import Guidance
-from trajstore.trajectory import AgentTrajectory
 
 # ---- texts ----
 
@@ -34,20 +32,12 @@ def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: 
     session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
     plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
-    assert session._hook.manager is not None
     pooled = [one for held in session._hook.manager.task2trajectories.values() for one in held]
     assert {len(one.messages) for one in pooled} == {1}
-    recorded = {}
-    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as rollouts_store:
-        for number in rollouts_store.trajectory_ids.tolist():
-            one = rollouts_store.get(number)
-            assert isinstance(one, AgentTrajectory)
-            assert one.messages[-1]["author"] == "llm"
-            recorded[one.rollout_id] = one
+    recorded = {one.rollout_id: one for one in plane.recorded(tmp_path)}
+    assert {one.messages[-1]["author"] for one in recorded.values()} == {"llm"}
     for one in pooled:
         other = recorded[one.rollout_id]
-        assert one.input_ids is not None
-        assert other.input_ids is not None
         assert torch.equal(one.input_ids, other.input_ids)
 
 
@@ -78,16 +68,14 @@ def test_a_task_that_nobody_here_wrote(make_session: MakeSession, tmp_path: Path
         rows[1].columns["extra_fields"]["odd"] = 2**70
         rows[4].columns["responses"][1] = VOCABULARY + 7
         rows[4].columns["input_ids"][-1] = VOCABULARY + 7
-        plane.rate(joined := session.join(plane.put(rows)))
-        figures = session.scored(joined, step)
+        _, figures = plane.train(session, rows, step)
     session.save(tmp_path / "global_step_3", 3)
     figures |= session.scored(plane.batch_of([]), 3)
     assert figures["recording/lost"] == 0
     assert figures["recording/without_text"] == 3
-    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as recorded:
-        found = [recorded.get(number) for number in recorded.trajectory_ids.tolist()]
+    found = plane.recorded(tmp_path)
     assert len(found) == 3 * len(TASKS) * N
-    outcomes = Counter(one.reward.outcome for one in found if isinstance(one, AgentTrajectory) and one.reward)
+    outcomes = Counter(one.reward.outcome for one in found)
     assert outcomes[None] >= 3 * len(TASKS)
 
 
@@ -120,9 +108,7 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
         "the engine's are of another prompt"
     )
     session.close()
-    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as recorded:
-        found = [recorded.get(int(number)) for number in recorded.trajectory_ids]
-    by_id = {one.rollout_id: one for one in found if isinstance(one, AgentTrajectory)}
+    by_id = {one.rollout_id: one for one in plane.recorded(tmp_path)}
     assert Guidance.of(by_id["a_0_0"]) is None
     assert by_id["a_1_0"].messages[0]["content"] == "tip: task 0"
     assert by_id["a_2_0"].messages[0]["content"] == "task 0"
