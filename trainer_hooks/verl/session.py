@@ -18,6 +18,7 @@ from transfer_queue import KVBatchMeta
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.hook import ReplayHook
+from trainer_hooks.losses import LossOptions
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
@@ -25,8 +26,8 @@ from trainer_hooks.verl.fitting import Fitting
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
-from trainer_hooks.verl.loss import EXP_MASK, HetOptions
-from trainer_hooks.verl.outcomes import WithoutOutcome, score_metrics
+from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.outcomes import WithoutOutcome
 from trainer_hooks.verl.placement import spread
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
@@ -131,9 +132,9 @@ class ReplaySession:
         return self._block.masks_rows
 
     @property
-    def loss_options(self) -> HetOptions:
+    def loss_options(self) -> LossOptions:
         """What the configuration says about the loss."""
-        return HetOptions(**self._hook.loss_options)
+        return self._hook.loss_options
 
     # ---- before the rollouts ----
 
@@ -306,7 +307,7 @@ class ReplaySession:
         figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
         figures |= self._fitting.take()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
-        return figures | (taken or {}) | score_metrics(made, histories)
+        return figures | (taken or {})
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""
