@@ -18,7 +18,7 @@ from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
-from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.outcomes import known_outcome
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -289,7 +289,7 @@ class ReplayWatch:
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Take the rollouts of a step, to know their best outcome."""
         self._handed_over = self._handed_over or bool(rollouts)
-        outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
+        outcomes = [outcome for one in rollouts if (outcome := known_outcome(one)) is not None]
         self._best = max([*outcomes, *([] if self._best is None else [self._best])], default=None)
 
     def chosen(self, figures: Mapping[str, float]) -> None:

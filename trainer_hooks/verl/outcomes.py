@@ -1,12 +1,10 @@
-"""What verl's rewards say of rollouts: scores as verl shows them, and why a rollout has no outcome."""
+"""Rollouts of which verl's reward does not tell whether they succeeded: counted, and why it is so."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
-from trainer_hooks.metrics import PREFIX
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.first_told import FirstTold
 from trajstore.trajectory import AgentTrajectory
@@ -60,23 +58,3 @@ class WithoutOutcome:
     def take(self) -> int:
         """Return how many there were since the last call."""
         return self._found.take()
-
-
-def score_metrics(fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory]) -> dict[str, float]:
-    """Return the mean score of fresh rollouts, of replayed ones and of both: the last is ``critic/score/mean``.
-
-    In units of the reward function, where outcomes are relative to what counts as a success.
-    """
-    figures = {}
-    for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
-        scores = [score for one in rollouts if (score := score_of(one)) is not None]
-        if scores:
-            figures[f"{PREFIX}{side}_score_mean"] = sum(scores) / len(scores)
-    return figures
-
-
-def score_of(trajectory: AgentTrajectory) -> float | None:
-    """Return what verl's reward gave a rollout; the outcome of one that verl did not rate; ``None`` if not finite."""
-    reward = trajectory.reward
-    score = None if reward is None else reward.metadata.get("score", reward.outcome)
-    return score if isinstance(score, int | float) and math.isfinite(score) else None

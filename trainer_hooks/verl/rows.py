@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_hooks.metrics import score_of
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report
-from trainer_hooks.verl.outcomes import score_of
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError

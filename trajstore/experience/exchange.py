@@ -16,7 +16,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, 
 from trajstore.experience.entry import EARLIER_RUN, of_earlier_run
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.experience.outcomes import count_outcomes, is_known, is_replayed, outcome_of
+from trajstore.experience.outcomes import count_outcomes, is_replayed, known_outcome
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rules import PoolRules
@@ -228,10 +228,10 @@ class _Reasons:
         outcomes = count_outcomes(rollouts, rules.success_threshold, asked)
         before = self._counts.total() + self._below
         for one in rollouts:
-            outcome = outcome_of(one)
+            outcome = known_outcome(one)
             if is_replayed(one):
                 self.count("came out of a pool themselves", 1)
-            elif outcome is None or not is_known(outcome):
+            elif outcome is None:
                 continue  # the pool counts them by itself
             elif not is_worth_keeping(one, rules):
                 self._below += 1

@@ -95,9 +95,10 @@ def outcome_of(trajectory: AgentTrajectory) -> float | None:
         return math.inf if outcome > 0 else -math.inf
 
 
-def is_known(outcome: float | None) -> bool:
-    """Return whether an outcome says anything: present and finite."""
-    return outcome is not None and math.isfinite(outcome)
+def known_outcome(trajectory: AgentTrajectory) -> float | None:
+    """Return the trajectory's outcome; ``None`` if it says nothing: absent, or not finite."""
+    outcome = outcome_of(trajectory)
+    return outcome if outcome is not None and math.isfinite(outcome) else None
 
 
 def is_replayed(trajectory: AgentTrajectory) -> bool:
@@ -126,10 +127,10 @@ def count_outcomes(
             )
         if is_replayed(trajectory):
             continue
-        outcome = outcome_of(trajectory)
+        outcome = known_outcome(trajectory)
         count = counts.setdefault(trajectory.task_id, [0, 0, 0])
         count[0] += 1
-        count[1] += is_known(outcome)
+        count[1] += outcome is not None
         count[2] += is_success(outcome, threshold)
     wanted = asked or {}
     return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_refusal_of, refusal_of
-from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
+from trajstore.experience.outcomes import TaskOutcome, is_replayed, is_success, outcome_of
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.wellformed import as_recorded
 from trajstore.trajectory import AgentTrajectory
@@ -32,7 +32,7 @@ def is_worth_keeping(trajectory: AgentTrajectory, rules: PoolRules) -> bool:
 
 def _deserves_keeping(outcome: float | None, rules: PoolRules) -> bool:
     if rules.save_filter == "positive":
-        return is_known(outcome) and outcome is not None and outcome > 0
+        return outcome is not None and 0 < outcome < math.inf
     return is_success(outcome, rules.success_threshold)
 
 

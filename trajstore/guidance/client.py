@@ -7,7 +7,6 @@ has the form of a success; no text of a failure is ever given to the caller as a
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from trajstore import locks
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
+from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance.json_client import JsonClient
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
 from trajstore.guidance.summary import text_of, unicode_of
@@ -103,7 +103,7 @@ class EMClient:
         Returns:
             How many memories the service says that it inserted; with dialect 0.4, how many rollouts it took.
         """
-        rated = [(one, outcome) for one in rollouts if (outcome := _score(one)) is not None and one.messages]
+        rated = [(one, outcome) for one in rollouts if (outcome := known_outcome(one)) is not None and one.messages]
         if not rated:
             return 0
         if self._known_dialect() == "0.2":
@@ -226,8 +226,3 @@ def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:
         }
         for message in rollout.messages
     ]
-
-
-def _score(rollout: AgentTrajectory) -> float | None:
-    outcome = None if rollout.reward is None else rollout.reward.outcome
-    return float(outcome) if outcome is not None and math.isfinite(outcome) else None
