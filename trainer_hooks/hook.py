@@ -174,7 +174,8 @@ class ReplayHook(Closing, Generic[Task]):
         """
         if self._made is not None:
             self._made.settle()
-            self._made.learn_prompts(prompts_of_rollouts(plan, fresh))
+            for task, prompt in prompts_of_rollouts(plan, fresh).items():
+                self._made.manager.tell_prompt(task, prompt)
         return rows_of_plan(plan, fresh, self.config.group_offpolicy)
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:

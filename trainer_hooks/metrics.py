@@ -207,11 +207,7 @@ class StepTimes:
         try:
             yield
         finally:
-            self.add(name, self._clock() - start)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to ``name``."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
         """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and begin anew."""
