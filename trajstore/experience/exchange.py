@@ -11,8 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trajstore.checked import checked
-from trajstore.closing import Closing
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    StoreError,
+    StoreNotFoundError,
+    listed,
+)
 from trajstore.experience.entry import EARLIER_RUN, of_earlier_run
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.message_rows import MessageTokenizer
@@ -128,8 +134,7 @@ def import_pool(
         with _Reader(source) as reader:  # before a pool is begun: there may be nothing to read
             rollouts, unreadable = reader.rollouts(), reader.unreadable
     check_is_pool(store)
-    buffer = BufferStore.open(store)
-    try:
+    with BufferStore.open(store) as buffer:
         manager = ExperienceManager(rules, store=buffer, tokenizer=tokenizer)
         before, entered = len(manager), 0
         if files is None:
@@ -167,8 +172,6 @@ def import_pool(
             tokenized=manager.tokenized.made,
             without_log_probs=manager.tokenized.without_log_probs,
         )
-    finally:
-        buffer.close()
 
 
 def check_is_pool(store: str | Path) -> None:
@@ -278,10 +281,8 @@ def _asked(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
     return {task: count for task, count in said.items() if isinstance(count, int)}
 
 
-class _Reader(Closing):
-    """A store of agent trajectories that is only read, as a pool's store."""
-
-    durable = True
+class _Reader(BufferStore):
+    """A store of agent trajectories, loaded into a buffer that does not write."""
 
     def __init__(self, path: str | Path) -> None:
         from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
@@ -322,28 +323,10 @@ class _Reader(Closing):
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         try:
-            trajectory = self._buffer.get(trajectory_id)
+            trajectory = super().get(trajectory_id)
         except CorruptStoreError:
             self._damaged.add(trajectory_id)
             raise
-        if not isinstance(trajectory, AgentTrajectory):
-            raise ConfigurationError(f"{self._path}: trajectory {trajectory_id} is a step trajectory, not an agent's")
+        except InvalidTrajectoryError as error:
+            raise ConfigurationError(f"{self._path}: {error}") from error
         return replace(trajectory, notes={}) if trajectory.notes else trajectory  # of their own store
-
-    def ids(self) -> list[int]:
-        return [int(number) for number in self._buffer.trajectory_ids]
-
-    def outcomes_given(self) -> Mapping[int, float]:
-        return {}  # none comes while it is read; what was there before is in what get returns
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        raise StoreError(f"{self._path}: is only read")
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        raise StoreError(f"{self._path}: is only read")
-
-    def flush(self) -> None:
-        """Do nothing: nothing is written."""
-
-    def close(self) -> None:
-        self._buffer.close()

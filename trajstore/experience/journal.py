@@ -28,7 +28,7 @@ from trajstore.experience.outcomes import REPLAY_MARK, TaskOutcome
 from trajstore.experience.prompts import RowPrompts
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import eligible
-from trajstore.experience.store import PoolStore
+from trajstore.experience.store import PoolRecords
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class PoolState:
             self.entries.pop(task, None)
 
     def adopt(
-        self, store: PoolStore, ids: Mapping[str, Sequence[int]], make_entry: MakeEntry = entry_of
+        self, store: PoolRecords, ids: Mapping[str, Sequence[int]], make_entry: MakeEntry = entry_of
     ) -> tuple[str, int]:
         """Take over stored trajectories by id; return their tokenizer, and how many cannot be read.
 

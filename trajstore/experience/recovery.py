@@ -24,7 +24,7 @@ from trajstore.experience.journal import (
 )
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import admit
-from trajstore.experience.store import PoolStore
+from trajstore.experience.store import PoolRecords
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Recovered:
     """Tasks per difficulty at the end of each step, from that of the newest snapshot on."""
 
 
-def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of) -> Recovered:
+def recover(store: PoolRecords, rules: PoolRules, make_entry: MakeEntry = entry_of) -> Recovered:
     """Return the state that a store's records describe: the newest snapshot, and all records after it.
 
     Records that are not the pool's are left alone. Reads from the newest record backwards to that snapshot.
@@ -110,7 +110,7 @@ def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of
 
 
 def _from_snapshot(
-    store: PoolStore, record_id: int, head: dict[str, Any], below: list[int], result: Recovered, make_entry: MakeEntry
+    store: PoolRecords, record_id: int, head: dict[str, Any], below: list[int], result: Recovered, make_entry: MakeEntry
 ) -> None:
     result.state.buckets = DifficultyBuckets({int(difficulty): tasks for difficulty, tasks in head["buckets"]})
     result.state.skip = dict.fromkeys(head["skip"])

@@ -296,8 +296,7 @@ def import_transcripts(
     if not Path(source).is_file():
         raise StoreNotFoundError(f"{source}: no such file")
     check_is_pool(store)
-    buffer = BufferStore.open(store)
-    try:
+    with BufferStore.open(store) as buffer:
         manager = ExperienceManager(rules, store=buffer, tokenizer_fingerprint=reader.fingerprint)
         before = len(manager)
         refused: Counter[str] = Counter()
@@ -327,8 +326,6 @@ def import_transcripts(
             control_tokens=apart,
             highest_failure=max(outcomes, default=None),
         )
-    finally:
-        buffer.close()
 
 
 @checked
