@@ -165,18 +165,6 @@ def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
     return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
 
 
-def asked_for(found: Sequence[AgentTrajectory]) -> dict[str, int]:
-    """Return how many rollouts each task of a step was to make, where the recorder said so.
-
-    A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
-
-    Args:
-        found: what :func:`replayable` returned of that which was recorded.
-    """
-    said = {one.task_id: one.metadata.get("task_rollouts") for one in found}
-    return {task: count for task, count in said.items() if isinstance(count, int)}
-
-
 def _trajectory_of(
     row: Row, tokens: Tokens, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str
 ) -> AgentTrajectory:

@@ -104,7 +104,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def on_init_end(self) -> None:
         """Install the loss in the workers."""
-        if self._session.masks_rows:
+        if self._block.masks_rows:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
             self.actor_rollout_wg.set_loss_fn(partial(het_ppo_loss, config=actor, options=self._session.loss_options))
         super().on_init_end()
@@ -175,7 +175,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._update_actor(batch, metrics)
-        if self._session.masks_rows:
+        if self._block.masks_rows:
             figures = take_figures(metrics)
             metrics.update(figures)
             self._session.updated(figures)

@@ -22,7 +22,7 @@ from trajstore.errors import (
 from trajstore.experience.entry import EARLIER_RUN, of_earlier_run
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.experience.outcomes import count_outcomes, is_replayed, known_outcome
+from trajstore.experience.outcomes import asked_for, count_outcomes, is_replayed, known_outcome
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rules import PoolRules
@@ -143,7 +143,7 @@ def import_pool(
             left_out.count("have no task_id", len(rollouts) - len(with_task))
             for step, made in itertools.groupby(with_task, _step_of):
                 several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]
-                asked = _asked(several)
+                asked = asked_for(several)
                 never = left_out.look(several, asked, manager.skip_uid_set)
                 offered, refused = manager.admit(several, asked)
                 left_out.count("are not the best of their task and step (save_filter)", len(several) - never - offered)
@@ -273,12 +273,6 @@ def _step_of(rollout: AgentTrajectory) -> int:
     said = rollout.metadata.get(EARLIER_RUN)
     version = said.get("policy_version") if isinstance(said, Mapping) else rollout.policy_version
     return version if isinstance(version, int) else -1
-
-
-def _asked(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
-    """Return how many rollouts each task was to make, where a recorder said so (``metadata["task_rollouts"]``)."""
-    said = {one.task_id: one.metadata.get("task_rollouts") for one in rollouts}
-    return {task: count for task, count in said.items() if isinstance(count, int)}
 
 
 class _Reader(BufferStore):

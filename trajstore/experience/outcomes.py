@@ -7,7 +7,7 @@ rollout that was asked for and did not come back, is *unknown*: it is neither a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +104,15 @@ def known_outcome(trajectory: AgentTrajectory) -> float | None:
 def is_replayed(trajectory: AgentTrajectory) -> bool:
     """Return whether the trajectory came out of the pool, and so says nothing about the current policy."""
     return bool(trajectory.metadata.get(REPLAY_MARK, False))
+
+
+def asked_for(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
+    """Return how many rollouts each task was to make, where a recorder said so (``metadata["task_rollouts"]``).
+
+    A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
+    """
+    said = {one.task_id: one.metadata.get("task_rollouts") for one in rollouts}
+    return {task: count for task, count in said.items() if isinstance(count, int)}
 
 
 def count_outcomes(

@@ -21,7 +21,6 @@ from trainer_hooks.verl.outcomes import has_outcome, why_no_outcome
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
-    asked_for,
     plain,
     recorded_log_probs,
     replayable,
@@ -33,6 +32,7 @@ from trainer_hooks.verl.tasks import task_name
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.entry import DEMONSTRATION, of_earlier_run
+from trajstore.experience.outcomes import asked_for
 from trajstore.experience.rows import row_count, rows_of
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
