@@ -2,7 +2,7 @@
 
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
-Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
+Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``scoring`` →
 ``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``recovery`` → ``journal`` → ``store``, ``selection``, ``compact`` →
 ``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` makes demonstrations of conversations, ``similarity``
 finds tasks that are alike; ``persistence`` and ``agentevolver`` read and write a pool's files,
