@@ -43,7 +43,14 @@ from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.prompts import Prompt, RowPrompts
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
-from trajstore.experience.selection import is_worth_keeping, outcome_refusal, plan_admissions, rollouts_to_keep, worthy
+from trajstore.experience.selection import (
+    LeftOut,
+    is_worth_keeping,
+    outcome_refusal,
+    plan_admissions,
+    rollouts_to_keep,
+    worthy,
+)
 from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -197,7 +204,13 @@ class ExperienceManager:
         self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
         self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
 
-    def admit(self, rollouts: Sequence[Offered], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
+    def admit(
+        self,
+        rollouts: Sequence[Offered],
+        asked: Mapping[str, int] | None = None,
+        *,
+        left_out: Counter[LeftOut] | None = None,
+    ) -> tuple[int, int]:
         """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
 
         It is also the way for rollouts that exist already, such as those of a store: step by step. They need no
@@ -207,6 +220,7 @@ class ExperienceManager:
         Args:
             rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
             asked: as for :meth:`update_difficulty2task_dict`.
+            left_out: counts those that are neither offered nor refused, by reason.
 
         Returns:
             How many were offered (successes of tasks that may enter, and rollouts without a finite outcome; by
@@ -225,7 +239,7 @@ class ExperienceManager:
             worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._fingerprint
         )  # before all changes
         self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
-        kept = self._keep(rollouts, None, outcomes)
+        kept = self._keep(rollouts, None, outcomes, left_out)
         offered = len(kept) + self.refused.total() - before
         self._take(kept, are_checked=True)
         return offered, self.refused.total() - before
@@ -659,9 +673,10 @@ class ExperienceManager:
         trajectories: Sequence[AgentTrajectory],
         entropies: Sequence[float | None] | None,
         outcomes: Mapping[str, TaskOutcome],
+        left_out: Counter[LeftOut] | None = None,
     ) -> list[AgentTrajectory]:
         """Return the rollouts that are worth keeping, with entropy and version; retire the tasks that are solved."""
-        kept, refused = rollouts_to_keep(
+        kept, refused, others = rollouts_to_keep(
             trajectories,
             entropies,
             outcomes=self._state.open_to(outcomes, self.rules.n_rollout),
@@ -670,6 +685,8 @@ class ExperienceManager:
             generator=self._generator,
         )
         self._refuse(refused, trajectories)
+        if left_out is not None:
+            left_out.update(others)
         self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
         return kept
 
