@@ -115,7 +115,7 @@ def record_metrics(
     both = off & recorded_mask.bool()
     difference = torch.where(both, old_log_probs.double() - recorded_old_log_probs.double(), 0.0).abs()
     mean = difference.sum() / both.sum().clamp(min=1)
-    largest = _extreme(difference, both, torch.amax, 0.0)
+    largest = torch.cat([difference.flatten(), difference.new_zeros(1)]).amax()  # also of an empty tensor
     tokens, recorded, mean_value, max_value = torch.stack(
         [off.sum().double(), both.sum().double(), mean, largest]
     ).tolist()
@@ -213,9 +213,3 @@ class StepTimes:
         """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and begin anew."""
         seconds, self._seconds = self._seconds, {}
         return named("seconds", seconds)
-
-
-def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
-    """Return the largest or smallest masked value; ``neutral`` if there is none, also in an empty tensor."""
-    flat = torch.where(mask, values, neutral).flatten()
-    return reduce(torch.cat([flat, flat.new_full((1,), neutral)]))
