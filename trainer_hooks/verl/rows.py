@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer_hooks.metrics import score_of
 from trainer_hooks.verl.config import OutcomeRule
-from trainer_hooks.verl.offers import OFFER, Report
+from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -171,7 +171,6 @@ def _trajectory_of(
     columns = row.columns
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
-    told = Report.of(extra)
     return AgentTrajectory(
         messages=messages_of(columns.get("raw_prompt")),
         input_ids=tokens.input_ids,
@@ -182,7 +181,7 @@ def _trajectory_of(
         entropy=tokens.entropy,
         response_mask=tokens.response_mask,
         # Of another prompt, where experience was taken out of it.
-        rollout_log_probs=None if told is not None and told.exchanged else tokens.rollout_log_probs,
+        rollout_log_probs=None if is_exchanged(extra) else tokens.rollout_log_probs,
         reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
         task_id=task_name(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
@@ -197,7 +196,7 @@ def _trajectory_of(
             "max_global_steps": row.tag.get("max_global_steps"),
             "token_scores": [[place, plain(score)] for place, score in tokens.scores],
             **_told_by_the_loop(columns, extra),
-            **_told_of_guidance(told),
+            **_told_of_guidance(Report.of(extra)),
         },
     )
 

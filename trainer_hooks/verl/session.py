@@ -26,9 +26,8 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
-from trainer_hooks.verl.fitting import Fitting
 from trainer_hooks.verl.guided import GuidedRollouts
-from trainer_hooks.verl.histories import Histories
+from trainer_hooks.verl.histories import Fitting, Histories
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.outcomes import WithoutOutcome
