@@ -11,7 +11,7 @@ import pytest
 
 from trajstore import annotate
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.diagnosis import why_nothing
+from trajstore.experience.notices import why_nothing
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]

@@ -19,9 +19,8 @@ import numpy as np
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
 from trajstore.experience.entry import Departure, PoolEntry
-from trajstore.experience.journal import PoolState, TaskChange
+from trajstore.experience.journal import PoolState, TaskChange, recover
 from trajstore.experience.outcomes import outcome_of
-from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import AdmissionPlan
 from trajstore.experience.store import BufferStore, PoolStore
@@ -164,7 +163,7 @@ class PoolLedger:
     def add(self, plan: AdmissionPlan) -> None:
         """Store the trajectories of a plan, and carry the plan out."""
         records = [
-            journal.entry_record(one, self.global_steps, replaces=plan.replaces.get(number))
+            journal.record_of(one, "entry", self.global_steps, replaces=plan.replaces.get(number))
             for number, one in plan.accepted.items()
         ]
         for task, entries in plan.with_ids(self._store.add_trajectories(records) if records else []).items():
@@ -183,7 +182,7 @@ class PoolLedger:
 
         The generator takes over the other one's state.
         """
-        records = [journal.staged_record(one, global_steps) for one in plan.accepted.values()]
+        records = [journal.record_of(one, "staged", global_steps) for one in plan.accepted.values()]
         fresh.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
         fresh.uses = fresh.live_uses()
         before = {entry.trajectory_id for entry in self.state.all_entries()}

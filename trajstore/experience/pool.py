@@ -24,7 +24,6 @@ from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_t
 from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories, task_id_of
 from trajstore.experience.cut import Draws, PoolCut
-from trajstore.experience.diagnosis import why_nothing
 from trajstore.experience.entry import (
     REWARD_FINGERPRINT,
     Departure,
@@ -38,11 +37,10 @@ from trajstore.experience.entry import (
 from trajstore.experience.facts import with_pool_facts
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
-from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
+from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.prompts import Prompt, RowPrompts
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
 from trajstore.experience.selection import (
     LeftOut,
     is_worth_keeping,
@@ -61,6 +59,10 @@ logger = logging.getLogger(__name__)
 
 MOST_TOLD = 3
 """Trajectories of files that cannot be read and are logged each; all of them are counted."""
+
+
+CurrentEntropy = Callable[[Sequence[AgentTrajectory]], Sequence[float]]
+"""Returns, for each trajectory, its mean entropy in nats under the current policy. One batched call."""
 
 
 @checked
@@ -119,7 +121,7 @@ class ExperienceManager:
         warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
         self._state.rows = RowPrompts() if rows is None else rows
         self.current_entropy = current_entropy
-        self._scorer = EntropyScorer()
+        self._scoring_failed = False
 
     # ---- after a step ----
 
@@ -356,8 +358,7 @@ class ExperienceManager:
         """
         whole("num_trajectories_per_task", num_trajectories_per_task, 0)
         names = list(dict.fromkeys(map(task_id_of, tasks)))
-        function = self.current_entropy if self.rules.use_current_policy_entropy else None
-        scores = self._scorer(function, self._ledger.read, lambda: self._undecided(names, num_trajectories_per_task))
+        scores = self._current_entropies(names, num_trajectories_per_task)
         versions: Counter[int | None] = Counter()
         chosen: list[AgentTrajectory] = []
         for task in names:
@@ -689,6 +690,29 @@ class ExperienceManager:
             left_out.update(others)
         self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
         return kept
+
+    def _current_entropies(self, tasks: Sequence[str], n: int) -> dict[int, float]:
+        """Return entropies under the current policy by trajectory id; empty where the saved ones are to be used.
+
+        All of an answer is used or nothing, since current and saved ones do not compare. The first failure is told.
+        """
+        if self.current_entropy is None or not self.rules.use_current_policy_entropy:
+            return {}
+        wanted = self._undecided(tasks, n)
+        while len(found := self._ledger.read(wanted)) < len(wanted):  # some have left the pool
+            wanted = self._undecided(tasks, n)
+        if not found:
+            return {}
+        try:
+            values = list(map(float, self.current_entropy([journal.replayed_copy(record) for _, record in found])))
+            if len(values) != len(found) or not np.isfinite(values).all():
+                raise ValueError(f"{len(values)} values for {len(found)} trajectories, or not finite")
+        except Exception as error:  # the trainer's code may fail in any way; training goes on with saved entropies
+            if not self._scoring_failed:
+                self._scoring_failed = True
+                logger.warning("entropy under the current policy failed (%r): using the saved entropy", error)
+            return {}
+        return {entry.trajectory_id: value for (entry, _), value in zip(found, values, strict=True)}
 
     def _undecided(self, tasks: Sequence[str], n: int) -> list[PoolEntry]:
         """Return the entries of which their entropy alone says whether they are among the ``n`` of their task."""

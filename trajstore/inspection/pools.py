@@ -10,8 +10,7 @@ import numpy.typing as npt
 from trajstore.columns.schema import DOCUMENT
 from trajstore.errors import StoreError
 from trajstore.experience.entry import PoolEntry, Refusal
-from trajstore.experience.journal import JOURNAL_KEY
-from trajstore.experience.recovery import recover
+from trajstore.experience.journal import JOURNAL_KEY, recover
 from trajstore.experience.rules import PoolRules
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
