@@ -72,9 +72,8 @@ class ChatTemplate:
                 ) from error
             return str(text)
 
-        def encode(text: str) -> Sequence[int]:
-            ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+        def encode(text: str) -> Any:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
 
         return cls(render, encode, frozenset(tokenizer.all_special_ids))
 
