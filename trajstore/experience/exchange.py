@@ -138,7 +138,7 @@ def import_pool(
         manager = ExperienceManager(rules, store=buffer, tokenizer=tokenizer)
         before, entered = len(manager), 0
         if files is None:
-            left_out: Counter[LeftOut] = Counter()
+            left_out: dict[LeftOut, int] = {}
             with_task = [dataclasses.replace(one, task_id=task_prefix + one.task_id) for one in rollouts if one.task_id]
             for step, made in itertools.groupby(with_task, _step_of):
                 several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +211,7 @@ class ExperienceManager:
         rollouts: Sequence[Offered],
         asked: Mapping[str, int] | None = None,
         *,
-        left_out: Counter[LeftOut] | None = None,
+        left_out: MutableMapping[LeftOut, int] | None = None,
     ) -> tuple[int, int]:
         """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
 
@@ -222,7 +222,7 @@ class ExperienceManager:
         Args:
             rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
             asked: as for :meth:`update_difficulty2task_dict`.
-            left_out: counts those that are neither offered nor refused, by reason.
+            left_out: by reason, a number to which those are added that are neither offered nor refused.
 
         Returns:
             How many were offered (successes of tasks that may enter, and rollouts without a finite outcome; by
@@ -674,7 +674,7 @@ class ExperienceManager:
         trajectories: Sequence[AgentTrajectory],
         entropies: Sequence[float | None] | None,
         outcomes: Mapping[str, TaskOutcome],
-        left_out: Counter[LeftOut] | None = None,
+        left_out: MutableMapping[LeftOut, int] | None = None,
     ) -> list[AgentTrajectory]:
         """Return the rollouts that are worth keeping, with entropy and version; retire the tasks that are solved."""
         kept, refused, others = rollouts_to_keep(
@@ -687,7 +687,7 @@ class ExperienceManager:
         )
         self._refuse(refused, trajectories)
         if left_out is not None:
-            left_out.update(others)
+            left_out.update({reason: left_out.get(reason, 0) + count for reason, count in others.items()})
         self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
         return kept
 
