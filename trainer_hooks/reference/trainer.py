@@ -24,7 +24,7 @@ from trainer_hooks.plan import PlannedTask, rows_of_rollout
 from trainer_hooks.reference.config import CurvePoint, TrainerConfig
 from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
-from trainer_hooks.reference.guided import guided_words, word_maker, word_template
+from trainer_hooks.reference.guided import word_maker, word_template
 from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
@@ -68,7 +68,8 @@ class ReferenceTrainer(Closing):
                 f"tasks_per_step: {config.tasks_per_step}, but {self.environment.name} has {len(self._tasks)} tasks"
             )
         self._template = word_template(config.guidance) if config.guidance.is_on else None
-        self.tokenizer = WordTokenizer(guided_words(self.environment.words, self._template))
+        of_guidance = "" if self._template is None else self._template.fill(" ")
+        self.tokenizer = WordTokenizer(dict.fromkeys([*self.environment.words, *of_guidance.split()]))
         self.model = build_model(config.model, len(self.tokenizer), config.seed)
         self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
         self.hook: ReplayHook[TextTask] = ReplayHook(

@@ -1,15 +1,9 @@
-"""Rollouts of which verl's reward does not tell whether they succeeded: counted, and why it is so."""
+"""Rollouts of which verl's reward does not tell whether they succeeded, and why."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-
 from trainer_hooks.verl.config import SECTION, OutcomeRule
-from trainer_hooks.verl.first_told import FirstTold
 from trajstore.trajectory import AgentTrajectory
-
-logger = logging.getLogger(__name__)
 
 
 def has_outcome(trajectory: AgentTrajectory) -> bool:
@@ -28,33 +22,3 @@ def why_no_outcome(trajectory: AgentTrajectory, rule: OutcomeRule) -> str:
         return f"{SECTION}.outcome.key: {rule.key!r} is {extra[rule.key]!r}, no finite number"
     known = ", ".join(sorted(extra)) or "none"
     return f"{SECTION}.outcome.key: the reward function gave no {rule.key!r}; it gave: {known}"
-
-
-class WithoutOutcome:
-    """Counts rollouts that have no outcome; the first are told of.
-
-    Args:
-        rule: what makes an outcome of a reward.
-    """
-
-    def __init__(self, rule: OutcomeRule) -> None:
-        self._rule = rule
-        self._found = FirstTold(logger)
-
-    def look(self, made: Sequence[AgentTrajectory]) -> None:
-        """Count those among some rollouts."""
-        found = [one for one in made if not has_outcome(one)]
-        if found:
-            self._found.add(
-                len(found),
-                "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
-                " failures; recording/without_outcome counts them",
-                len(found),
-                len(made),
-                found[0].rollout_id,
-                why_no_outcome(found[0], self._rule),
-            )
-
-    def take(self) -> int:
-        """Return how many there were since the last call."""
-        return self._found.take()

@@ -26,11 +26,12 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.first_told import FirstTold
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Fitting, Histories
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.outcomes import WithoutOutcome
+from trainer_hooks.verl.outcomes import has_outcome, why_no_outcome
 from trainer_hooks.verl.placement import spread
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
@@ -89,7 +90,7 @@ class ReplaySession:
         self._fitting = Fitting(block.max_prompt_length, block.max_response_length)
         self._histories = Histories(block.n_rollout, self._fitting, own_group=own_group)
         self._dropped = self._dropped_successes = self._failures = 0
-        self._without_outcome = WithoutOutcome(block.outcome)
+        self._without_outcome = FirstTold(logger)
         self._recorder: RolloutRecorder | None = None
         if recording.enable:
             with naming(f"{SECTION}.recording.path", block.recording_path):
@@ -309,7 +310,16 @@ class ReplaySession:
         if self._maker_reads:
             self._scribe.write(made)
         self.guided.finished(made, trained=trained)
-        self._without_outcome.look(made)
+        if without := [one for one in made if not has_outcome(one)]:
+            self._without_outcome.add(
+                len(without),
+                "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
+                " failures; recording/without_outcome counts them",
+                len(without),
+                len(made),
+                without[0].rollout_id,
+                why_no_outcome(without[0], self._block.outcome),
+            )
         return made
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:

@@ -24,9 +24,7 @@ class PoolNotices:
     """Remembers what was told already."""
 
     def __init__(self) -> None:
-        self._newer = False
-        self._without = False
-        self._fields: set[str] = set()
+        self._told: set[str] = set()
 
     def ages(self, entries: Iterable[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories whose age is not known where that matters.
@@ -38,8 +36,7 @@ class PoolNotices:
         self._newer_versions(held, rules, global_steps)
         without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
         needs = version_needs(rules)
-        if without and needs and not self._without:
-            self._without = True
+        if without and needs and self._first("without a version"):
             logger.warning(
                 "experience pool: %d trajectories have no policy version on this run's count of steps (an earlier run"
                 " made them?) and never come out with %s. If the run goes on from the checkpoint of theirs, import them"
@@ -57,8 +54,7 @@ class PoolNotices:
         for one in among:
             problem = problem_of(one)
             field = problem.partition(":")[0]
-            if problem and field not in self._fields:
-                self._fields.add(field)
+            if problem and self._first(field):
                 logger.warning(
                     "experience pool: rollout %r of task %r is refused as malformed, and so are others like it,"
                     " which refused/malformed counts: %s",
@@ -67,13 +63,18 @@ class PoolNotices:
                     problem,
                 )
 
+    def _first(self, what: str) -> bool:
+        """Return whether this was not told yet; it is now."""
+        first = what not in self._told
+        self._told.add(what)
+        return first
+
     def _newer_versions(self, entries: Sequence[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories that a policy newer than the step that is going on made."""
         versions = [entry.policy_version for entry in entries if not has_known_age(entry, global_steps)]
         newer = [version for version in versions if version is not None]
-        if not newer or self._newer:
+        if not newer or not self._first("newer"):
             return
-        self._newer = True
         logger.warning(
             "experience pool: %d trajectories have policy versions up to %d, this is step %d: the count of steps"
             " began anew (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
