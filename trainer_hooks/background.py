@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, overload
@@ -63,7 +63,7 @@ class ReplayParts(Generic[Task]):
     watch: ReplayWatch
     executor: ThreadPoolExecutor | None = None
     """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
-    asked: Mapping[str, int] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)
     """Rollouts that are to be made in this step, by task."""
     pending: Future[Drawn] | None = None
     """Histories that the thread draws; meanwhile nothing else may touch the pool."""
@@ -110,13 +110,6 @@ class ReplayParts(Generic[Task]):
                 return self.collate.get_histories(tasks)
         finally:
             self.drawing = None
-
-    def ask(self, tasks: Iterable[str], fresh: Iterable[int]) -> None:
-        """Note how many rollouts of each task are to be made in this step."""
-        counts: Counter[str] = Counter()
-        for task, count in zip(tasks, fresh, strict=True):
-            counts[task] += count
-        self.asked = counts
 
     def settle(self) -> None:
         """Wait for histories that are under way; raises what drawing them raised."""

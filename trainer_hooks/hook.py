@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -156,7 +157,9 @@ class ReplayHook(Closing, Generic[Task]):
             histories = replay.coming(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
         tasks = (*mixed.experience, *mixed.on_policy)
-        replay.ask(map(task_id_of, tasks), fresh)
+        replay.asked = Counter()
+        for task, count in zip(tasks, fresh, strict=True):
+            replay.asked[task_id_of(task)] += count
         # A task may stand in the batch twice; only as an experience task does it bring history.
         found = [histories.get(task_id_of(task), ()) for task in mixed.experience]
         found += [()] * len(mixed.on_policy)
