@@ -523,7 +523,7 @@ class ExperienceManager:
         Raises:
             StoreWriteError: the store could not write.
         """
-        self._ledger.flush()
+        self._ledger.store.flush()
 
     def compact(self) -> None:
         """Write the whole state as one record, and give up the records that no longer matter.
@@ -540,7 +540,7 @@ class ExperienceManager:
         Without one it contains them.
         """
         self.flush()
-        durable = self._ledger.durable
+        durable = self._ledger.store.durable
         entries = self._state.entries.items()
         return PoolCut(
             difficulty2task_dict=self.difficulty2task_dict,
@@ -549,7 +549,7 @@ class ExperienceManager:
             global_steps=self.global_steps,
             refused=dict(self.refused),
             tokenizer_fingerprint=self._fingerprint,
-            store_id=self._ledger.store_id,
+            store_id=self._ledger.store.store_id,
             entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
             trajectories={} if durable else self._held(),
             uses=self._state.live_uses(),
@@ -570,7 +570,7 @@ class ExperienceManager:
             CorruptStoreError: one is no such state; nothing was changed.
         """
         known = [PoolCut.from_dict(cut) for cut in cuts]
-        named = [cut.entries for cut in known if cut.store_id == self._ledger.store_id]
+        named = [cut.entries for cut in known if cut.store_id == self._ledger.store.store_id]
         self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -585,7 +585,7 @@ class ExperienceManager:
         check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
         held = self._with_tokens([one for several in cut.trajectories.values() for one in several], "the saved pool")
         fresh = cut.state()
-        if cut.store_id == self._ledger.store_id:
+        if cut.store_id == self._ledger.store.store_id:
             self._ledger.adopt(fresh, cut.entries)
         elif cut.entries:
             logger.warning(
