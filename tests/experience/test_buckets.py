@@ -115,11 +115,6 @@ def test_normal_weights_survive_many_rollouts() -> None:
     assert found[1] > found[0]
 
 
-def test_an_unknown_strategy_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="task_sampling: 'cubic'"):
-        bucket_probabilities({1: 1}, "cubic", 8)  # type: ignore[arg-type]
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=st.dictionaries(st.integers(0, 8), st.integers(0, 5), max_size=5),

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from trajstore import locks
 from trajstore.arguments import seconds, whole
@@ -25,7 +25,6 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 Dialect = Literal["auto", "0.2", "0.4"]
-DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 
 _RETRIED = ("connection", "server")
 _RESTING = ("connection", "server", "timeout")
@@ -65,10 +64,8 @@ class EMClient:
         backoff: float = 0.5,
         rest: float = 5.0,
     ) -> None:
-        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+        if not base_url.startswith(("http://", "https://")):
             raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
-        if dialect not in DIALECTS:
-            raise ConfigurationError(f"dialect: {dialect!r}, must be one of {', '.join(DIALECTS)}")
         if not workspace_id:
             raise ConfigurationError("workspace_id: '', must be a name")
         self._url = base_url.rstrip("/")
