@@ -113,11 +113,11 @@ def het_policy_loss(
     sums = token_sums(terms, response_mask, call.exp_mask)
     call.figures.update(_figures(sums))
     tokens = max(sums["on_tokens"] + sums["off_tokens"], 1.0)
-    shares = {
-        f"actor/{name}": (sums[f"on_{name}"] + sums[f"off_{name}"]) / tokens
-        for name in ("pg_clipfrac", "pg_clipfrac_lower")
+    return loss, {
+        "actor/pg_clipfrac": (sums["on_pg_clipfrac"] + sums["off_pg_clipfrac"]) / tokens,
+        "actor/ppo_kl": terms["ppo_kl"].item(),
+        "actor/pg_clipfrac_lower": (sums["on_pg_clipfrac_lower"] + sums["off_pg_clipfrac_lower"]) / tokens,
     }
-    return loss, {**shares, "actor/ppo_kl": terms["ppo_kl"].item()}
 
 
 def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
