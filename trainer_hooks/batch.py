@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,6 @@ from trajstore.guidance import TrainMode
 from trajstore.trajectory import AgentTrajectory
 
 GroupOffPolicy = Literal["shared", "separate"]
-GROUPS: tuple[GroupOffPolicy, ...] = get_args(GroupOffPolicy)
 
 _RESPONSE_KEYS = ("responses", "response_mask", "recorded_old_log_probs", "recorded_mask", "step_ids")
 _SEQUENCE_KEYS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask")
@@ -118,8 +117,6 @@ def assign_group_ids(
         )
     if group_offpolicy == "shared":
         return list(task_positions)
-    if group_offpolicy != "separate":
-        raise ConfigurationError(f"group_offpolicy: {group_offpolicy!r}, must be one of {', '.join(GROUPS)}")
     free = max(task_positions, default=-1) + 1
     groups = []
     for position, replayed in zip(task_positions, is_experience_replay, strict=True):

@@ -18,7 +18,7 @@ from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
-from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.outcomes import known_outcome
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -159,32 +159,24 @@ class ReplayFigures:
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
         self._losses.add(loss, response_mask, exp_mask)
         ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
-        for name, labels in (("age", self._ages(batch, rows)), ("difficulty", self._difficulties(batch, rows))):
-            self._losses.add_labels(
-                name,
-                label_sums(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high),
-            )
+        for name, labels in self._labels(batch, rows).items():
+            sums = label_sums(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high)
+            self._losses.add_labels(name, sums)
 
-    def _ages(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
-        """Return the age of each replayed row's policy in steps; None for other rows."""
-        extras = [batch.non_tensors["extras"][row] for row in rows]
-        return [
-            None
-            if not one["is_experience_replay"]
-            or one["policy_version"] is None
-            or one["policy_version"] > self._manager.global_steps
-            else self._manager.global_steps - one["policy_version"]
-            for one in extras
-        ]
+    def _labels(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[int | None]]:
+        """Return the age of each replayed row's policy in steps, and the bucket from which its task was drawn.
 
-    def _difficulties(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
-        """Return the bucket from which each replayed row's task was drawn; None for other rows."""
-        return [
-            self._difficulty.get(batch.non_tensors["task_ids"][row])
-            if batch.non_tensors["extras"][row]["is_experience_replay"]
-            else None
-            for row in rows
-        ]
+        ``None`` for other rows, and where it is not known.
+        """
+        ages: list[int | None] = []
+        difficulties: list[int | None] = []
+        for row in rows:
+            extras, task = batch.non_tensors["extras"][row], batch.non_tensors["task_ids"][row]
+            replayed, version = extras["is_experience_replay"], extras["policy_version"]
+            age = None if version is None else self._manager.global_steps - version
+            ages.append(age if replayed and age is not None and age >= 0 else None)
+            difficulties.append(self._difficulty.get(task) if replayed else None)
+        return {"age": ages, "difficulty": difficulties}
 
     def take(
         self, task_ids: Sequence[str], is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]
@@ -289,7 +281,7 @@ class ReplayWatch:
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Take the rollouts of a step, to know their best outcome."""
         self._handed_over = self._handed_over or bool(rollouts)
-        outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
+        outcomes = [outcome for one in rollouts if (outcome := known_outcome(one)) is not None]
         self._best = max([*outcomes, *([] if self._best is None else [self._best])], default=None)
 
     def chosen(self, figures: Mapping[str, float]) -> None:

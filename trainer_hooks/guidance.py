@@ -210,7 +210,8 @@ class GuidanceHook(Closing):
             return {}
         self._handed_over.check(global_steps, fresh)
         guided = [Guidance.of(one) is not None for one in fresh]
-        self._worker.retired = self._note(fresh)
+        self.worth.note(fresh)
+        self._worker.retired = self.worth.retired
         self.manager.update_experience_pool(fresh, global_steps)
         self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
@@ -276,7 +277,3 @@ class GuidanceHook(Closing):
             self.maker.close()
         if self._store is not None:
             self._store.close()
-
-    def _note(self, fresh: Sequence[AgentTrajectory]) -> tuple[str, ...]:
-        self.worth.note(fresh)
-        return self.worth.retired

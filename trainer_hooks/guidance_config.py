@@ -39,21 +39,6 @@ TODAY = {
 OF_REPLAY = ("experience_replay", "recording", "outcome", "on_resume")
 """Keys of ``exp_manager`` that are read elsewhere."""
 
-_MAKER_KEYS = (
-    "base_url",
-    "dialect",
-    "workspace_id",
-    "enable_summarizer",
-    "enable_context_generator",
-    "retrieve_top_k",
-    "updated_freq",
-    "val_summarizer_save",
-    "summary_batch_size",
-    "summary_workers",
-    "retrieve_timeout",
-    "summary_timeout",
-    "store",
-)
 _MOST_WORKERS = 256
 _SECONDS = partial(finite, least=1e-3, most=86400)
 
@@ -212,5 +197,11 @@ class GuidanceConfig(AllocationRules):
         return None if self.store is None else BufferStore.open(**self.store)
 
 
-_MANAGER_KEYS = (*(name for name in names_of(GuidanceConfig) if name not in _MAKER_KEYS), "summary_batch_size")
+_OF_MANAGER = (
+    *names_of(AllocationRules),
+    *("experience_template", "init_experience_before_training", "init_experience_only"),
+    *("retire_below", "retire_least_count", "seed"),
+)
+_MAKER_KEYS = [name for name in names_of(GuidanceConfig) if name not in _OF_MANAGER]
+_MANAGER_KEYS = (*_OF_MANAGER, "summary_batch_size")
 """AgentEvolver has ``summary_batch_size`` here."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -156,7 +157,9 @@ class ReplayHook(Closing, Generic[Task]):
             histories = replay.coming(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
         tasks = (*mixed.experience, *mixed.on_policy)
-        replay.ask(map(task_id_of, tasks), fresh)
+        replay.asked = Counter()
+        for task, count in zip(tasks, fresh, strict=True):
+            replay.asked[task_id_of(task)] += count
         # A task may stand in the batch twice; only as an experience task does it bring history.
         found = [histories.get(task_id_of(task), ()) for task in mixed.experience]
         found += [()] * len(mixed.on_policy)
@@ -174,7 +177,8 @@ class ReplayHook(Closing, Generic[Task]):
         """
         if self._made is not None:
             self._made.settle()
-            self._made.learn_prompts(prompts_of_rollouts(plan, fresh))
+            for task, prompt in prompts_of_rollouts(plan, fresh).items():
+                self._made.manager.tell_prompt(task, prompt)
         return rows_of_plan(plan, fresh, self.config.group_offpolicy)
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:

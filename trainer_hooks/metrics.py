@@ -20,7 +20,7 @@ from trajstore.checked import Offered, checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import is_success
 from trajstore.experience.entry import is_demonstration, llm_mask
-from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.outcomes import known_outcome
 from trajstore.experience.rows import response_length, row_count
 from trajstore.experience.wellformed import field_problem
 from trajstore.trajectory import AgentTrajectory
@@ -37,23 +37,33 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return figures of fresh rollouts alone, of replayed ones, and of both together.
 
-    ``fresh_``, ``replayed_``, ``mixed_``, each with ``score_mean`` (outcomes), ``success_rate``,
+    ``fresh_``, ``replayed_``, ``mixed_``, each with ``score_mean`` (:func:`score_of`), ``success_rate``,
     ``response_length_mean`` (tokens, of all rows of a rollout) and ``entropy_mean`` (nats, of the rollouts' means).
     Trainers show the mixed ones: successes are replayed, so these are better than the policy is. What no rollout tells
     is left out; a malformed one, which the pool refuses, tells its outcome only.
     """
     figures: dict[str, float] = {}
     for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
-        outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
+        outcomes = [outcome for one in rollouts if (outcome := known_outcome(one)) is not None]
         whole = [one for one in rollouts if not field_problem(one)]
         columns = {
-            "score_mean": outcomes,
+            "score_mean": [score for one in rollouts if (score := score_of(one)) is not None],
             "success_rate": [float(is_success(outcome, success_threshold)) for outcome in outcomes],
             "response_length_mean": [float(length) for one in whole if (length := _length_of(one)) is not None],
             "entropy_mean": [one.entropy for one in whole if one.entropy is not None],
         }
         figures |= {f"{PREFIX}{side}_{name}": sum(found) / len(found) for name, found in columns.items() if found}
     return figures
+
+
+def score_of(rollout: AgentTrajectory) -> float | None:
+    """Return what the reward gave a rollout, in its own units: ``metadata["score"]`` of the reward, as verl's has it.
+
+    The outcome of one without; ``None`` if it is no finite number.
+    """
+    said = {} if rollout.reward is None else rollout.reward.metadata
+    score = said.get("score", known_outcome(rollout))
+    return score if isinstance(score, int | float) and math.isfinite(score) else None
 
 
 def _length_of(rollout: AgentTrajectory) -> int | None:
@@ -105,7 +115,7 @@ def record_metrics(
     both = off & recorded_mask.bool()
     difference = torch.where(both, old_log_probs.double() - recorded_old_log_probs.double(), 0.0).abs()
     mean = difference.sum() / both.sum().clamp(min=1)
-    largest = _extreme(difference, both, torch.amax, 0.0)
+    largest = torch.cat([difference.flatten(), difference.new_zeros(1)]).amax()  # also of an empty tensor
     tokens, recorded, mean_value, max_value = torch.stack(
         [off.sum().double(), both.sum().double(), mean, largest]
     ).tolist()
@@ -197,19 +207,9 @@ class StepTimes:
         try:
             yield
         finally:
-            self.add(name, self._clock() - start)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to ``name``."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
         """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and begin anew."""
         seconds, self._seconds = self._seconds, {}
         return named("seconds", seconds)
-
-
-def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
-    """Return the largest or smallest masked value; ``neutral`` if there is none, also in an empty tensor."""
-    flat = torch.where(mask, values, neutral).flatten()
-    return reduce(torch.cat([flat, flat.new_full((1,), neutral)]))

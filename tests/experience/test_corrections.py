@@ -11,7 +11,7 @@ import pytest
 
 from trajstore import annotate
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.diagnosis import why_nothing
+from trajstore.experience.notices import why_nothing
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -41,7 +41,7 @@ def full_pool(path: Path, make: Make, rules: PoolRules = RULES) -> ExperienceMan
 
 
 def until_taken_in(pool: ExperienceManager, number: int, value: float | None) -> None:
-    store = pool._ledger._store
+    store = pool._ledger.store
     ends = time.monotonic() + 60
     while store.outcomes_given().get(number) != value and time.monotonic() < ends:
         time.sleep(0.02)
@@ -64,7 +64,7 @@ def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
     caplog.clear()
     pool.global_steps = 3
     assert "given late" not in caplog.text
-    pool._ledger._store.close()
+    pool._ledger.store.close()
 
     reopened = ExperienceManager(RULES, store=BufferStore.open(tmp_path))
     assert drawn(reopened) == ["a/0", "a/1"]
@@ -74,7 +74,7 @@ def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
         reopened.global_steps = 4
     assert "has the outcome 1.0 that was recorded, since a later one was taken back" in caplog.text
     assert drawn(reopened) == ["a/0", "a/1", "b/3"]
-    reopened._ledger._store.close()
+    reopened._ledger.store.close()
 
 
 def test_nothing_that_may_come_out_is_explained(tmp_path: Path, make: Make) -> None:
@@ -85,7 +85,7 @@ def test_nothing_that_may_come_out_is_explained(tmp_path: Path, make: Make) -> N
     pool.global_steps = 2
     assert drawn(pool) == []
     assert "3 outcomes given late" in why_nothing(pool._state, pool.rules, 2, pool.refused)
-    pool._ledger._store.close()
+    pool._ledger.store.close()
 
 
 def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path, make: Make) -> None:
@@ -97,7 +97,7 @@ def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path,
     assert drawn(pool) == ["a/1", "b/3"]
     (entry,) = [one for one in pool._state.all_entries() if one.trajectory_id == numbers["a/1"]]
     assert (entry.outcome, entry.is_corrected) == (0.75, True)
-    pool._ledger._store.close()
+    pool._ledger.store.close()
 
 
 def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: Path, make: Make) -> None:
@@ -115,4 +115,4 @@ def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: P
     assert drawn(other) == ["a/0", "a/1"]
     assert pool.rerate(lambda one: 1.0) == 3
     assert drawn(pool) == ["a/0", "a/1", "b/3"]
-    pool._ledger._store.close()
+    pool._ledger.store.close()

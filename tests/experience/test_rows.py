@@ -134,5 +134,5 @@ def test_what_is_no_row_is_told() -> None:
     with pytest.raises(InvalidTrajectoryError, match="lacks input_ids"):
         pack_rows([row(2, 3), AgentTrajectory()])
     lost = AgentTrajectory(metadata={ROWS: [{"tokens": 1, "prompt": 0}]})
-    with pytest.raises(InvalidTrajectoryError, match="without tokens"):
+    with pytest.raises(InvalidTrajectoryError, match="lacks input_ids"):
         rows_of(lost)

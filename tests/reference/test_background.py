@@ -137,7 +137,7 @@ def test_a_damaged_record_makes_its_task_a_row_shorter(
 
     def after_a_loss(tasks: Any) -> Any:
         entries = manager._state.entries["a"]
-        manager._ledger._store.evict([one.trajectory_id for one in entries])
+        manager._ledger.store.evict([one.trajectory_id for one in entries])
         return drawing(tasks)
 
     monkeypatch.setattr(made.collate, "get_histories", after_a_loss)

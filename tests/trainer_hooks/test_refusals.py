@@ -19,8 +19,8 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import PoolRules
-from trajstore.experience.diagnosis import why_nothing
 from trajstore.experience.journal import PoolState
+from trajstore.experience.notices import why_nothing
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Change = Callable[[AgentTrajectory], AgentTrajectory]

@@ -38,10 +38,8 @@ class Answer:
 class Episode(ABC):
     """One try at one task."""
 
-    @property
-    @abstractmethod
-    def first_message(self) -> str:
-        """What the model reads first: the goal, and what it sees."""
+    first_message: str
+    """What the model reads first: the goal, and what it sees."""
 
     @abstractmethod
     def answer(self, reply: str) -> Answer:
@@ -64,15 +62,11 @@ class Environment(ABC):
     max_reply_tokens: int
     """Words per reply at the most, the end mark included."""
 
-    @property
-    @abstractmethod
-    def tasks(self) -> tuple[TextTask, ...]:
-        """All tasks, easiest first."""
+    tasks: tuple[TextTask, ...]
+    """All tasks, easiest first."""
 
-    @property
-    @abstractmethod
-    def words(self) -> tuple[str, ...]:
-        """Every word that a message of this environment or a well-formed reply can have."""
+    words: tuple[str, ...]
+    """Every word that a message of this environment or a well-formed reply can have."""
 
     @abstractmethod
     def begin(self, task: TextTask) -> Episode:
@@ -100,16 +94,9 @@ class SortEnvironment(Environment):
             unsorted = [digits for digits in permutations("0123456789", length) if list(digits) != sorted(digits)]
             for digits in random.sample(unsorted, min(tasks_per_length, len(unsorted))):
                 tasks[digits] = TextTask("sort-" + "".join(digits), length - 1, digits)
-        self._tasks = tuple(tasks.values())
+        self.tasks = tuple(tasks.values())
+        self.words = ("sort", *"0123456789")
         self.max_reply_tokens = max(lengths) + 1
-
-    @property
-    def tasks(self) -> tuple[TextTask, ...]:
-        return self._tasks
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return ("sort", *"0123456789")
 
     def begin(self, task: TextTask) -> Episode:
         return _SortEpisode(task)
@@ -118,10 +105,7 @@ class SortEnvironment(Environment):
 class _SortEpisode(Episode):
     def __init__(self, task: TextTask) -> None:
         self._digits = task.words
-
-    @property
-    def first_message(self) -> str:
-        return " ".join(("sort", *self._digits))
+        self.first_message = " ".join(("sort", *task.words))
 
     def answer(self, reply: str) -> Answer:
         return Answer("", done=True, reward=float(reply.split() == sorted(self._digits)))
@@ -163,15 +147,8 @@ class HouseholdEnvironment(Environment):
             for thing, place in self._places.items()
             for room in random.sample([room for room in self._rooms if room != place], 2)
         ]
-        self._tasks = (*find, *bring)
-
-    @property
-    def tasks(self) -> tuple[TextTask, ...]:
-        return self._tasks
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return (*_HOUSEHOLD_WORDS, *self._rooms, *self._places)
+        self.tasks = (*find, *bring)
+        self.words = (*_HOUSEHOLD_WORDS, *self._rooms, *self._places)
 
     def begin(self, task: TextTask) -> Episode:
         return _HouseholdEpisode(task, self._rooms, dict(self._places), self.max_turns)
@@ -185,10 +162,7 @@ class _HouseholdEpisode(Episode):
         self._turns = turns
         self._room = "hall"
         self._held: str | None = None
-
-    @property
-    def first_message(self) -> str:
-        return f"bring {self._thing} to {self._target} {self._view()}"
+        self.first_message = f"bring {self._thing} to {self._target} {self._view()}"
 
     def answer(self, reply: str) -> Answer:
         match reply.split():
@@ -226,8 +200,7 @@ def make_environment(name: str) -> Environment:
     Raises:
         ConfigurationError: no environment has this name.
     """
-    if name == SortEnvironment.name:
-        return SortEnvironment()
-    if name == HouseholdEnvironment.name:
-        return HouseholdEnvironment()
+    for kind in (SortEnvironment, HouseholdEnvironment):
+        if name == kind.name:
+            return kind()
     raise ConfigurationError(f"environment: {name!r} is unknown; use 'sort' or 'household'")

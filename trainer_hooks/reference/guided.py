@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from trainer_hooks.guidance_config import GuidanceConfig
 from trajstore.errors import ConfigurationError
@@ -47,12 +47,6 @@ def word_template(config: GuidanceConfig) -> ExperienceTemplate:
             " {} and at the end, as in 'hint {} now '"
         )
     return template
-
-
-def guided_words(words: Iterable[str], template: ExperienceTemplate | None) -> list[str]:
-    """Return the vocabulary with the template's words."""
-    more = [] if template is None else (template.before + template.after).split()
-    return list(dict.fromkeys([*words, *more]))
 
 
 def word_maker(config: GuidanceConfig) -> LocalMaker | None:

@@ -22,8 +22,9 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask, rows_of_rollout
 from trainer_hooks.reference.config import CurvePoint, TrainerConfig
+from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
-from trainer_hooks.reference.guided import guided_words, word_maker, word_template
+from trainer_hooks.reference.guided import word_maker, word_template
 from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
@@ -67,7 +68,8 @@ class ReferenceTrainer(Closing):
                 f"tasks_per_step: {config.tasks_per_step}, but {self.environment.name} has {len(self._tasks)} tasks"
             )
         self._template = word_template(config.guidance) if config.guidance.is_on else None
-        self.tokenizer = WordTokenizer(guided_words(self.environment.words, self._template))
+        of_guidance = "" if self._template is None else self._template.fill(" ")
+        self.tokenizer = WordTokenizer(dict.fromkeys([*self.environment.words, *of_guidance.split()]))
         self.model = build_model(config.model, len(self.tokenizer), config.seed)
         self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
         self.hook: ReplayHook[TextTask] = ReplayHook(
@@ -103,10 +105,7 @@ class ReferenceTrainer(Closing):
     @property
     def solved_after(self) -> int | None:
         """Fresh rollouts at the first evaluation that reached ``solved_at``; ``None`` = not yet."""
-        for point in self.curve:
-            if point.success_rate is not None and point.success_rate >= self.config.solved_at:
-                return point.fresh_rollouts
-        return None
+        return summarize(self.curve, self.config.solved_at).solved_after
 
     def warm_start(self) -> float:
         """Do the supervised start, once, before the first step; return its last loss in nats per token."""

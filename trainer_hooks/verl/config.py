@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
-from trainer_hooks.verl.guided_config import KEYS, discards_experience, guidance_of, guidance_problems
+from trainer_hooks.verl.guided_config import KEYS, guidance_of, guidance_problems, guides_training
 from trajstore.arguments import finite, text_or_none, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 from trajstore.experience import is_success
@@ -137,7 +137,7 @@ class ReplayBlock:
     @property
     def discards_experience(self) -> bool:
         """Whether rows may be trained on without the experience that they were sampled with."""
-        return discards_experience(self.guidance)
+        return guides_training(self.guidance) and self.guidance.train_sample_expmode != "allkeep"
 
     @property
     def recording_path(self) -> str:
@@ -200,41 +200,50 @@ class ReplayBlock:
 
 def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
     """Return what cannot be wanted at the same time, one sentence each."""
-    mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
     replay = block.experience_replay
     if block.on_resume not in get_args(OnResume):
         return [f"{SECTION}.on_resume: {block.on_resume!r}, must be one of {', '.join(get_args(OnResume))}"]
-    if not replay.enable:
-        problems = []
-        if mode == "het" and not block.masks_rows:
-            problems.append(f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true")
-        if not block.recording.enable and not block.guidance.is_on:
-            problems.append(
-                f"{SECTION}: neither recording.enable nor experience_replay.enable is true;"
-                " use trainer.v1.trainer_mode=sync"
-            )
-        return problems
     problems = []
-    if block.on_resume == "keep" and not block.recording.enable:
-        problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")
-    if mode not in ("vanilla", "het"):
-        problems.append(f"policy_loss.loss_mode: {mode}, replay has a loss of its own (het); leave it at vanilla")
-    correction = config.algorithm.get("rollout_correction", None)
-    if correction and correction.get("bypass_mode", False):
+    if not (replay.enable or block.recording.enable or block.guidance.is_on):
         problems.append(
-            "algorithm.rollout_correction.bypass_mode: true, but replay compares with log-probs of the actor,"
-            " which this mode does not compute"
+            f"{SECTION}: neither recording.enable nor experience_replay.enable is true;"
+            " use trainer.v1.trainer_mode=sync"
         )
-    if str(config.algorithm.adv_estimator) in ("gae", "remax"):
+    if replay.enable and block.on_resume == "keep" and not block.recording.enable:
+        problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")
+    if replay.enable and str(config.algorithm.adv_estimator) in ("gae", "remax"):
         problems.append(
             f"algorithm.adv_estimator: {config.algorithm.adv_estimator}, but replayed rows are rated within their"
             " group; take grpo or another estimator of groups"
         )
-    distillation = config.get("distillation", None)
+    if (replay.enable or block.guidance.enable_context_generator) and (
+        config.get("skip", None) and config.skip.rollout_tq.enable
+    ):
+        problems.append("skip.rollout_tq.enable: true, but skipped rollouts are shown nothing, and join no history")
+    return problems + _problems_of_the_loss(config, block)
+
+
+def _problems_of_the_loss(config: Any, block: ReplayBlock) -> list[str]:
+    """Return what takes the place of the loss that some rows need, or is not known where it is computed."""
+    mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+    if not block.masks_rows:
+        return [f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true"] if mode == "het" else []
+    rows = "replayed rows" if block.experience_replay.enable else "rows without their experience"
+    correction, distillation = config.algorithm.get("rollout_correction", None), config.get("distillation", None)
+    problems = []
+    if mode not in ("vanilla", "het"):
+        problems.append(
+            f"policy_loss.loss_mode: {mode}, but {rows} have a loss of their own (het); leave it at vanilla"
+        )
+    if correction and correction.get("bypass_mode", False):
+        problems.append(
+            f"algorithm.rollout_correction.bypass_mode: true, but {rows} need log-probs of the actor, which this mode"
+            " does not compute"
+        )
     if distillation and distillation.get("enabled", False):
-        problems.append("distillation.enabled: true, its loss takes the place of the one that replay needs")
-    if config.get("skip", None) and config.skip.rollout_tq.enable:
-        problems.append("skip.rollout_tq.enable: true, but skipped rollouts have groups without replayed rows")
+        problems.append(f"distillation.enabled: true, its loss takes the place of the one that {rows} need")
+    if problems and not block.experience_replay.enable:
+        problems.append(f"or set {SECTION}.train_sample_expmode=allkeep, so that no rows are without it")
     return problems
 
 

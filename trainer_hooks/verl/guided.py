@@ -24,7 +24,7 @@ from trainer_hooks.guidance import GuidanceHook
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock, naming
-from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
+from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, is_exchanged
 from trainer_hooks.verl.rows import NOT_GUIDED
 from trainer_hooks.verl.tasks import task_name
 from trajstore.errors import ConfigurationError
@@ -150,7 +150,7 @@ class GuidedRollouts:
         if not self._block.discards_experience:
             return frozenset()
         rows = dataplane.read_rows(batch, ("extra_fields",))
-        return frozenset(row.key for row in rows if (told := _report(row)) is not None and told.exchanged)
+        return frozenset(row.key for row in rows if is_exchanged(row.columns["extra_fields"]))
 
     def finished(self, made: Sequence[AgentTrajectory], *, trained: bool = True) -> None:
         """Take a step's rollouts, whose messages are whole; put back into these what training keeps.
@@ -271,10 +271,6 @@ def _column(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
     if isinstance(held, Tensor):
         return list(held.tolist())
     return [held.data] * len(prompts) if isinstance(held, NonTensorData) else list(prompts[name])
-
-
-def _report(row: Any) -> Report | None:
-    return Report.of(row.columns["extra_fields"])
 
 
 def _put_back(messages: Sequence[Any], guidance: Guidance) -> list[dict[str, Any]]:

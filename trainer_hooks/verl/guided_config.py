@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from trainer_hooks.guidance_config import MAKER, MANAGER, OF_REPLAY, REME, TODAY, GuidanceConfig
+from trainer_hooks.guidance_config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
+from trajstore.settings import keys_of
 
 KEYS = frozenset(field.name for field in dataclasses.fields(GuidanceConfig)) | {*TODAY, REME}
 """Keys that ``exp_manager`` may have for guidance; which of them belong elsewhere, :class:`GuidanceConfig` says."""
@@ -22,7 +23,7 @@ def guidance_of(config: Any, folder: Path) -> GuidanceConfig:
         ConfigurationError: unknown keys, one option given twice, values out of range; the message lists all.
     """
     result = GuidanceConfig.from_config(config)
-    if not result.is_on or _says_where(config):
+    if not result.is_on or "store" in _maker(config):
         return result
     # Elsewhere experiences without a path are in memory; a run that shall survive a crash needs another default.
     return dataclasses.replace(result, store={"path": str(folder / "experiences")})
@@ -30,18 +31,18 @@ def guidance_of(config: Any, folder: Path) -> GuidanceConfig:
 
 def is_asked_for(config: Any) -> bool:
     """Return whether a configuration has options of guidance, right or wrong, and does not say that it is off."""
-    manager = config.get(MANAGER) or {}
-    keys = manager.keys() if hasattr(manager, "keys") else ()
-    maker = {**_keys_of(config.get(MAKER)), **_keys_of(manager.get(REME) if REME in keys else None)}
+    maker = _maker(config)
     switches = [maker[name] for name in SWITCHES if name in maker]
     if switches and not any(switches):
         return False
-    return bool(maker) or any(key in KEYS and key not in OF_REPLAY for key in keys)
+    return bool(maker) or not KEYS.isdisjoint(keys_of(config.get(MANAGER), MANAGER))
 
 
-def discards_experience(guidance: GuidanceConfig) -> bool:
-    """Return whether rows may be trained on with another prompt than they were sampled with."""
-    return _guides_training(guidance) and guidance.train_sample_expmode != "allkeep"
+def guides_training(guidance: GuidanceConfig, n_rollout: int | None = None) -> bool:
+    """Return whether rollouts that are trained on are shown experience; ``n_rollout`` of a task, or any number."""
+    return guidance.enable_context_generator and _guides(
+        guidance.train_rollout_expmode, guidance.rollout_expratio, n_rollout
+    )
 
 
 def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, text: bool) -> list[str]:
@@ -97,55 +98,24 @@ def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, 
 
 def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) -> list[str]:
     problems = []
-    if not _guides_training(guidance, n_rollout) and not _guides_validation(config, guidance):
+    n_validation = int(config.actor_rollout_ref.rollout.val_kwargs.n)
+    validates = _guides(guidance.val_rollout_expmode, guidance.rollout_expratio, n_validation)
+    if not guides_training(guidance, n_rollout) and not validates:
         problems.append(
             f"{MAKER}.enable_context_generator: true, but no rollout is guided: train_rollout_expmode is"
             f" {guidance.train_rollout_expmode}, val_rollout_expmode {guidance.val_rollout_expmode}, and"
             f" {MANAGER}.rollout_expratio {guidance.rollout_expratio:g} of the rollouts of a task are none"
         )
-    if config.get("skip", None) and config.skip.rollout_tq.enable:
-        problems.append("skip.rollout_tq.enable: true, but skipped rollouts are shown nothing")
     if str(config.algorithm.adv_estimator) == "remax":
         problems.append("algorithm.adv_estimator: remax, but its baseline is a rollout that is shown nothing")
-    if not discards_experience(guidance):
-        return problems
-    mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
-    if mode not in ("vanilla", "het"):
-        problems.append(
-            f"policy_loss.loss_mode: {mode}, rows without their experience have a loss of their own (het); leave it at"
-            f" vanilla, or set {MANAGER}.train_sample_expmode=allkeep"
-        )
-    correction = config.algorithm.get("rollout_correction", None)
-    if correction and correction.get("bypass_mode", False):
-        problems.append(
-            "algorithm.rollout_correction.bypass_mode: true, but the rollout engine's log-probs are those of the prompt"
-            f" with experience; set {MANAGER}.train_sample_expmode=allkeep, or leave it"
-        )
-    distillation = config.get("distillation", None)
-    if distillation and distillation.get("enabled", False):
-        problems.append("distillation.enabled: true, its loss takes the place of the one that discarded rows need")
     return problems
 
 
-def _keys_of(node: Any) -> dict[str, Any]:
-    return {str(key): node[key] for key in node.keys()} if hasattr(node, "keys") else {}  # noqa: SIM118 - no dict
-
-
-def _guides_training(guidance: GuidanceConfig, n_rollout: int | None = None) -> bool:
-    if not guidance.enable_context_generator:
-        return False
-    return _guides(guidance.train_rollout_expmode, guidance.rollout_expratio, n_rollout)
-
-
-def _guides_validation(config: Any, guidance: GuidanceConfig) -> bool:
-    count = int(config.actor_rollout_ref.rollout.val_kwargs.n)
-    return _guides(guidance.val_rollout_expmode, guidance.rollout_expratio, count)
+def _maker(config: Any) -> dict[str, Any]:
+    """Return the options of the maker, under whichever of its names they stand."""
+    manager = keys_of(config.get(MANAGER), MANAGER)
+    return keys_of(config.get(MAKER), MAKER) | keys_of(manager.get(REME), f"{MANAGER}.{REME}")
 
 
 def _guides(mode: str, ratio: float, count: int | None) -> bool:
     return mode == "all" or (mode == "mixed" and (ratio > 0 if count is None else round(count * ratio) > 0))
-
-
-def _says_where(config: Any) -> bool:
-    maker, manager = config.get(MAKER) or {}, config.get(MANAGER) or {}
-    return "store" in maker or "store" in (manager.get(REME) or {})

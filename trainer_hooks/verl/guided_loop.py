@@ -47,22 +47,17 @@ class PromptListener:
     def __init__(self, loop: Any, plain: Message, guided: Message, text: str, most: int) -> None:
         self.heard: list[_Prompt] = []
         self._plain, self._guided, self._text, self._most = plain["content"], guided["content"], text, most
-        self._build = getattr(loop, "ct_build_initial_tokens", None)
+        self._build: Any = getattr(loop, "ct_build_initial_tokens", None)
         if self._build is not None:
             loop.ct_build_initial_tokens = self._listen
 
     async def _listen(self, messages: Sequence[Message], *arguments: Any, **named: Any) -> list[int]:
         kept = [dict(one) for one in messages]  # the loop goes on with its own
-        ids = list(await self._built(kept, arguments, named))
+        ids = list(await self._build(kept, *arguments, **named))
         if self.shows(kept) and len(ids) >= self._most:
             raise PromptTooLongError(f"{len(ids)} tokens or more")
         self.heard.append(_Prompt(kept, arguments, named, ids))
         return ids
-
-    async def _built(self, messages: list[dict[str, Any]], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._build is None:
-            raise PromptTooLongError("never called: the loop makes no tokens of messages")
-        return await self._build(messages, *arguments, **named)
 
     def shows(self, messages: Sequence[Message]) -> bool:
         """Return whether messages hold what was put in, anywhere."""
@@ -84,7 +79,7 @@ class PromptListener:
             if self.shows([one for one in messages if one["content"] != self._plain]):
                 return None  # the loop has made something else of the message
             named = {name: {} if name == "mm_inputs_out" else value for name, value in prompt.named.items()}
-            return [*await self._built(messages, prompt.arguments, named), *ids[length:]]
+            return [*await self._build(messages, *prompt.arguments, **named), *ids[length:]]
         return None
 
     def _restored(self, content: Any) -> Any:

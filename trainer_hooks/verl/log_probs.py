@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.offers import Report
+from trainer_hooks.verl.offers import is_exchanged
 from trainer_hooks.verl.rows import Row, recorded_log_probs
 from trajstore.experience.entry import is_demonstration
 from trajstore.trajectory import AgentTrajectory
@@ -48,11 +48,7 @@ def replace_log_probs(
 def forget_log_probs(rows: Sequence[Row], partition_id: str) -> None:
     """Put the actor's log-probs in the place of the engine's where these are of another prompt: the ratio is 1."""
     changed = [
-        row
-        for row in rows
-        if "rollout_log_probs" in row.columns
-        and (told := Report.of(row.columns.get("extra_fields"))) is not None
-        and told.exchanged
+        row for row in rows if "rollout_log_probs" in row.columns and is_exchanged(row.columns.get("extra_fields"))
     ]
     values = [row.columns["old_log_probs"].float() for row in changed]
     dataplane.write_column([row.key for row in changed], partition_id, "rollout_log_probs", values)

@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
-from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.losses import LossOptions, het_compute_token_on_off_policy_loss
 from trainer_hooks.token_sums import EXTREMES, SUMS, figures_of, token_sums
 from trajstore.errors import ConfigurationError
 
@@ -32,22 +32,12 @@ FIGURES = "experience_replay/loss/"
 """Begins the names of the sums and extremes that a micro-batch reports; :func:`take_figures` makes metrics of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class HetOptions:
-    """What the configuration says about the loss, beyond verl's own ``actor`` section."""
-
-    off_cliprange_high: float
-    off_policy_shaping: float | None
-    drop_negative_off_policy: bool = False
-    clip_off_policy: bool = True
-
-
 @dataclass(slots=True)
 class _Call:
     """One call of the loss: what goes in beside verl's arguments, and what comes out beside its results."""
 
     exp_mask: Tensor
-    options: HetOptions
+    options: LossOptions
     figures: dict[str, Metric]
 
 
@@ -55,7 +45,7 @@ _call: ContextVar[_Call | None] = ContextVar("het_ppo_loss", default=None)
 
 
 def het_ppo_loss(
-    config: Any, model_output: Any, data: TensorDict, dp_group: Any = None, *, options: HetOptions
+    config: Any, model_output: Any, data: TensorDict, dp_group: Any = None, *, options: LossOptions
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return verl's PPO loss of a micro-batch with the policy loss ``het``, and its metrics.
 
@@ -114,26 +104,20 @@ def het_policy_loss(
         call.exp_mask,
         cliprange_low=low,
         cliprange_high=high,
-        off_cliprange_high=call.options.off_cliprange_high,
         clip_ratio_c=config.get("clip_ratio_c", 3.0),
-        off_policy_shaping=call.options.off_policy_shaping,
-        drop_negative_off_policy=call.options.drop_negative_off_policy,
-        clip_off_policy=call.options.clip_off_policy,
+        **call.options,
     )
     losses = terms["pg_losses"] if rollout_is_weights is None else terms["pg_losses"] * rollout_is_weights
     # verl divides by the tokens or rows of the whole batch, over all ranks; these numbers only it knows.
     loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
-    call.figures.update(_figures(terms, response_mask, call.exp_mask))
-    tokens = response_mask.sum().clamp(min=1)
-    on, off = (response_mask * (1 - call.exp_mask)).sum(), (response_mask * call.exp_mask).sum()
-    values = torch.stack(
-        [
-            (terms["on_pg_clipfrac"] * on + terms["off_pg_clipfrac"] * off) / tokens,
-            terms["ppo_kl"],
-            (terms["on_pg_clipfrac_lower"] * on + terms["off_pg_clipfrac_lower"] * off) / tokens,
-        ]
-    ).tolist()
-    return loss, dict(zip(("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"), values, strict=True))
+    sums = token_sums(terms, response_mask, call.exp_mask)
+    call.figures.update(_figures(sums))
+    tokens = max(sums["on_tokens"] + sums["off_tokens"], 1.0)
+    return loss, {
+        "actor/pg_clipfrac": (sums["on_pg_clipfrac"] + sums["off_pg_clipfrac"]) / tokens,
+        "actor/ppo_kl": terms["ppo_kl"].item(),
+        "actor/pg_clipfrac_lower": (sums["on_pg_clipfrac_lower"] + sums["off_pg_clipfrac_lower"]) / tokens,
+    }
 
 
 def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
@@ -166,13 +150,13 @@ def take_figures(metrics: dict[str, Any]) -> dict[str, float]:
     return figures_of({name: float(value) for name, value in found.items() if value is not None})
 
 
-def _figures(terms: dict[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, Metric]:
-    """Return sums and extremes of one micro-batch, for verl to add over micro-batches and ranks.
+def _figures(sums: dict[str, float]) -> dict[str, Metric]:
+    """Return sums and extremes of one micro-batch as verl adds them over micro-batches and ranks.
 
     A micro-batch without tokens of a side reports too: all ranks must have the same names.
     """
     kinds = {"max": AggregationType.MAX, "min": AggregationType.MIN}
     return {
         FIGURES + name: Metric(kinds.get(name.rsplit("_", 1)[-1], AggregationType.SUM), value)
-        for name, value in token_sums(terms, response_mask, exp_mask).items()
+        for name, value in sums.items()
     }

@@ -68,3 +68,9 @@ class Report:
         if told is None:
             return None
         return cls(Guidance.of_json(told["guidance"]), bool(told["exchanged"]), str(told["trouble"]))
+
+
+def is_exchanged(extra_fields: Mapping[str, Any] | None) -> bool:
+    """Return whether a row has another prompt than it was sampled with, as its ``extra_fields`` say."""
+    report = Report.of(extra_fields)
+    return report is not None and report.exchanged

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_hooks.metrics import score_of
 from trainer_hooks.verl.config import OutcomeRule
-from trainer_hooks.verl.offers import OFFER, Report
-from trainer_hooks.verl.outcomes import score_of
+from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -165,25 +165,12 @@ def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
     return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
 
 
-def asked_for(found: Sequence[AgentTrajectory]) -> dict[str, int]:
-    """Return how many rollouts each task of a step was to make, where the recorder said so.
-
-    A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
-
-    Args:
-        found: what :func:`replayable` returned of that which was recorded.
-    """
-    said = {one.task_id: one.metadata.get("task_rollouts") for one in found}
-    return {task: count for task, count in said.items() if isinstance(count, int)}
-
-
 def _trajectory_of(
     row: Row, tokens: Tokens, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str
 ) -> AgentTrajectory:
     columns = row.columns
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
-    told = Report.of(extra)
     return AgentTrajectory(
         messages=messages_of(columns.get("raw_prompt")),
         input_ids=tokens.input_ids,
@@ -194,7 +181,7 @@ def _trajectory_of(
         entropy=tokens.entropy,
         response_mask=tokens.response_mask,
         # Of another prompt, where experience was taken out of it.
-        rollout_log_probs=None if told is not None and told.exchanged else tokens.rollout_log_probs,
+        rollout_log_probs=None if is_exchanged(extra) else tokens.rollout_log_probs,
         reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
         task_id=task_name(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
@@ -209,7 +196,7 @@ def _trajectory_of(
             "max_global_steps": row.tag.get("max_global_steps"),
             "token_scores": [[place, plain(score)] for place, score in tokens.scores],
             **_told_by_the_loop(columns, extra),
-            **_told_of_guidance(told),
+            **_told_of_guidance(Report.of(extra)),
         },
     )
 

@@ -8,9 +8,12 @@ gives the replayed rows their recorded log-probs, and lets good rollouts enter t
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,19 +21,20 @@ from transfer_queue import KVBatchMeta
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.hook import ReplayHook
+from trainer_hooks.losses import LossOptions
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
-from trainer_hooks.verl.fitting import Fitting
+from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.first_told import FirstTold
 from trainer_hooks.verl.guided import GuidedRollouts
-from trainer_hooks.verl.histories import Histories
+from trainer_hooks.verl.histories import Fitting, Histories
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
-from trainer_hooks.verl.loss import EXP_MASK, HetOptions
-from trainer_hooks.verl.outcomes import WithoutOutcome, score_metrics
+from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.outcomes import has_outcome, why_no_outcome
 from trainer_hooks.verl.placement import spread
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
-from trainer_hooks.verl.resumption import Resumption
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
@@ -43,8 +47,10 @@ from trainer_hooks.verl.rows import (
     trajectories_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
+from trajstore.buffer.internals import internals_of
 from trajstore.errors import ConfigurationError, StoreWriteError
-from trajstore.experience.outcomes import is_success, outcome_of
+from trajstore.experience.outcomes import asked_for, is_success, outcome_of
+from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
@@ -79,11 +85,12 @@ class ReplaySession:
         self._maker_reads = block.guidance.enable_summarizer
         self._scribe = Scribe(tokenizer, text=recording.text and (recording.enable or self._maker_reads))
         self._run = run
+        self._checkpoints = Path(checkpoints).absolute()
         own_group = block.experience_replay.group_offpolicy == "separate"
         self._fitting = Fitting(block.max_prompt_length, block.max_response_length)
         self._histories = Histories(block.n_rollout, self._fitting, own_group=own_group)
         self._dropped = self._dropped_successes = self._failures = 0
-        self._without_outcome = WithoutOutcome(block.outcome)
+        self._without_outcome = FirstTold(logger)
         self._recorder: RolloutRecorder | None = None
         if recording.enable:
             with naming(f"{SECTION}.recording.path", block.recording_path):
@@ -104,17 +111,6 @@ class ReplaySession:
                     tokenizer=tokenizer.messages,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
-            self._resumption = Resumption(
-                block,
-                self._hook,
-                self._histories,
-                self.guided,
-                self._recorder,
-                run=run,
-                checkpoints=Path(checkpoints).absolute(),
-                on_disk=self._on_disk,
-                judge=self._judge,
-            )
             self.hold_checkpoints()
         except BaseException:
             self.close()
@@ -126,14 +122,9 @@ class ReplaySession:
         return self._block.experience_replay.enable  # to ask the hook would wait for histories under way
 
     @property
-    def masks_rows(self) -> bool:
-        """Whether some rows have a loss of their own."""
-        return self._block.masks_rows
-
-    @property
-    def loss_options(self) -> HetOptions:
+    def loss_options(self) -> LossOptions:
         """What the configuration says about the loss."""
-        return HetOptions(**self._hook.loss_options)
+        return self._hook.loss_options
 
     # ---- before the rollouts ----
 
@@ -191,7 +182,9 @@ class ReplaySession:
         """
         for key in batch.keys:
             session_of(key)
-        return self._histories.sampled(batch, self.guided.exchanged(batch), multiple) if self.masks_rows else batch
+        return (
+            self._histories.sampled(batch, self.guided.exchanged(batch), multiple) if self._block.masks_rows else batch
+        )
 
     def balanced(self, batch: KVBatchMeta, ranks: int, multiple: int) -> KVBatchMeta:
         """Order the rows of a filled-up batch so that each mini-batch has its share of the replayed ones.
@@ -274,7 +267,7 @@ class ReplaySession:
             StoreWriteError: a store could not write.
         """
         real = dataplane.without_padding(batch)
-        rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.masks_rows else NEEDED, WELCOME)
+        rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self._block.masks_rows else NEEDED, WELCOME)
         joined = self._histories.joined
         fresh = [row for row in rows if row.key not in joined]
         replayed = [row for row in rows if row.key in joined]
@@ -306,7 +299,7 @@ class ReplaySession:
         figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
         figures |= self._fitting.take()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
-        return figures | (taken or {}) | score_metrics(made, histories)
+        return figures | (taken or {})
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""
@@ -317,7 +310,16 @@ class ReplaySession:
         if self._maker_reads:
             self._scribe.write(made)
         self.guided.finished(made, trained=trained)
-        self._without_outcome.look(made)
+        if without := [one for one in made if not has_outcome(one)]:
+            self._without_outcome.add(
+                len(without),
+                "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
+                " failures; recording/without_outcome counts them",
+                len(without),
+                len(made),
+                without[0].rollout_id,
+                why_no_outcome(without[0], self._block.outcome),
+            )
         return made
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
@@ -349,16 +351,63 @@ class ReplaySession:
     # ---- checkpoint and resume ----
 
     def save(self, folder: Path, step: int) -> None:
-        """Write where recording and replay stand; see :meth:`Resumption.save`."""
-        self._resumption.save(folder, step)
+        """Write where recording and replay stand, for the checkpoint that is about to be written.
+
+        Raises:
+            StoreWriteError: it, or what it names, did not reach the disk.
+        """
+        rollouts, rollouts_store = -1, ""
+        if self._recorder is not None:
+            self._recorder.flush()
+            buffer = self._recorder.buffer
+            rollouts, rollouts_store = buffer.points.committed, str(internals_of(buffer).store_id)
+        manager = self._hook.manager
+        pool = None if manager is None else self._on_disk(manager.state_dict)
+        expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.expected.items()}
+        guidance, wanted = self.guided.state(), self._histories.wanted
+        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted)
+        self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store what checkpoints go back to; see :meth:`Resumption.hold_checkpoints`."""
-        self._resumption.hold_checkpoints()
+        """Keep in the pool's store what the checkpoints that verl can load now go back to, and nothing else."""
+        manager = self._hook.manager
+        if manager is not None:
+            cuts = [cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None]
+            self._on_disk(lambda: manager.hold(cuts))
 
     def resume(self, folder: Path | None, step: int) -> None:
-        """Go back to where the pool stood at a checkpoint; see :meth:`Resumption.resume`."""
-        self._resumption.resume(folder, step)
+        """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.
+
+        Where no checkpoint says so, the newest ``step_N`` of ``pool_path`` that is not after ``step`` is loaded;
+        without one the pool is used as it lies in its store. With ``on_resume: keep``, rollouts recorded since enter
+        the pool again; without a checkpoint, all that are recorded. With ``on_error: warn`` those that cannot be
+        written are told of, and training goes on.
+
+        Args:
+            folder: the checkpoint; ``None`` = there is none yet.
+            step: of the checkpoint.
+
+        Raises:
+            CorruptStoreError: the checkpoint's cut is damaged.
+            ConfigurationError: it is of another tokenizer.
+            StoreWriteError: the pool's store could not write; the message names the option.
+        """
+        if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
+            self.guided.load_state(found.guidance)
+        if self._hook.manager is None:
+            return
+        keeps = self._block.on_resume == "keep"
+        try:
+            cut = self._go_back(folder, step)
+            if keeps:
+                self._take_in_since(cut)
+        except StoreWriteError as error:
+            wanted = "and takes in the rollouts recorded since" if keeps else ", no more"
+            error.add_note(
+                f"{SECTION}.on_resume: {self._block.on_resume}: the pool goes back to the checkpoint {wanted}; it could"
+                " not write that down. Make room where its store is and resume again: nothing recorded is lost"
+            )
+            raise
 
     def close(self) -> None:
         """Write what is left, and close the stores. Closing again does nothing.
@@ -366,14 +415,44 @@ class ReplaySession:
         Raises:
             StoreWriteError: something did not reach the disk.
         """
-        hook, guided = getattr(self, "_hook", None), getattr(self, "guided", None)
-        try:
-            if hook is not None:
-                self._on_disk(hook.close)
-        finally:
-            try:
-                if guided is not None:
-                    self._on_disk(guided.close)
-            finally:
-                if self._recorder is not None:
-                    self._recorder.close()
+        with ExitStack() as last_first:
+            if self._recorder is not None:
+                last_first.callback(self._recorder.close)
+            for name in ("guided", "_hook"):  # as far as they were made
+                if (made := getattr(self, name, None)) is not None:
+                    last_first.callback(self._on_disk, made.close)
+
+    def _go_back(self, folder: Path | None, step: int) -> Cut | None:
+        """Put the pool to where it stood at a checkpoint; return the checkpoint's cut."""
+        cut = None if folder is None else find_cut(folder, step)
+        if cut is not None and cut.pool is not None:
+            if cut.step != step:
+                logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
+            self._hook.load_state_dict(cut.pool)
+            if cut.step == step:
+                self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
+                self._histories.wanted = dict(cut.wanted)
+        else:
+            if folder is not None:
+                logger.warning("%s says nothing of the experience pool", folder)
+            self._hook.resume(None, step)
+        return cut
+
+    def _take_in_since(self, cut: Cut | None) -> None:
+        """Let rollouts that were recorded after a checkpoint, or at all, enter the pool, step by step."""
+        if self._recorder is None or (
+            cut is not None and internals_of(self._recorder.buffer).store_id != cut.rollouts_store
+        ):
+            logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
+            return
+        steps = 0
+        # One process after another wrote there, each its steps in their order.
+        recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
+        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
+            found = replayable(made)
+            trained = [one for one in found if one.metadata.get("trained", True)]
+            self._judge([one for one in found if not one.metadata.get("trained", True)], {})
+            self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
+            steps += 1
+        if steps:
+            logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)

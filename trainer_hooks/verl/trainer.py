@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from omegaconf import open_dict
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -25,7 +27,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from trainer_hooks.plan import PlannedTask
-from trainer_hooks.verl.callback import ReplayCheckpointCallback
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager
@@ -38,6 +39,27 @@ from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
 from trajstore.experience.contract import fingerprint_of
 from trajstore.experience.message_rows import MessageTokenizer
+
+
+class ReplayCheckpointCallback(CheckpointCallback):  # type: ignore[misc]  # verl has no types
+    """Calls the callback that the user configured, then lets the pool give up what no checkpoint needs any more.
+
+    Args:
+        inner: the configured callback.
+        complete: called when a checkpoint is complete.
+    """
+
+    def __init__(self, inner: CheckpointCallback, complete: Callable[[], None]) -> None:
+        super().__init__(config=inner.config)
+        self._inner = inner
+        self._complete = complete
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
+    ) -> None:
+        """Called by verl when a checkpoint is complete (or, with ``async_save``, under way)."""
+        self._inner.on_save(trainer, global_step, checkpoint_dir, async_save, **kwargs)
+        self._complete()
 
 
 class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
@@ -104,7 +126,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def on_init_end(self) -> None:
         """Install the loss in the workers."""
-        if self._session.masks_rows:
+        if self._block.masks_rows:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
             self.actor_rollout_wg.set_loss_fn(partial(het_ppo_loss, config=actor, options=self._session.loss_options))
         super().on_init_end()
@@ -175,7 +197,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._update_actor(batch, metrics)
-        if self._session.masks_rows:
+        if self._block.masks_rows:
             figures = take_figures(metrics)
             metrics.update(figures)
             self._session.updated(figures)

@@ -2,8 +2,8 @@
 
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
-Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
-``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``recovery`` → ``journal`` → ``store``, ``selection``, ``compact`` →
+Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` →
+``cut``, ``ledger``, ``notices`` → ``journal`` → ``store``, ``selection``, ``compact`` →
 ``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` makes demonstrations of conversations, ``similarity``
 finds tasks that are alike; ``persistence`` and ``agentevolver`` read and write a pool's files,
 ``rows`` makes one trajectory of a rollout's rows, ``contract`` compares tokenizers.
@@ -15,9 +15,8 @@ from trajstore.experience.entry import Refusal, mean_entropy, of_earlier_run
 from trajstore.experience.mixing import ExperienceMixCollateFn, RatioSchedule
 from trajstore.experience.outcomes import REPLAY_MARK, is_success
 from trajstore.experience.persistence import newest_pool
-from trajstore.experience.pool import ExperienceManager
+from trajstore.experience.pool import CurrentEntropy, ExperienceManager
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.scoring import CurrentEntropy
 from trajstore.experience.store import BufferStore, MemoryStore, PoolStore
 
 __all__ = [

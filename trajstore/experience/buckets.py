@@ -21,7 +21,6 @@ TaskSampling = Literal[
 ]
 """``uniform`` and ``random`` are AgentEvolver's names of ``by_difficulty``."""
 TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
-TASK_SAMPLING_HELP = f"must be one of {', '.join(TASK_SAMPLING)}"
 
 
 class DifficultyBuckets:
@@ -113,24 +112,14 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
 def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: int) -> float:
     if strategy == "normal":
         return -((difficulty - n_rollout / 2) ** 2) / 2 if size else -math.inf
-    share = difficulty / n_rollout
-    weight: float
-    if strategy == "by_task":
-        weight = size
-    elif strategy in ("by_difficulty", "uniform", "random"):
-        weight = 1.0
-    elif strategy == "linear":
-        weight = share
-    elif strategy == "sqrt":
-        weight = math.sqrt(share)
-    elif strategy == "linear_clip":
-        weight = min(share, 0.5)
-    elif strategy == "similar":
+    if strategy == "similar":
         raise ConfigurationError(
             "task_sampling: similar compares with the tasks of a batch: ExperienceMixCollateFn does"
         )
-    else:
-        raise ConfigurationError(f"task_sampling: {strategy!r}, {TASK_SAMPLING_HELP}")
+    share = difficulty / n_rollout
+    weights = dict.fromkeys(("by_difficulty", "uniform", "random"), 1.0)
+    weights |= {"by_task": size, "linear": share, "sqrt": math.sqrt(share), "linear_clip": min(share, 0.5)}
+    weight = weights[strategy]
     return math.log(weight) if size and weight > 0 else -math.inf
 
 

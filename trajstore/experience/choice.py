@@ -57,7 +57,8 @@ def choose_histories(
     if isinstance(sampler, WeightedSampler):
         chance.manual_seed(int(generator.integers(1 << 62)))
         if sampler.priorities is not None:
-            sampler.update(ids, ids * 0, [_priority(entry) for entry in entries])
+            outcomes = [max(entry.known_outcome or 0.0, 0.0) for entry in entries]  # a priority is at least 0
+            sampler.update(ids, ids * 0, outcomes)
     spread = rules.policy_versions == "spread"
     if n < 1 or not entries:
         return []
@@ -99,8 +100,3 @@ def _spread(order: Sequence[int], n: int, entries: Sequence[PoolEntry], drawn: C
         chosen.append(place)
         drawn[entries[place].policy_version] += 1
     return chosen
-
-
-def _priority(entry: PoolEntry) -> float:
-    """Return an outcome as a priority: at least 0, and 0 where it is not known."""
-    return max(entry.known_outcome or 0.0, 0.0)

@@ -54,7 +54,7 @@ class ControlTokens:
         names = [name for name in dict.fromkeys([*special, *added]) if name.strip()]  # runs of blanks are no control
         unknown = getattr(tokenizer, "unk_token_id", None)  # what any text may become
         ids = frozenset(tokenizer.convert_tokens_to_ids(names)) - {unknown, None}
-        return cls(tuple(names), ids, lambda text: _ids(tokenizer, text))
+        return cls(tuple(names), ids, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def taken_out(self, text: str) -> tuple[str, int]:
         """Return a text in which no control token stands, and how many names were changed.
@@ -91,11 +91,6 @@ class ControlTokens:
             made = {name: one for (name, _), (one, _) in zip(keys, values, strict=True)}
             return made, sum(count for _, count in [*keys, *values])
         return value, 0
-
-
-def _ids(tokenizer: Any, text: str) -> Sequence[int]:
-    ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def _rendered(tokenizer: Any) -> str:

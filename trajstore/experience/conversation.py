@@ -18,18 +18,17 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from trajstore.arguments import whole
 from trajstore.checked import checked
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience.rows import over_rows, pack_rows, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 Context = Literal["linear", "linear_think"]
-CONTEXTS: tuple[Context, ...] = get_args(Context)
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
@@ -72,9 +71,8 @@ class ChatTemplate:
                 ) from error
             return str(text)
 
-        def encode(text: str) -> Sequence[int]:
-            ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+        def encode(text: str) -> Any:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
 
         return cls(render, encode, frozenset(tokenizer.all_special_ids))
 
@@ -138,8 +136,6 @@ def rows_of_messages(
         InvalidTrajectoryError: no message is the model's, a content is no text, or the template changes earlier
             messages; names the message.
     """
-    if context not in CONTEXTS:
-        raise ConfigurationError(f"context: {context!r}, must be one of {', '.join(CONTEXTS)}")
     for number, message in enumerate(messages):
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__

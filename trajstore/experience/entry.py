@@ -151,12 +151,9 @@ def own_entropy(trajectory: AgentTrajectory) -> float | None:
     """Return the mean entropy that a trajectory tells of itself, in nats; ``None`` if it tells none.
 
     The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
-    estimates it from the tokens that were sampled. What has a field that cannot be read tells none.
+    estimates it from the tokens that were sampled.
+    To be asked of what has no :func:`field_problem`.
     """
-    return None if field_problem(trajectory) else _told_entropy(trajectory)
-
-
-def _told_entropy(trajectory: AgentTrajectory) -> float | None:
     mask = llm_mask(trajectory)
     known = trajectory.entropy if trajectory.entropy is not None and math.isfinite(trajectory.entropy) else None
     for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
@@ -258,7 +255,7 @@ def own_refusal_of(trajectory: AgentTrajectory) -> tuple[float | None, Refusal |
     """Return the entropy that a trajectory tells of itself, and what :func:`refusal_of` says with it."""
     if field_problem(trajectory):
         return None, Refusal.MALFORMED
-    entropy = _told_entropy(trajectory)
+    entropy = own_entropy(trajectory)
     return entropy, _refusal_of_wellformed(trajectory, entropy)
 
 

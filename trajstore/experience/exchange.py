@@ -5,22 +5,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trajstore.checked import checked
-from trajstore.closing import Closing
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    StoreError,
+    StoreNotFoundError,
+    listed,
+)
 from trajstore.experience.entry import EARLIER_RUN, of_earlier_run
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.experience.outcomes import count_outcomes, is_known, is_replayed, outcome_of
+from trajstore.experience.outcomes import asked_for, is_replayed, known_outcome
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.selection import in_bounds, is_worth_keeping
+from trajstore.experience.selection import LeftOut, is_worth_keeping
 from trajstore.experience.store import BufferStore
 from trajstore.reading.places import POOL_FILES, find_place
 from trajstore.trajectory import AgentTrajectory
@@ -128,22 +134,17 @@ def import_pool(
         with _Reader(source) as reader:  # before a pool is begun: there may be nothing to read
             rollouts, unreadable = reader.rollouts(), reader.unreadable
     check_is_pool(store)
-    buffer = BufferStore.open(store)
-    try:
+    with BufferStore.open(store) as buffer:
         manager = ExperienceManager(rules, store=buffer, tokenizer=tokenizer)
         before, entered = len(manager), 0
         if files is None:
-            left_out = _Reasons(rules)
+            left_out: dict[LeftOut, int] = {}
             with_task = [dataclasses.replace(one, task_id=task_prefix + one.task_id) for one in rollouts if one.task_id]
-            left_out.count("have no task_id", len(rollouts) - len(with_task))
             for step, made in itertools.groupby(with_task, _step_of):
                 several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]
-                asked = _asked(several)
-                never = left_out.look(several, asked, manager.skip_uid_set)
-                offered, refused = manager.admit(several, asked)
-                left_out.count("are not the best of their task and step (save_filter)", len(several) - never - offered)
+                offered, refused = manager.admit(several, asked_for(several), left_out=left_out)
                 entered += offered - refused
-            said, read = left_out.sentences(), len(rollouts) + unreadable
+            said, read = _sentences(left_out, rollouts, rules), len(rollouts) + unreadable
         else:
             if len(manager) and not replace:
                 raise ConfigurationError(
@@ -167,8 +168,6 @@ def import_pool(
             tokenized=manager.tokenized.made,
             without_log_probs=manager.tokenized.without_log_probs,
         )
-    finally:
-        buffer.close()
 
 
 def check_is_pool(store: str | Path) -> None:
@@ -202,67 +201,28 @@ def check_is_pool(store: str | Path) -> None:
     )
 
 
-class _Reasons:
-    """Why rollouts of a store do not enter: counted where the pool itself counts nothing."""
-
-    def __init__(self, rules: PoolRules) -> None:
-        self._rules = rules
-        self._counts: Counter[str] = Counter()
-        self._below = 0
-        self._highest: float | None = None
-
-    def count(self, reason: str, number: int) -> None:
-        """Count rollouts that were left out."""
-        if number:
-            self._counts[reason] += number
-
-    def look(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int], skipped: Collection[str]) -> int:
-        """Count those rollouts of one step that are not worth keeping, or whose task does not enter; return how many.
-
-        Args:
-            rollouts: of the step.
-            asked: rollouts that were to be made, by task.
-            skipped: tasks that were solved before.
-        """
-        rules = self._rules
-        outcomes = count_outcomes(rollouts, rules.success_threshold, asked)
-        before = self._counts.total() + self._below
-        for one in rollouts:
-            outcome = outcome_of(one)
-            if is_replayed(one):
-                self.count("came out of a pool themselves", 1)
-            elif outcome is None or not is_known(outcome):
-                continue  # the pool counts them by itself
-            elif not is_worth_keeping(one, rules):
-                self._below += 1
-                self._highest = outcome if self._highest is None else max(outcome, self._highest)
-            elif (task := outcomes[one.task_id]).solved(rules.n_rollout) or (
-                one.task_id in skipped and not task.failed
-            ):
-                self.count(
-                    "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
-                    " without a failure since, is a success",
-                    1,
-                )
-            elif not in_bounds(task, rules):
-                low, high = rules.experience_lbound, rules.experience_rbound
-                self.count(
-                    f"are of tasks with not more than {low} or not fewer than {high} successes out of"
-                    f" {rules.n_rollout} (n_rollout)",
-                    1,
-                )
-        return self._counts.total() + self._below - before
-
-    def sentences(self) -> tuple[str, ...]:
-        """Return what was counted, the most frequent first."""
-        counts = self._counts.copy()
-        if self._below:
-            if self._rules.save_filter == "positive":
-                what, least = "have no outcome above 0", "save_filter positive"
-            else:
-                what, least = "are no successes", f"success_threshold {self._rules.success_threshold:g}"
-            counts[f"{what}: the highest outcome is {self._highest:g}, {least}"] = self._below
-        return tuple(f"{count:,} {reason}" for reason, count in counts.most_common())
+def _sentences(
+    left_out: Mapping[LeftOut, int], rollouts: Sequence[AgentTrajectory], rules: PoolRules
+) -> tuple[str, ...]:
+    """Return how many rollouts were never to enter, and why, the most frequent first."""
+    low, high = rules.experience_lbound, rules.experience_rbound
+    positive = rules.save_filter == "positive"
+    below = [one for one in rollouts if not is_replayed(one) and not is_worth_keeping(one, rules)]
+    highest = max((outcome for one in below if (outcome := known_outcome(one)) is not None), default=0.0)
+    what = "have no outcome above 0" if positive else "are no successes"
+    least = "save_filter positive" if positive else f"success_threshold {rules.success_threshold:g}"
+    said: dict[LeftOut, str] = {
+        "replayed": "came out of a pool themselves",
+        "not_worth_keeping": f"{what}: the highest outcome is {highest:g}, {least}",
+        "solved": "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
+        " without a failure since, is a success",
+        "out_of_bounds": f"are of tasks with not more than {low} or not fewer than {high} successes out of"
+        f" {rules.n_rollout} (n_rollout)",
+        "not_best": "are not the best of their task and step (save_filter)",
+    }
+    found = Counter({said[reason]: count for reason, count in left_out.items()})
+    found["have no task_id"] = sum(not one.task_id for one in rollouts)
+    return tuple(f"{count:,} {reason}" for reason, count in (+found).most_common())
 
 
 def _step_of(rollout: AgentTrajectory) -> int:
@@ -272,16 +232,8 @@ def _step_of(rollout: AgentTrajectory) -> int:
     return version if isinstance(version, int) else -1
 
 
-def _asked(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
-    """Return how many rollouts each task was to make, where a recorder said so (``metadata["task_rollouts"]``)."""
-    said = {one.task_id: one.metadata.get("task_rollouts") for one in rollouts}
-    return {task: count for task, count in said.items() if isinstance(count, int)}
-
-
-class _Reader(Closing):
-    """A store of agent trajectories that is only read, as a pool's store."""
-
-    durable = True
+class _Reader(BufferStore):
+    """A store of agent trajectories, loaded into a buffer that does not write."""
 
     def __init__(self, path: str | Path) -> None:
         from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
@@ -322,28 +274,10 @@ class _Reader(Closing):
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         try:
-            trajectory = self._buffer.get(trajectory_id)
+            trajectory = super().get(trajectory_id)
         except CorruptStoreError:
             self._damaged.add(trajectory_id)
             raise
-        if not isinstance(trajectory, AgentTrajectory):
-            raise ConfigurationError(f"{self._path}: trajectory {trajectory_id} is a step trajectory, not an agent's")
+        except InvalidTrajectoryError as error:
+            raise ConfigurationError(f"{self._path}: {error}") from error
         return replace(trajectory, notes={}) if trajectory.notes else trajectory  # of their own store
-
-    def ids(self) -> list[int]:
-        return [int(number) for number in self._buffer.trajectory_ids]
-
-    def outcomes_given(self) -> Mapping[int, float]:
-        return {}  # none comes while it is read; what was there before is in what get returns
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        raise StoreError(f"{self._path}: is only read")
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        raise StoreError(f"{self._path}: is only read")
-
-    def flush(self) -> None:
-        """Do nothing: nothing is written."""
-
-    def close(self) -> None:
-        self._buffer.close()

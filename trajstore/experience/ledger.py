@@ -19,9 +19,8 @@ import numpy as np
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
 from trajstore.experience.entry import Departure, PoolEntry
-from trajstore.experience.journal import PoolState, TaskChange
+from trajstore.experience.journal import PoolState, TaskChange, recover
 from trajstore.experience.outcomes import outcome_of
-from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import AdmissionPlan
 from trajstore.experience.store import BufferStore, PoolStore
@@ -65,7 +64,7 @@ class PoolLedger:
         """How many trajectories have left the state since it was opened, by reason (see ``Departure``). Records that
         could not be read then are among them."""
         self._count(Departure.UNREADABLE, found.unreadable)
-        self._store = store
+        self.store = store
         self._sequence = found.sequence
         self._records = found.records
         self._garbage = found.garbage
@@ -73,28 +72,18 @@ class PoolLedger:
         self._held: frozenset[int] = frozenset()
         self._drawn: dict[tuple[str, bytes], None] = {}
 
-    @property
-    def durable(self) -> bool:
-        """Whether the store outlives the process."""
-        return self._store.durable
-
-    @property
-    def store_id(self) -> str:
-        """Tells the stores of pools apart."""
-        return self._store.store_id
-
     def query(self, relation: str) -> Query:
         """Ask about all that the store has.
 
         Raises:
             ConfigurationError: the store has no index.
         """
-        if not isinstance(self._store, BufferStore):
+        if not isinstance(self.store, BufferStore):
             raise ConfigurationError(
                 "query: the pool is not kept in a buffer, which would have the facts; give it one, "
                 "store=BufferStore.open(path)"
             )
-        return self._store.query(relation)
+        return self.store.query(relation)
 
     def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
         """Return entries with their records, which are not to be changed.
@@ -104,7 +93,7 @@ class PoolLedger:
         found = []
         for entry in entries:
             try:
-                found.append((entry, self._store.get(entry.trajectory_id)))
+                found.append((entry, self.store.get(entry.trajectory_id)))
             except TrajectoryUnavailableError:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
                 self._forget(entry, Departure.UNAVAILABLE)
@@ -115,7 +104,7 @@ class PoolLedger:
 
     def correct(self) -> None:
         """Go by the outcomes that trajectories were given late, or no longer by those that were taken back."""
-        given = self._store.outcomes_given()
+        given = self.store.outcomes_given()
         changed = [
             entry
             for entry in self.state.all_entries()
@@ -146,7 +135,7 @@ class PoolLedger:
             global_steps=self.global_steps,
             generator=self.generator,
         )
-        self._records.extend(self._store.add_trajectories([record]))
+        self._records.extend(self.store.add_trajectories([record]))
         self._drawn = {}
         self._sequence += 1
         left = self.state.apply(needed)
@@ -164,10 +153,10 @@ class PoolLedger:
     def add(self, plan: AdmissionPlan) -> None:
         """Store the trajectories of a plan, and carry the plan out."""
         records = [
-            journal.entry_record(one, self.global_steps, replaces=plan.replaces.get(number))
+            journal.record_of(one, "entry", self.global_steps, replaces=plan.replaces.get(number))
             for number, one in plan.accepted.items()
         ]
-        for task, entries in plan.with_ids(self._store.add_trajectories(records) if records else []).items():
+        for task, entries in plan.with_ids(self.store.add_trajectories(records) if records else []).items():
             self.state.set_entries(task, entries)
         self._count(Departure.REPLACED, plan.displaced)
         self._garbage.extend(plan.replaces.values())
@@ -176,15 +165,15 @@ class PoolLedger:
 
     def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
         """Put stored trajectories into a state that is to replace this one; those no longer kept are left out."""
-        self._count(Departure.UNREADABLE, fresh.adopt(self._store, ids)[1])
+        self._count(Departure.UNREADABLE, fresh.adopt(self.store, ids)[1])
 
     def replace(self, fresh: PoolState, plan: AdmissionPlan, global_steps: int, generator: np.random.Generator) -> None:
         """Make ``fresh``, with the trajectories of ``plan``, the state. In the store this happens at one record.
 
         The generator takes over the other one's state.
         """
-        records = [journal.staged_record(one, global_steps) for one in plan.accepted.values()]
-        fresh.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
+        records = [journal.record_of(one, "staged", global_steps) for one in plan.accepted.values()]
+        fresh.entries.update(plan.with_ids(self.store.add_trajectories(records) if records else []))
         fresh.uses = fresh.live_uses()
         before = {entry.trajectory_id for entry in self.state.all_entries()}
         live = {entry.trajectory_id for entry in fresh.all_entries()}
@@ -205,17 +194,13 @@ class PoolLedger:
         """Keep these trajectories in the store even when they leave the pool, until the next call."""
         self._held = frozenset(ids)
 
-    def flush(self) -> None:
-        """Return when every change so far is as durable as the store can make it."""
-        self._store.flush()
-
     def compact(self) -> None:
         """Write the whole state as one record, and give up the records that no longer matter.
 
         Trajectories that the store gave up by itself leave the state.
         """
         before = self.state.count()
-        self.state.keep_only(set(self._store.ids()))
+        self.state.keep_only(set(self.store.ids()))
         self._count(Departure.UNAVAILABLE, before - self.state.count())
         self.state.uses = self.state.live_uses()
         snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
@@ -242,12 +227,12 @@ class PoolLedger:
         snapshot = journal.snapshot_record(
             state, sequence=self._sequence, global_steps=global_steps, generator=generator
         )
-        ids = self._store.add_trajectories([snapshot])
+        ids = self.store.add_trajectories([snapshot])
         self._sequence += 1
         self._added = 0
         return ids
 
     def _collect(self) -> None:
-        self._store.flush()  # nothing is given up before that which replaces it is durable
-        self._store.evict([number for number in self._garbage if number not in self._held])
+        self.store.flush()  # nothing is given up before that which replaces it is durable
+        self.store.evict([number for number in self._garbage if number not in self._held])
         self._garbage = [number for number in self._garbage if number in self._held]

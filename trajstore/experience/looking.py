@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of, token_digest
 from trajstore.experience.facts import with_pool_facts
-from trajstore.experience.journal import JOURNAL_KEY, PoolState, trajectory_of_entry
+from trajstore.experience.journal import JOURNAL_KEY, PoolState, recover, trajectory_of_entry
 from trajstore.experience.persistence import read_pool
-from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
 from trajstore.store.run_ids import id_from
 from trajstore.trajectory import AgentTrajectory
@@ -79,9 +78,6 @@ class Records:
         reader: shows the store.
     """
 
-    durable = True
-    store_id = ""
-
     def __init__(self, reader: TrajectoryReplayBuffer) -> None:
         self._reader = reader
         self._known: dict[int, AgentTrajectory] = {}
@@ -123,18 +119,6 @@ class Records:
 
     def ids(self) -> list[int]:
         return [int(number) for number in self._reader.trajectory_ids]
-
-    def outcomes_given(self) -> Mapping[int, float]:
-        return {}  # the facts have them
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        raise StoreError("a store that is looked at is only read")
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        raise StoreError("a store that is looked at is only read")
-
-    def flush(self) -> None:
-        """Do nothing: nothing is written."""
 
 
 def pool_of_files(directory: Path) -> tuple[SeenPool, str | None]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from trajstore.arguments import is_number, share, whole
 from trajstore.checked import checked
 from trajstore.columns.limits import shown
@@ -52,15 +54,8 @@ class RatioSchedule:
 
     def __call__(self, training_progress: float) -> float:
         """Return the ratio at this progress."""
-        before = self.points[0]
-        for after in self.points:
-            if training_progress < after[0]:
-                if after is before:
-                    return after[1]
-                share = (training_progress - before[0]) / (after[0] - before[0])
-                return before[1] + share * (after[1] - before[1])
-            before = after
-        return before[1]
+        steps, ratios = zip(*self.points, strict=True)
+        return min(float(np.interp(training_progress, steps, ratios)), 1.0)  # rounding must not make it more
 
 
 @checked

@@ -1,4 +1,4 @@
-"""What a pool warns of, each once: entries that do not belong to the run that uses them.
+"""What a pool warns of, each once: entries that do not belong to the run that uses them; and why it gives nothing.
 
 Takes no lock: the one training loop that owns the pool is the one caller.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from trajstore.experience.buckets import bucket_probabilities
 from trajstore.experience.entry import PoolEntry, Refusal, problem_of
+from trajstore.experience.journal import PoolState
 from trajstore.experience.message_rows import NEEDS_TOKENIZER
 from trajstore.experience.rules import PoolRules, version_needs
 from trajstore.experience.selection import has_known_age
@@ -22,9 +24,7 @@ class PoolNotices:
     """Remembers what was told already."""
 
     def __init__(self) -> None:
-        self._newer = False
-        self._without = False
-        self._fields: set[str] = set()
+        self._told: set[str] = set()
 
     def ages(self, entries: Iterable[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories whose age is not known where that matters.
@@ -36,8 +36,7 @@ class PoolNotices:
         self._newer_versions(held, rules, global_steps)
         without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
         needs = version_needs(rules)
-        if without and needs and not self._without:
-            self._without = True
+        if without and needs and self._first("without a version"):
             logger.warning(
                 "experience pool: %d trajectories have no policy version on this run's count of steps (an earlier run"
                 " made them?) and never come out with %s. If the run goes on from the checkpoint of theirs, import them"
@@ -55,8 +54,7 @@ class PoolNotices:
         for one in among:
             problem = problem_of(one)
             field = problem.partition(":")[0]
-            if problem and field not in self._fields:
-                self._fields.add(field)
+            if problem and self._first(field):
                 logger.warning(
                     "experience pool: rollout %r of task %r is refused as malformed, and so are others like it,"
                     " which refused/malformed counts: %s",
@@ -65,13 +63,18 @@ class PoolNotices:
                     problem,
                 )
 
+    def _first(self, what: str) -> bool:
+        """Return whether this was not told yet; it is now."""
+        first = what not in self._told
+        self._told.add(what)
+        return first
+
     def _newer_versions(self, entries: Sequence[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories that a policy newer than the step that is going on made."""
         versions = [entry.policy_version for entry in entries if not has_known_age(entry, global_steps)]
         newer = [version for version in versions if version is not None]
-        if not newer or self._newer:
+        if not newer or not self._first("newer"):
             return
-        self._newer = True
         logger.warning(
             "experience pool: %d trajectories have policy versions up to %d, this is step %d: the count of steps"
             " began anew (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
@@ -109,3 +112,48 @@ def warn_of_refusals(source: object, refused: Counter[str], offered: int) -> Non
         logger.warning(
             "%s: %d of %d trajectories were not taken: %s%s", source, refused.total(), offered, reasons, remedy
         )
+
+
+def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: Mapping[str, int]) -> str:
+    """Return why no task of the pool can be drawn now; empty if one can.
+
+    Args:
+        state: of the pool.
+        rules: of the pool.
+        global_steps: the step that is going on.
+        refused: how many trajectories were refused so far, by reason.
+    """
+    valid = state.valid_buckets(rules, global_steps)
+    if valid and rules.replay_difficulty is None and rules.task_sampling != "similar":
+        sizes = {difficulty: len(tasks) for difficulty, tasks in valid.items()}
+        if not bucket_probabilities(sizes, rules.task_sampling, rules.n_rollout).any():
+            found = ", ".join(map(str, sorted(valid)))
+            return f"task_sampling: {rules.task_sampling} gives no weight to difficulty {found}, and no other is there"
+    if valid and (rules.replay_difficulty is None or rules.replay_difficulty in valid):
+        return ""
+    if valid:
+        found = ", ".join(map(str, sorted(valid)))
+        return f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {found}"
+    if not state.entries:
+        reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
+        low, high = rules.experience_lbound, rules.experience_rbound
+        if state.skip:
+            reasons.append(f"{len(state.skip)} tasks are solved and need none")
+        else:
+            reasons.append(
+                f"no success entered yet: an outcome must reach success_threshold = {rules.success_threshold:g}, of a"
+                f" task with more than {low} and fewer than {high} successes out of {rules.n_rollout}"
+            )
+        return "the pool has no trajectory; " + "; ".join(reasons)
+    held = list(state.entries)
+    skipped = sum(task in state.skip for task in held)
+    unplaced = sum(task not in state.buckets and task not in state.skip for task in held)
+    barred = len(held) - skipped - unplaced
+    limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
+    limits += "" if rules.max_uses is None else f", max_uses = {rules.max_uses}"
+    corrected = sum(entry.is_corrected for entry in state.all_entries())
+    limits += f", {corrected} outcomes given late" if corrected else ""
+    return (
+        f"of {len(held)} tasks with trajectories {barred} have none that may come out ({limits}), {skipped} are skipped"
+        f" as solved, {unplaced} have no bucket yet"
+    )

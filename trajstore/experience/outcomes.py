@@ -7,7 +7,7 @@ rollout that was asked for and did not come back, is *unknown*: it is neither a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,14 +95,24 @@ def outcome_of(trajectory: AgentTrajectory) -> float | None:
         return math.inf if outcome > 0 else -math.inf
 
 
-def is_known(outcome: float | None) -> bool:
-    """Return whether an outcome says anything: present and finite."""
-    return outcome is not None and math.isfinite(outcome)
+def known_outcome(trajectory: AgentTrajectory) -> float | None:
+    """Return the trajectory's outcome; ``None`` if it says nothing: absent, or not finite."""
+    outcome = outcome_of(trajectory)
+    return outcome if outcome is not None and math.isfinite(outcome) else None
 
 
 def is_replayed(trajectory: AgentTrajectory) -> bool:
     """Return whether the trajectory came out of the pool, and so says nothing about the current policy."""
     return bool(trajectory.metadata.get(REPLAY_MARK, False))
+
+
+def asked_for(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
+    """Return how many rollouts each task was to make, where a recorder said so (``metadata["task_rollouts"]``).
+
+    A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
+    """
+    said = {one.task_id: one.metadata.get("task_rollouts") for one in rollouts}
+    return {task: count for task, count in said.items() if isinstance(count, int)}
 
 
 def count_outcomes(
@@ -126,10 +136,10 @@ def count_outcomes(
             )
         if is_replayed(trajectory):
             continue
-        outcome = outcome_of(trajectory)
+        outcome = known_outcome(trajectory)
         count = counts.setdefault(trajectory.task_id, [0, 0, 0])
         count[0] += 1
-        count[1] += is_known(outcome)
+        count[1] += outcome is not None
         count[2] += is_success(outcome, threshold)
     wanted = asked or {}
     return {

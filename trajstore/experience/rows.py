@@ -65,17 +65,15 @@ def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> A
     first = rows[0]
     if len(rows) == 1:
         return first
-    spans = [_span(row) for row in rows]
-    packed = dataclasses.replace(first, attention_mask=None)
-    packed.input_ids = torch.cat([row.input_ids for row in rows if row.input_ids is not None])
-    packed.loss_mask = torch.cat([row.loss_mask for row in rows if row.loss_mask is not None])
+    ids, masks, prompts = zip(*map(_tokens, rows), strict=True)
+    packed = dataclasses.replace(first, attention_mask=None, input_ids=torch.cat(ids), loss_mask=torch.cat(masks))
     for name in _RESPONSE:
         columns = [getattr(row, name) for row in rows]
         whole = all(column is not None for column in columns)
-        setattr(packed, name, _joined(columns, [prompt for _, prompt in spans]) if whole else None)
+        setattr(packed, name, _joined(columns, prompts) if whole else None)
     said = [
-        {"tokens": length, "prompt": prompt, **{name: row.metadata[name] for name in per_row if name in row.metadata}}
-        for row, (length, prompt) in zip(rows, spans, strict=True)
+        {"tokens": len(one), "prompt": prompt, **{name: row.metadata[name] for name in per_row if name in row.metadata}}
+        for row, one, prompt in zip(rows, ids, prompts, strict=True)
     ]
     packed.metadata = {name: value for name, value in first.metadata.items() if name not in per_row} | {ROWS: said}
     return packed
@@ -87,15 +85,20 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
     Raises:
         InvalidTrajectoryError: what ``metadata["rows"]`` says does not fit the tokens.
     """
-    said = trajectory.metadata.get(ROWS)
+    said = _said(trajectory)
     if said is None:
         return [trajectory]
-    ids, mask, before = trajectory.input_ids, trajectory.loss_mask, trajectory.response_start
-    if ids is None or mask is None or before is None:
-        raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] without tokens")
+    ids, mask, before = _tokens(trajectory)
+    places = [(row["tokens"], row["prompt"]) for row in said]
+    fits = all(0 <= prompt <= length for length, prompt in places) and sum(row["tokens"] for row in said) == len(ids)
+    if not places or not fits or places[0][1] != before:
+        raise InvalidTrajectoryError(
+            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] does not fit its {len(ids)} tokens"
+        )
     shared = {name: value for name, value in trajectory.metadata.items() if name != ROWS}
     rows, start = [], 0
-    for length, prompt, of_row in _places(trajectory, said, len(ids)):
+    for told, (length, prompt) in zip(said, places, strict=True):
+        of_row = {name: value for name, value in told.items() if name not in ("tokens", "prompt")}
         row = dataclasses.replace(trajectory, metadata={**shared, **of_row}, response_start=prompt)
         row.input_ids, row.loss_mask = ids[start : start + length], mask[start : start + length]
         if trajectory.attention_mask is not None:
@@ -124,7 +127,7 @@ def response_length(trajectory: AgentTrajectory) -> int | None:
     if said is None:
         column = trajectory.response_mask if trajectory.old_log_probs is None else trajectory.old_log_probs
         return None if column is None else column.numel()
-    return sum(int(row["tokens"]) - int(row["prompt"]) for row in said)
+    return sum(int(row["tokens"] - row["prompt"]) for row in said)
 
 
 def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
@@ -137,7 +140,8 @@ def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
         for row in said
     ):
         raise InvalidTrajectoryError(
-            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] must be a list of rows with their tokens and prompt"
+            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}]: not the rows of a rollout: a list with the numbers"
+            " of their tokens and of those of the prompt"
         )
     return said
 
@@ -150,10 +154,7 @@ def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:
     Raises:
         InvalidTrajectoryError: it lacks its tokens.
     """
-    _span(trajectory)
-    ids, mask, before = trajectory.input_ids, trajectory.loss_mask, trajectory.response_start
-    if ids is None or mask is None or before is None:
-        raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks its tokens")
+    ids, mask, before = _tokens(trajectory)
     written = (mask != 0).tolist()
     starts = [place for place, on in enumerate(written) if on and (place == 0 or not written[place - 1])]
     rows = []
@@ -168,11 +169,12 @@ def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:
     return pack_rows(rows) if rows else trajectory
 
 
-def _span(row: AgentTrajectory) -> tuple[int, int]:
-    """Return the numbers of all tokens and of the prompt's."""
-    if row.input_ids is None or row.loss_mask is None or row.response_start is None:
-        raise InvalidTrajectoryError(f"rollout {row.rollout_id!r}: a row lacks input_ids, loss_mask or response_start")
-    return row.input_ids.numel(), row.response_start
+def _tokens(row: AgentTrajectory) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return ids, loss mask and start of the response."""
+    ids, mask, start = row.input_ids, row.loss_mask, row.response_start
+    if ids is None or mask is None or start is None:
+        raise InvalidTrajectoryError(f"rollout {row.rollout_id!r}: lacks input_ids, loss_mask or response_start")
+    return ids, mask, start
 
 
 def _joined(columns: Sequence[torch.Tensor], prompts: Sequence[int]) -> torch.Tensor:
@@ -180,21 +182,3 @@ def _joined(columns: Sequence[torch.Tensor], prompts: Sequence[int]) -> torch.Te
     for column, prompt in zip(columns[1:], prompts[1:], strict=True):
         parts += [torch.zeros(prompt, dtype=column.dtype), column]
     return torch.cat(parts)
-
-
-def _places(trajectory: AgentTrajectory, said: Any, tokens: int) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return length, prompt's length and own metadata of each row."""
-    try:
-        rows = [(int(row["tokens"]), int(row["prompt"]), dict(row)) for row in said]
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise InvalidTrajectoryError(
-            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}]: not the rows of a rollout: {error!r}"
-        ) from error
-    fits = all(0 <= prompt <= length for length, prompt, _ in rows) and sum(one for one, _, _ in rows) == tokens
-    if not rows or not fits or rows[0][1] != trajectory.response_start:
-        raise InvalidTrajectoryError(
-            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] does not fit its {tokens} tokens"
-        )
-    for _, _, of_row in rows:
-        del of_row["tokens"], of_row["prompt"]
-    return rows

@@ -6,14 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_refusal_of, refusal_of
-from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
+from trajstore.experience.outcomes import TaskOutcome, is_replayed, is_success, outcome_of
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.wellformed import as_recorded
 from trajstore.trajectory import AgentTrajectory
+
+LeftOut = Literal["replayed", "not_worth_keeping", "solved", "out_of_bounds", "not_best"]
+"""Why a rollout of a step was never to enter the pool, and so is not refused either."""
 
 
 def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:
@@ -32,7 +36,7 @@ def is_worth_keeping(trajectory: AgentTrajectory, rules: PoolRules) -> bool:
 
 def _deserves_keeping(outcome: float | None, rules: PoolRules) -> bool:
     if rules.save_filter == "positive":
-        return is_known(outcome) and outcome is not None and outcome > 0
+        return outcome is not None and 0 < outcome < math.inf
     return is_success(outcome, rules.success_threshold)
 
 
@@ -87,8 +91,8 @@ def rollouts_to_keep(
     rules: PoolRules,
     global_steps: int,
     generator: np.random.Generator,
-) -> tuple[list[AgentTrajectory], Counter[str]]:
-    """Return which rollouts of one step are kept, task by task, and how many were refused, by reason.
+) -> tuple[list[AgentTrajectory], Counter[str], Counter[LeftOut]]:
+    """Return which rollouts of one step are kept, task by task; how many were refused, and how many left out, and why.
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
@@ -100,22 +104,27 @@ def rollouts_to_keep(
 
     Returns:
         Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals, of
-        rollouts without a usable outcome, and of those worth keeping that cannot be replayed.
+        rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
     refused: Counter[str] = Counter()
+    left_out: Counter[LeftOut] = Counter()
     for number, trajectory in enumerate(trajectories):
         task = trajectory.task_id
         if is_replayed(trajectory):
+            left_out["replayed"] += 1
             continue
         refusal = outcome_refusal(trajectory)
         if refusal is not None:
             refused[refusal.value] += 1
             continue
-        if task not in outcomes or not in_bounds(outcomes[task], rules):
-            continue
-        held = candidates.setdefault(task, [])
+        enters = task in outcomes and in_bounds(outcomes[task], rules)
+        held = candidates.setdefault(task, []) if enters else []
         if not is_worth_keeping(trajectory, rules):
+            left_out["not_worth_keeping"] += 1
+            continue
+        if not enters:
+            left_out["out_of_bounds" if task in outcomes else "solved"] += 1
             continue
         # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
         if entropies is None:
@@ -133,7 +142,8 @@ def rollouts_to_keep(
             version = global_steps
         held.append(replace(trajectory, entropy=entropy, policy_version=version))
     kept = [one for rollouts in candidates.values() for one in choose_to_save(rollouts, rules, generator)]
-    return kept, refused
+    left_out["not_best"] = sum(map(len, candidates.values())) - len(kept)
+    return kept, refused, left_out
 
 
 def has_known_age(entry: PoolEntry, global_steps: int) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from trajstore.arguments import path_or_url, text, whole_or_none
 from trajstore.checked import checked
+from trajstore.closing import Closing
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
 from trajstore.settings import unknown
@@ -27,8 +28,22 @@ LEAST_CAPACITY = 256
 """Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
 
 
+class PoolRecords(Protocol):
+    """Agent trajectories under ascending ids, that may be read."""
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        """Return a trajectory; the caller does not change it.
+
+        Raises:
+            TrajectoryUnavailableError: no such id, or no longer kept.
+        """
+
+    def ids(self) -> list[int]:
+        """Return the ids that are kept, ascending."""
+
+
 @runtime_checkable
-class PoolStore(Protocol):
+class PoolStore(PoolRecords, Protocol):
     """A store of agent trajectories under ascending ids.
 
     What a crash leaves is what was there after some number of additions: never a later one without the
@@ -45,16 +60,6 @@ class PoolStore(Protocol):
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """Take private copies and return their ids, ascending and above all earlier ones. All or none."""
-
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        """Return a trajectory; the caller does not change it.
-
-        Raises:
-            TrajectoryUnavailableError: no such id, or no longer kept.
-        """
-
-    def ids(self) -> list[int]:
-        """Return the ids that are kept, ascending."""
 
     def outcomes_given(self) -> Mapping[int, float]:
         """Return the outcomes that records were given after they were added, by id; :meth:`get` has them too."""
@@ -111,7 +116,7 @@ class MemoryStore:
 
 
 @checked
-class BufferStore:
+class BufferStore(Closing):
     """The pool's records in a trajectory buffer that writes what it is given.
 
     The buffer belongs to the pool. Its retention may have a capacity of 256 trajectories or more: then the pool's
@@ -135,7 +140,7 @@ class BufferStore:
             raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
         _check_capacity(internals_of(buffer).retention.max_trajectories)
         self._buffer = buffer
-        self._store_id = str(internals_of(buffer).store_id)
+        self.store_id = str(internals_of(buffer).store_id)
 
     @classmethod
     def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
@@ -165,11 +170,6 @@ class BufferStore:
                 retention=retention,
             )
         )
-
-    @property
-    def store_id(self) -> str:
-        """As :meth:`PoolStore.store_id`."""
-        return self._store_id
 
     def close(self) -> None:
         """Flush and close the buffer.

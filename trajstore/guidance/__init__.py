@@ -3,7 +3,7 @@
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
 Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
-``summary``, ``json_client``, ``trouble`` → ``maker``, ``experience``, ``metadata`` → ``allocation``,
+``summary``, ``json_client`` → ``maker``, ``experience``, ``metadata`` → ``allocation``,
 ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """

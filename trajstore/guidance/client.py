@@ -7,16 +7,16 @@ has the form of a success; no text of a failure is ever given to the caller as a
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from trajstore import locks
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
+from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance.json_client import JsonClient
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
 from trajstore.guidance.summary import text_of, unicode_of
@@ -25,7 +25,6 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 Dialect = Literal["auto", "0.2", "0.4"]
-DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 
 _RETRIED = ("connection", "server")
 _RESTING = ("connection", "server", "timeout")
@@ -65,10 +64,8 @@ class EMClient:
         backoff: float = 0.5,
         rest: float = 5.0,
     ) -> None:
-        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+        if not base_url.startswith(("http://", "https://")):
             raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
-        if dialect not in DIALECTS:
-            raise ConfigurationError(f"dialect: {dialect!r}, must be one of {', '.join(DIALECTS)}")
         if not workspace_id:
             raise ConfigurationError("workspace_id: '', must be a name")
         self._url = base_url.rstrip("/")
@@ -103,7 +100,7 @@ class EMClient:
         Returns:
             How many memories the service says that it inserted; with dialect 0.4, how many rollouts it took.
         """
-        rated = [(one, outcome) for one in rollouts if (outcome := _score(one)) is not None and one.messages]
+        rated = [(one, outcome) for one in rollouts if (outcome := known_outcome(one)) is not None and one.messages]
         if not rated:
             return 0
         if self._known_dialect() == "0.2":
@@ -226,8 +223,3 @@ def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:
         }
         for message in rollout.messages
     ]
-
-
-def _score(rollout: AgentTrajectory) -> float | None:
-    outcome = None if rollout.reward is None else rollout.reward.outcome
-    return float(outcome) if outcome is not None and math.isfinite(outcome) else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from trajstore.arguments import finite
 from trajstore.checked import checked
 from trajstore.experience import is_success
-from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance.context import ExperienceTemplate, strip_template
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.metadata import Guidance, plain_messages
@@ -99,7 +98,7 @@ class ExtractiveSummarizer:
         self._threshold = finite("threshold", threshold)
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        known = [(_outcome(one), one) for one in rollouts]
+        known = [(known_outcome(one), one) for one in rollouts]
         rated = [(outcome, one) for outcome, one in known if outcome is not None and _replies(one)]
         good = [one for outcome, one in rated if is_success(outcome, self._threshold)]
         bad = [(outcome, one) for outcome, one in rated if not is_success(outcome, self._threshold)]
@@ -120,7 +119,7 @@ class ExtractiveSummarizer:
                 content="\n".join(parts),
                 query=query,
                 task_id=source.task_id,
-                score=_outcome(source),
+                score=known_outcome(source),
                 sources=tuple(one.rollout_id for one in (success, failure) if one is not None),
             )
         ]
@@ -132,11 +131,6 @@ def by_task(rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
     for one in rollouts:
         tasks.setdefault(one.task_id, []).append(one)
     return list(tasks.values())
-
-
-def _outcome(rollout: AgentTrajectory) -> float | None:
-    outcome = outcome_of(rollout)
-    return outcome if outcome is not None and math.isfinite(outcome) else None
 
 
 def _replies(rollout: AgentTrajectory) -> list[str]:

@@ -11,9 +11,8 @@ from trajstore import locks
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
 from trajstore.guidance.context import ExperienceTemplate
-from trajstore.guidance.maker import ExperienceMaker, MakerError
+from trajstore.guidance.maker import ExperienceMaker, MakerError, Trouble
 from trajstore.guidance.summary import by_task, unguided
-from trajstore.guidance.trouble import Trouble
 from trajstore.interrupts import start_thread
 from trajstore.trajectory import AgentTrajectory
 

@@ -16,10 +16,9 @@ from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience.control_tokens import ControlTokens
 from trajstore.guidance.allocation import TrainMode
 from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
-from trajstore.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved
+from trajstore.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved, Trouble
 from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import text_of, unicode_of
-from trajstore.guidance.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 

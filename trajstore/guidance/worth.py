@@ -12,7 +12,7 @@ from trajstore.arguments import finite, whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.experience import MemoryStore, PoolStore
-from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance.experience import EXPERIENCE
 from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import by_task
@@ -101,7 +101,7 @@ def count_worth(rollouts: Iterable[AgentTrajectory]) -> dict[str, Worth]:
     """
     result: dict[str, Worth] = {}
     for held in by_task(list(rollouts)):
-        rated = [(outcome, _shown(one)) for one in held if (outcome := _outcome(one)) is not None]
+        rated = [(outcome, _shown(one)) for one in held if (outcome := known_outcome(one)) is not None]
         for name in dict.fromkeys(name for _, names in rated for name in names):
             shown = [outcome for outcome, names in rated if name in names]
             other = [outcome for outcome, names in rated if name not in names]
@@ -245,8 +245,3 @@ def _record(worth: Mapping[str, Worth], retired: Iterable[str]) -> AgentTrajecto
 def _shown(rollout: AgentTrajectory) -> Sequence[str]:
     guidance = Guidance.of(rollout)
     return () if guidance is None else guidance.experiences
-
-
-def _outcome(rollout: AgentTrajectory) -> float | None:
-    outcome = outcome_of(rollout)
-    return outcome if outcome is not None and math.isfinite(outcome) else None

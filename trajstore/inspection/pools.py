@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import numpy.typing as npt
 from trajstore.columns.schema import DOCUMENT
 from trajstore.errors import StoreError
 from trajstore.experience.entry import PoolEntry, Refusal
-from trajstore.experience.journal import JOURNAL_KEY
-from trajstore.experience.recovery import recover
+from trajstore.experience.journal import JOURNAL_KEY, recover
 from trajstore.experience.rules import PoolRules
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
@@ -71,10 +69,7 @@ def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
 
 
 class _Documents:
-    """The records of a store without their tensors, as a pool's store that is only read."""
-
-    durable = True
-    store_id = ""
+    """The records of a store without their tensors."""
 
     def __init__(self, catalog: Catalog, access: ShardAccess) -> None:
         self._index = catalog.index
@@ -94,20 +89,8 @@ class _Documents:
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         return self._read(self._index.position_of(trajectory_id))
 
-    def outcomes_given(self) -> Mapping[int, float]:
-        return {}  # outcomes are not looked at
-
     def ids(self) -> list[int]:
         return [int(number) for number in self._index["trajectory_id"]]
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        raise StoreError("a store that is looked into is only read")
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        raise StoreError("a store that is looked into is only read")
-
-    def flush(self) -> None:
-        """Do nothing: nothing is written."""
 
     def _read(self, position: int) -> AgentTrajectory:
         record = self._access.trajectory(self._index, position, (DOCUMENT,))

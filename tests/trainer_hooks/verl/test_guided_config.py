@@ -82,8 +82,11 @@ REFUSED = {
     (*SHOWS, "algorithm.adv_estimator=remax"): "shown nothing",
     (*SHOWS, "skip.rollout_tq.enable=true"): "skipped rollouts are shown nothing",
     (*SHOWS, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"): "policy_loss.loss_mode: gspo",
-    (*SHOWS, "algorithm.rollout_correction.bypass_mode=true"): "those of the prompt with experience",
-    (*SHOWS, "distillation.enabled=true"): "the one that discarded rows need",
+    (
+        *SHOWS,
+        "algorithm.rollout_correction.bypass_mode=true",
+    ): "rows without their experience need log-probs of the actor",
+    (*SHOWS, "distillation.enabled=true"): "the one that rows without their experience need",
 }
 
 

@@ -21,16 +21,21 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.trainer_hooks.verl.builders import GlobalBatch, jagged, loss_rows, micro_batch
-from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.losses import LossOptions, het_compute_token_on_off_policy_loss
 from trainer_hooks.metrics import PREFIX
 from trainer_hooks.token_sums import figures_of, token_sums
 from trainer_hooks.verl import loss as module
-from trainer_hooks.verl.loss import EXP_MASK, FIGURES, HetOptions, align, het_policy_loss, het_ppo_loss, take_figures
+from trainer_hooks.verl.loss import EXP_MASK, FIGURES, align, het_policy_loss, het_ppo_loss, take_figures
 from trajstore.errors import ConfigurationError
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LENGTHS = ((2, 3), (4, 1), (1, 5), (3, 2))
-PLAIN = HetOptions(off_cliprange_high=1.0, off_policy_shaping=None)
+PLAIN: LossOptions = {
+    "off_cliprange_high": 1.0,
+    "off_policy_shaping": None,
+    "drop_negative_off_policy": False,
+    "clip_off_policy": True,
+}
 LOW, HIGH, BOUND = 0.2, 0.28, 3.0
 
 lengths_of_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=5)
@@ -62,7 +67,7 @@ def padded(rows: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
 
 
 def own_terms(
-    rows: Sequence[Mapping[str, Tensor]], log_probs: Tensor, options: HetOptions = PLAIN
+    rows: Sequence[Mapping[str, Tensor]], log_probs: Tensor, options: LossOptions = PLAIN
 ) -> dict[str, Tensor]:
     """Return our loss of rows, from padded tensors, without verl."""
     return het_compute_token_on_off_policy_loss(
@@ -73,9 +78,9 @@ def own_terms(
         padded(rows, EXP_MASK),
         cliprange_low=LOW,
         cliprange_high=HIGH,
-        off_cliprange_high=options.off_cliprange_high,
+        off_cliprange_high=options["off_cliprange_high"],
         clip_ratio_c=BOUND,
-        off_policy_shaping=options.off_policy_shaping,
+        off_policy_shaping=options["off_policy_shaping"],
     )
 
 
@@ -184,9 +189,11 @@ def by_hand(
     scale=st.sampled_from([None, 7]),
     weights=st.booleans(),
     options=st.builds(
-        HetOptions,
+        LossOptions,
         off_cliprange_high=st.sampled_from([0.1, 1.0, 5.0]),
         off_policy_shaping=st.sampled_from([None, 0.1]),
+        drop_negative_off_policy=st.just(False),
+        clip_off_policy=st.just(True),
     ),
 )
 def test_with_replay_it_is_the_het_loss(
@@ -197,7 +204,7 @@ def test_with_replay_it_is_the_het_loss(
     dp_size: int | None,
     scale: int | None,
     weights: bool,
-    options: HetOptions,
+    options: LossOptions,
 ) -> None:
     replayed = data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1))
     rows = loss_rows(seed, lengths, spread=1.0, replayed=sorted(replayed))
@@ -226,8 +233,8 @@ def test_with_replay_it_is_the_het_loss(
 
     valid, off = padded(rows, "response_mask").bool(), padded(rows, EXP_MASK).bool()
     ratio, advantages = (log_probs.detach() - padded(rows, "old_log_probs")).exp(), padded(rows, "advantages")
-    high = torch.where(off, options.off_cliprange_high, HIGH)
-    if options.off_policy_shaping is None:  # with it, what is clipped is not the ratio
+    high = torch.where(off, options["off_cliprange_high"], HIGH)
+    if options["off_policy_shaping"] is None:  # with it, what is clipped is not the ratio
         clipped = valid & (((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - LOW)))
         share = clipped.sum().item() / valid.sum().item()
         assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(share, abs=1e-6)
@@ -324,7 +331,7 @@ def test_padding_rows_do_not_count() -> None:
 
 
 def through_verl(
-    mini_batches: Sequence[Sequence[Sequence[tuple[TensorDict, dict[str, Tensor]]]]], options: HetOptions = PLAIN
+    mini_batches: Sequence[Sequence[Sequence[tuple[TensorDict, dict[str, Tensor]]]]], options: LossOptions = PLAIN
 ) -> dict[str, Any]:
     """Return the metrics of an actor update as verl's engine, worker and trainer combine them.
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
+from trainer_hooks.metrics import rollout_metrics
 from trainer_hooks.verl.config import OutcomeRule
-from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
+from trainer_hooks.verl.outcomes import has_outcome, why_no_outcome
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
-    asked_for,
     plain,
     recorded_log_probs,
     replayable,
@@ -32,6 +32,7 @@ from trainer_hooks.verl.tasks import task_name
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.entry import DEMONSTRATION, of_earlier_run
+from trajstore.experience.outcomes import asked_for
 from trajstore.experience.rows import row_count, rows_of
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
@@ -173,14 +174,9 @@ def test_scores_are_shown_in_the_units_of_the_reward() -> None:
     rule = OutcomeRule(success=0.5)
     fresh = [recorded(rated(fresh_row("u", number, score=score)), rule) for number, score in enumerate((0.1, 0.3))]
     replayed = [recorded(rated(fresh_row("old", score=0.8)), rule), demonstration()]
-    assert score_metrics(fresh, replayed) == pytest.approx(
-        {
-            "experience_replay/fresh_score_mean": 0.2,
-            "experience_replay/replayed_score_mean": 0.9,
-            "experience_replay/mixed_score_mean": 0.55,
-        }
-    )
-    assert score_metrics([], []) == {}
+    figures = rollout_metrics(fresh, replayed, 1.0)
+    found = [figures[f"experience_replay/{side}_score_mean"] for side in ("fresh", "replayed", "mixed")]
+    assert found == pytest.approx([0.2, 0.9, 0.55])
 
 
 def with_extra(row: Row, num_turns: int, **extra: Any) -> Row:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer_hooks.verl import tokens
-from trainer_hooks.verl.fitting import Fitting
+from trainer_hooks.verl.histories import Fitting
 from trainer_hooks.verl.placement import spread, surplus
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.experience import mean_entropy

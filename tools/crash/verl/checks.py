@@ -18,7 +18,7 @@ from trainer_hooks.verl.config import OnResume
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
 from trajstore.experience import PoolRules
-from trajstore.experience.recovery import Recovered, recover
+from trajstore.experience.journal import Recovered, recover
 from trajstore.experience.store import PoolStore
 from trajstore.inspection.verify import verify
 
