@@ -28,6 +28,7 @@ from trajstore.store.log_records import (
     segment_generation,
     segment_name,
 )
+from trajstore.store.new_entries import NewEntries
 from trajstore.store.packing import StringTable
 from trajstore.testing.witness import witness
 
@@ -200,7 +201,7 @@ def test_entries_become_columns_with_places_by_axis() -> None:
 
 def test_what_is_told_of_records_is_what_is_read() -> None:
     flats = [flatten(witness(key)) for key in (3, 1)]
-    told = orjson.loads(orjson.dumps(entries_to_json(flats, [5, 6], bytes(32))))
+    told = orjson.loads(orjson.dumps(entries_to_json(NewEntries.of(flats), [5, 6], bytes(32))))
     assert told["ids"] == [[5, 6]]
     assert told["extents"][0] == [flats[0].extent.steps, flats[0].extent.batch, *told["extents"][0][2:]]
     assert told["uuids"] == "00" * 32
