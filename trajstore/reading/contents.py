@@ -470,9 +470,10 @@ class Contents:
 
 def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
     """Return the first rows of trajectories within their blocks."""
-    ends = [*accumulate(map(len, blocks))]
-    starts = [
-        starts_of(extents[end - len(block) : end], block.schema.kind)
-        for block, end in zip(blocks, ends, strict=True)
+    if len(blocks) == 1:
+        return starts_of(extents, blocks[0].schema.kind)
+    ends = accumulate(map(len, blocks))
+    parts = [
+        starts_of(extents[end - len(block) : end], block.schema.kind) for block, end in zip(blocks, ends, strict=True)
     ]
-    return {name: np.concatenate([one[name] for one in starts]) for name in STARTS}
+    return {name: np.concatenate([part[name] for part in parts]) for name in STARTS}

@@ -84,8 +84,8 @@ class NewEntries:
 def starts_of(extents: Sequence[Extent] | npt.NDArray[np.int64], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
     """Return the first rows, within their shard or block, of all its trajectories in order."""
     steps, batch, extra, document = np.array(extents, np.int64).T
-    rows = (steps * batch, (steps + extra) * batch if kind == "step" else extra, document)
-    return {name: np.cumsum(column) - column for name, column in zip(STARTS, rows, strict=True)}
+    rows = np.array((steps * batch, (steps + extra) * batch if kind == "step" else extra, document))
+    return dict(zip(STARTS, np.cumsum(rows, axis=1) - rows, strict=True))
 
 
 def columns_of(
