@@ -83,8 +83,8 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         flat = flatten(witness(number))
-        columns = columns_of(NewEntries.of([flat]), [number], number.to_bytes(16, "big"), index.texts) | {"shard": np.zeros(1)}
-        index.append(columns | starts_of([flat.extent], flat.schema.kind))
+        columns = columns_of(NewEntries.of([flat]), [number], number.to_bytes(16, "big"), index.texts)
+        index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
     return index
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.columns.conversion import flatten
-from trajstore.columns.memory import Arena
 from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.memory import Arena
 from trajstore.columns.owned import copied
 from trajstore.columns.schema import Schema
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
@@ -92,6 +92,25 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
         assert group.nbytes <= limit or len(group.ids) == 1
     for one, other in pairwise(groups):  # none could have been longer
         assert one.nbytes + len(placed[other.ids[0]][1]) > limit
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1))
+def test_the_halves_of_a_part_have_all_that_it_has(sizes: list[int]) -> None:
+    target = queue()
+    for size in sizes:
+        add(target, [flat(1 + at) for at in range(size)])
+    ((part,),) = [group.parts for group in drain(target)]
+    halves = part.split(7)
+    assert [half.shard for half in halves] == [part.shard, 7]
+    assert [len(half.ids) for half in halves] == [sum(sizes) // 2, -(-sum(sizes) // 2)]
+    assert [number for half in halves for number in half.ids] == part.ids
+    assert b"".join(half.uuids for half in halves) == part.uuids
+    assert sum(half.nbytes for half in halves) == part.nbytes
+    contents = [content for half in halves for run in half.runs for content in content_of(run)]
+    assert contents == [content for run in part.runs for content in content_of(run)]
+    assert [half.entries.extents[:, 0].tolist() for half in halves] == [
+        [len(data) // 4 for run in half.runs for _, data in content_of(run)] for half in halves
+    ]
 
 
 def three_groups() -> tuple[WriteQueue, list[Group]]:

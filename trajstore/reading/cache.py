@@ -60,10 +60,3 @@ class TrajectoryCache:
     def discard(self, trajectory_id: int) -> None:
         """Drop a trajectory if it is there."""
         self.nbytes -= self._sizes.pop(trajectory_id, 0)
-
-    def clear(self) -> list[int]:
-        """Drop everything; return the dropped ids."""
-        dropped = list(self._sizes)
-        self._sizes.clear()
-        self.nbytes = 0
-        return dropped

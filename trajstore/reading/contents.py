@@ -72,7 +72,7 @@ class Contents:
         self._pending: set[int] = set()
         """Ids of what is not committed yet."""
         self._homes: dict[int, Home] = {}
-        """Where on disk those are, by id, that are in memory and on disk. What is not in memory may be left over here."""
+        """Homes, by id, of what is in memory and on disk; after an interrupt also of what has just left memory."""
         self._decoded: list[int] = []
         self._columns = BatchColumns(self.residency, self.sources)
         stop_at_forks(self)
@@ -285,12 +285,10 @@ class Contents:
         with self.lock:
             if self.cache is None:
                 return
-            dropped = self.cache.clear()
-            positions = self.index.find_many(dropped)
-            for number, nbytes in zip(dropped, self.index.at("nbytes", positions).tolist(), strict=True):
-                if number not in self._homes:
-                    self.cache.put(number, nbytes)
-            self._send_home([number for number in dropped if number not in self.cache])
+            going = [number for number in self.cache if number in self._homes]
+            for number in going:
+                self.cache.discard(number)
+            self._send_home(going)
 
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
         """Forget trajectories."""

@@ -1,9 +1,9 @@
 """Where the rows of every shard can be read now: in maps of files, or in memory.
 
-A *slot* is a table of rows: a shard on disk, or a block of trajectories in memory. It is *resident* while the address of the
-first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever is given
-addresses is given :class:`HeldRows`, which holds what they lie in. A map is closed, and memory given back, only when
-nobody holds rows that were given out before.
+A *slot* is a table of rows: a shard on disk, or a block of trajectories in memory. It is *resident* while the address
+of the first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever is
+given addresses is given :class:`HeldRows`, which holds what they lie in. A map is closed, and memory given back, only
+when nobody holds rows that were given out before.
 """
 
 from __future__ import annotations
