@@ -213,13 +213,12 @@ class Contents:
         """
         with self.lock:
             columns = columns_of(entries, ids, uuids, self.index.texts, microseconds())
-            slots = [self.residency.add_memory(block, len(block)) for block in blocks]
-            columns["slot"] = np.repeat(np.array(slots, np.int32), [len(block) for block in blocks])
-            columns |= _starts_in(blocks, entries.extents)
+            slots = [slot for block in blocks for slot in [self.residency.add_memory(block, len(block))] * len(block)]
+            columns |= {"slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
             if pending:
                 self._pending.update(ids)
             if self.cache is not None:
-                for number, nbytes in zip(ids, entries.column("nbytes").tolist(), strict=True):
+                for number, nbytes in zip(ids, entries.nbytes, strict=True):
                     self.cache.put(number, nbytes)
             self._append(columns)
             self.added += len(ids)
@@ -468,6 +467,8 @@ class Contents:
 
 def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
     """Return the first rows of trajectories within their blocks."""
+    if len(blocks) == len(extents):
+        return {name: np.zeros(len(blocks), np.int64) for name in STARTS}
     if len(blocks) == 1:
         return starts_of(extents, blocks[0].schema.kind)
     ends = accumulate(map(len, blocks))

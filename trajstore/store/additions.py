@@ -32,7 +32,7 @@ def entries_to_json(entries: NewEntries, ids: Sequence[int], uuids: bytes) -> di
     return {
         "ids": ranges_of(ids),
         "extents": entries.extents.tolist(),
-        "max_episode_length": entries.column("max_episode_length").tolist(),
+        "max_episode_length": entries.max_episode_lengths,
         "versions": entries.versions,
         "weights": entries.weights,
         "uuids": uuids.hex(),

@@ -24,9 +24,9 @@ _NUMBERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NewEntries:
-    """What an index says of new trajectories, whatever their ids, and wherever they are.
+    """What an index says of new trajectories, whatever their ids, and wherever they are. Nobody changes it.
 
     Attributes:
         numbers: columns of the index with these names, ``[trajectories, 9]``.
@@ -66,9 +66,17 @@ class NewEntries:
     def __getitem__(self, part: slice) -> NewEntries:
         return NewEntries(self.numbers[part], self.weights[part], self.facts[part])
 
-    def column(self, name: str) -> npt.NDArray[np.int64]:
-        """Return one of the columns of numbers."""
-        return self.numbers[:, _NUMBERS.index(name)]
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of the columns of each."""
+        nbytes: list[int] = self.numbers[:, 5].tolist()
+        return nbytes
+
+    @property
+    def max_episode_lengths(self) -> list[int]:
+        """``max_episode_length`` of each."""
+        lengths: list[int] = self.numbers[:, 6].tolist()
+        return lengths
 
     @property
     def extents(self) -> npt.NDArray[np.int64]:

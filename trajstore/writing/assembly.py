@@ -39,8 +39,14 @@ class Scratch:
         return self._blocks[self._used - 1][:nbytes]
 
 
-def content_of(runs: Sequence[Run], scratch: Scratch) -> ShardContent:
-    """Return the content of a shard, its small columns joined in ``scratch``."""
+def content_of(runs: Sequence[Run], extents: npt.NDArray[np.int64], scratch: Scratch) -> ShardContent:
+    """Return the content of a shard, its small columns joined in ``scratch``.
+
+    Args:
+        runs: its trajectories.
+        extents: of all of them, ``[trajectories, 4]``.
+        scratch: where what is joined lies.
+    """
     addresses = np.array([run.block.places[run.first] for run in runs])
     sizes = np.array([run.block.sizes[run.first : run.first + len(run)].sum(axis=0) for run in runs])
     totals = sizes.sum(axis=0)
@@ -58,5 +64,4 @@ def content_of(runs: Sequence[Run], scratch: Scratch) -> ShardContent:
         else:
             starts, ends = addresses[:, column].tolist(), sizes[:, column].tolist()
             pieces.append([run.block.bytes_at(*place) for run, *place in zip(runs, starts, ends, strict=True)])
-    extents = [Extent(*extent) for run in runs for extent in run.entries.extents.tolist()]
-    return ShardContent(runs[0].block.schema, extents, pieces)
+    return ShardContent(runs[0].block.schema, [Extent(*extent) for extent in extents.tolist()], pieces)

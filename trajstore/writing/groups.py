@@ -7,6 +7,7 @@ took it from the queue.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,37 +30,47 @@ def random_uuids(count: int) -> bytes:
     return raw.tobytes()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Run:
-    """Trajectories of one block that follow each other, the first one there is ``first``; ids and UUIDs are theirs."""
+    """Trajectories of one block that follow each other, which nobody changes.
+
+    Attributes:
+        block: has them, and perhaps others.
+        first: place of the first one in it.
+        entries: what an index says of them.
+        ids: theirs.
+        uuids: 16 bytes for each.
+        nbytes: bytes that they take in memory.
+    """
 
     block: Block
     first: int
     entries: NewEntries
     ids: Sequence[int]
     uuids: bytes
+    nbytes: int
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that they take in memory."""
-        return int(self.entries.column("nbytes").sum())
+    def part(self, start: int, stop: int) -> Run:
+        """Return the trajectories ``start <= i < stop`` of it."""
+        return _run(self.block, self.first + start, self.entries, self.ids, self.uuids, slice(start, stop))
 
-    def cut(self, at: int) -> tuple[Run, Run]:
-        """Return the trajectories before a place, and those from there on."""
-        first = Run(self.block, self.first, self.entries[:at], self.ids[:at], self.uuids[: 16 * at])
-        return first, Run(self.block, self.first + at, self.entries[at:], self.ids[at:], self.uuids[16 * at :])
+
+def _run(
+    block: Block, first: int, entries: NewEntries, ids: Sequence[int], uuids: bytes, these: slice[int, int, None]
+) -> Run:
+    some = entries[these]
+    return Run(block, first, some, ids[these], uuids[16 * these.start : 16 * these.stop], sum(some.nbytes))
 
 
 def runs_of(blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes) -> list[Run]:
     """Return the trajectories of some blocks, each of which has the next of them."""
-    ends = [*accumulate(map(len, blocks))]
-    bounds = [slice(end - len(block), end) for block, end in zip(blocks, ends, strict=True)]
+    ends = accumulate(map(len, blocks))
     return [
-        Run(block, 0, entries[these], ids[these], uuids[16 * these.start : 16 * these.stop])
-        for block, these in zip(blocks, bounds, strict=True)
+        _run(block, 0, entries, ids, uuids, slice(end - len(block), end))
+        for block, end in zip(blocks, ends, strict=True)
     ]
 
 
@@ -129,13 +140,15 @@ class Part:
 
     def split(self, other: int) -> list[Part]:
         """Return two halves; the second one is the shard ``other``."""
-        halves, left = (Part(self.shard), Part(other)), len(self.ids) // 2
+        first, second, left = Part(self.shard), Part(other), len(self.ids) // 2
         for run in self.runs:
-            for half, piece in zip(halves, run.cut(min(left, len(run))), strict=True):
-                if len(piece):
-                    half.runs.append(piece)
-            left -= min(left, len(run))
-        return [*halves]
+            at = min(left, len(run))
+            left -= at
+            if at:
+                first.runs.append(run.part(0, at))
+            if at < len(run):
+                second.runs.append(run.part(at, len(run)))
+        return [first, second]
 
     def new_shard(self) -> NewShard:
         """Return what is to be recorded of this part once it is published."""
@@ -188,8 +201,8 @@ def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
         while runs and (count := _fitting(runs[0], limit - nbytes, least=not nbytes)):
             run = runs.popleft()
             if count < len(run):
-                run, rest = run.cut(count)
-                runs.appendleft(rest)
+                runs.appendleft(run.part(count, len(run)))
+                run = run.part(0, count)
             taken.setdefault(id(run.block.schema), []).append(run)
             nbytes += run.nbytes
         left.append((batch, runs))
@@ -209,4 +222,4 @@ def _fitting(run: Run, room: int, *, least: int) -> int:
     """Return how many of a run's trajectories, the first ones, have at most so many bytes; at least ``least``."""
     if run.nbytes <= room:
         return len(run)
-    return max(least, int(np.searchsorted(np.cumsum(run.entries.column("nbytes")), room, side="right")))
+    return max(least, bisect_right([*accumulate(run.entries.nbytes)], room))
