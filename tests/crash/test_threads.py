@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,9 +62,9 @@ def _waiting(_: Path) -> tuple[object, int]:
 
 def _decoded(_: Path) -> tuple[object, int]:
     residency = Residency(1)
-    slot = residency.add_memory(MappedShard(Schema("step", ()), [], [torch.ones(64)]))
+    slot = residency.add_memory(MappedShard(Schema("step", ()), [], [torch.ones(64)]), 1)
     address = residency._rows[slot].addresses[0]
-    residency.release(slot)
+    residency.leave(np.array([slot]))
     return None, address
 
 

@@ -95,13 +95,26 @@ def test_a_slot_is_given_out_again_when_its_last_entry_has_left_and_no_copy_runs
 def test_memory_is_resident_when_it_is_first_asked_for() -> None:
     residency, _, _ = shown([])
     rows = MappedShard(SCHEMA, [77], keep=object())
-    slot = residency.add_memory(rows)
+    slot = residency.add_memory(rows, 2)
     assert residency.table.signature[slot] == -1
     residency.ensure(np.array([slot]), nothing)
     assert HeldRows(residency, np.array([slot])).addresses_of(slot) == [77]
-    residency.release(slot)
+    residency.leave(np.array([slot]))
+    assert residency.table.signature[slot] >= 0
+    residency.leave(np.array([slot]))
     assert residency.table.signature[slot] == -1
-    assert residency.add_memory(rows) == slot
+    assert residency.add_memory(rows, 1) == slot
+
+
+def test_memory_whose_entries_nobody_has_seen_can_be_withdrawn() -> None:
+    residency, slots, _ = shown([0])
+    kept, taken = MappedShard(SCHEMA, [77], keep=object()), MappedShard(SCHEMA, [78], keep=object())
+    residency.add_memory(kept, 3)
+    slot = residency.add_memory(taken, 3)
+    residency.withdraw([taken])
+    assert residency.are_memory(np.array([*slots, slots[-1] + 1])).tolist() == [False, True]
+    assert residency.add_memory(taken, 1) == slot
+    residency.withdraw([])
 
 
 @pytest.mark.locks_unchecked

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from trajstore.reading.slots import SlotTable
+from trajstore.reading.slots import UNAVAILABLE, SlotTable
 
 
 def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
     slots = SlotTable()
     several = slots.add_shards(2, np.array([5, 7]), np.array([1, 1]))
-    one, memory = slots.add_shard(3, 9, 1), slots.add_memory()
+    one, memory = slots.add_shard(3, 9, 1), slots.add_memory(1)
     assert [*several.tolist(), one, memory] == [0, 1, 2, 3]
     assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
-    assert [slots.is_memory(slot) for slot in range(4)] == [False, False, False, True]
+    assert slots.are_memory(np.array([0, 1, 2, 3, UNAVAILABLE])).tolist() == [False, False, False, True, False]
     assert len(slots) == 4
 
 
@@ -28,13 +28,13 @@ def test_a_shard_is_empty_when_its_last_entry_has_left() -> None:
 
 def test_a_number_is_given_out_again_when_it_was_freed_and_is_what_it_was_given_for_last() -> None:
     slots = SlotTable()
-    memory = slots.add_memory()
-    slots.add_memory()
+    memory = slots.add_memory(1)
+    slots.add_memory(1)
     slots.free([memory])
     assert slots.add_shard(1, 4, 2) == memory
     assert slots.shard_of(memory) == (1, 4)
     assert slots.leave(np.array([memory, memory])) == [memory]
-    assert slots.add_memory() == 2
+    assert slots.add_memory(1) == 2
     assert len(slots) == 3
 
 

@@ -20,7 +20,7 @@ from trajstore.store.entry_checks import in_blocks, shape_faults
 from trajstore.store.home import Home
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.index_file import index_from_json, index_to_json
-from trajstore.store.new_entries import columns_of, starts_of
+from trajstore.store.new_entries import NewEntries, columns_of, starts_of
 from trajstore.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore.testing.witness import witness
 
@@ -85,8 +85,8 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         flat = flatten(witness(number))
-        columns = columns_of([flat], [number], number.to_bytes(16, "big"), index.texts) | {"shard": np.zeros(1)}
-        index.append(columns | starts_of([flat.extent], flat.schema.kind))
+        columns = columns_of(NewEntries.of([flat]), [number], number.to_bytes(16, "big"), index.texts)
+        index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
     return index
 
 

@@ -11,27 +11,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.columns.conversion import flatten
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.memory import Arena
-from trajstore.columns.owned import OwnedTrajectory, copied
+from trajstore.columns.owned import copied
+from trajstore.columns.schema import Schema
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
+from trajstore.store.new_entries import NewEntries
 from trajstore.trajectory import Trajectory
-from trajstore.writing.groups import Batch, Group, random_uuids
+from trajstore.writing.groups import Batch, Group, Run, random_uuids
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.queue import WriteQueue
 
 
-def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedTrajectory:
-    return copied([flatten(Trajectory(rewards=torch.zeros(steps, 1, 1, dtype=dtype)))], Arena(0))[0]
+def flat(steps: int, dtype: torch.dtype = torch.float32) -> FlatTrajectory:
+    return flatten(Trajectory(rewards=torch.rand(steps, 1, 1, dtype=dtype)))
+
+
+def content_of(run: Run) -> list[tuple[Schema, bytes]]:
+    """Return schema and bytes of each trajectory of a run."""
+    block, end = run.block, run.first + len(run)
+    return [
+        (block.schema, bytes(block.bytes_at(int(block.places[at, 0]), int(block.sizes[at, 0]))))
+        for at in range(run.first, end)
+    ]
 
 
 def queue(**options: object) -> WriteQueue:
     return WriteQueue("store", WriterOptions(commit_interval=0.0, **options), 0, 0, lambda: None)  # type: ignore[arg-type]
 
 
-def add(target: WriteQueue, items: list[OwnedTrajectory]) -> list[int]:
+def add(target: WriteQueue, items: list[FlatTrajectory]) -> list[int]:
     batch = reserve(target, sum(item.nbytes for item in items))
     ids, uuids = target.take_ids(len(items))
-    target.submit(batch, items, ids, uuids)
+    target.submit(batch, copied(items, Arena(0)), NewEntries.of(items), ids, uuids)
     return ids
 
 
@@ -58,31 +70,53 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
     calls: list[list[tuple[int, bool]]], limit: int
 ) -> None:
     target = queue(shard_bytes=limit)
-    items = [[owned(steps, torch.float64 if wide else torch.float32) for steps, wide in call] for call in calls]
+    items = [[flat(steps, torch.float64 if wide else torch.float32) for steps, wide in call] for call in calls]
     ids = [number for call in items for number in add(target, call)]
     groups = drain(target)
     assert [number for group in groups for number in group.ids] == ids
     parts = [part for group in groups for part in group.parts]
     assert [part.shard for part in parts] == list(range(len(parts)))
-    placed = {number: item for part in parts for number, item in zip(part.ids, part.owned, strict=True)}
-    assert [placed[number] for number in ids] == [item for call in items for item in call]
+    runs = [run for part in parts for run in part.runs]
+    placed = {number: content for run in runs for number, content in zip(run.ids, content_of(run), strict=True)}
+    assert [placed[number] for number in ids] == [
+        (item.schema, bytes(item.column_bytes(0))) for call in items for item in call
+    ]
     uuids = [part.uuids[at : at + 16] for part in parts for at in range(0, len(part.uuids), 16)]
     assert len(set(uuids)) == len(uuids) == len(ids)
     for number, group in enumerate(groups):
         assert (group.ticket, group.last) == (number, group.ids[-1])
-        schemas = [{id(item.schema) for item in part.owned} for part in group.parts]
+        schemas = [{id(run.block.schema) for run in part.runs} for part in group.parts]
         assert sum(map(len, schemas)) == len(group.parts) == len(set.union(*schemas))
         assert all(part.ids == sorted(part.ids) for part in group.parts)
         assert group.nbytes == sum(part.nbytes for part in group.parts)
         assert group.nbytes <= limit or len(group.ids) == 1
     for one, other in pairwise(groups):  # none could have been longer
-        assert one.nbytes + placed[other.ids[0]].nbytes > limit
+        assert one.nbytes + len(placed[other.ids[0]][1]) > limit
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1))
+def test_the_halves_of_a_part_have_all_that_it_has(sizes: list[int]) -> None:
+    target = queue()
+    for size in sizes:
+        add(target, [flat(1 + at) for at in range(size)])
+    ((part,),) = [group.parts for group in drain(target)]
+    halves = part.split(7)
+    assert [half.shard for half in halves] == [part.shard, 7]
+    assert [len(half.ids) for half in halves] == [sum(sizes) // 2, -(-sum(sizes) // 2)]
+    assert [number for half in halves for number in half.ids] == part.ids
+    assert b"".join(half.uuids for half in halves) == part.uuids
+    assert sum(half.nbytes for half in halves) == part.nbytes
+    contents = [content for half in halves for run in half.runs for content in content_of(run)]
+    assert contents == [content for run in part.runs for content in content_of(run)]
+    assert [half.entries.extents[:, 0].tolist() for half in halves] == [
+        [len(data) // 4 for run in half.runs for _, data in content_of(run)] for half in halves
+    ]
 
 
 def three_groups() -> tuple[WriteQueue, list[Group]]:
     target = queue(shard_bytes=1)
     for _ in range(3):
-        add(target, [owned(4)])
+        add(target, [flat(4)])
     groups = [group for _ in range(3) if (group := target.next_group()) is not None]
     return target, groups
 
@@ -161,12 +195,12 @@ def test_room() -> None:
         reserve(target, 1)
     ids, uuids = target.take_ids(1)
     with pytest.raises(StoreClosedError):
-        target.submit(last, [owned(1)], ids, uuids)
+        target.submit(last, copied([flat(1)], Arena(0)), NewEntries.of([flat(1)]), ids, uuids)
 
 
 def test_an_adder_waits_for_room() -> None:
     target = queue(max_pending_bytes=128)
-    ids = add(target, [owned(4)])
+    ids = add(target, [flat(4)])
     held = reserve(target, 64)
     entered = threading.Thread(target=reserve, args=(target, 64))
     entered.start()

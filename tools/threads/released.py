@@ -95,11 +95,11 @@ def released_is_unreadable() -> Iterator[None]:
     def take(_: Arena, nbytes: int) -> tuple[Lease, int]:
         return Lease(_pages(nbytes)), 0
 
-    def add_moved(self: Residency, rows: Rows) -> int:
+    def add_moved(self: Residency, rows: Rows, entries: int) -> int:
         if isinstance(rows, MappedShard):
             tensors = [_moved(tensor) for tensor in rows.keep]
             rows = replace(rows, addresses=[tensor.data_ptr() for tensor in tensors], keep=tensors)
-        return add_memory(self, rows)
+        return add_memory(self, rows, entries)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(FileMap, "__del__", unmap))

@@ -16,7 +16,7 @@ import torch
 from trajstore.buffer.rlinf_checkpoint import write_rlinf
 from trajstore.clock import microseconds
 from trajstore.columns.fields import Axis
-from trajstore.columns.flat import FlatTrajectory, raw_bytes
+from trajstore.columns.flat import Block, FlatTrajectory, raw_bytes
 from trajstore.columns.portions import portions
 from trajstore.columns.schema import Extent, Schema
 from trajstore.columns.steps import versions_of
@@ -32,7 +32,7 @@ from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.local import LocalDirectory
 from trajstore.files.parallel import in_order
 from trajstore.formats import FORMATS
-from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, ShardReader, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf, store_above
@@ -297,20 +297,19 @@ def _loose_groups(picture: Picture, loose: Sequence[int]) -> Iterator[Loose]:
 
 def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
     """Return a trajectory as columns, from memory or decoded from its shard."""
-    if at in picture.flats:
-        return picture.flats[at]
-    shard = picture.shards[at]
+    entry, shard = picture.index.entry(at), picture.shards[at]
+    reader: Block | ShardReader
     if shard is None:
-        raise StoreWriteError(f"trajectory {at} of the checkpoint is neither in memory nor on disk")
-    source, row = picture.sources[shard[0]], shard[1]
-    entry = picture.index.entry(at)
-    manifest = source.manifest(row)
-    extent = source.extent(row) or entry.extent
-    tensors = rows_of(source.reader(row), manifest.schema, extent, picture.index.home(at))
+        reader = picture.memory[at]
+        schema, extent = reader.schema, entry.extent
+    else:
+        source, row = picture.sources[shard[0]], shard[1]
+        reader = source.reader(row)
+        schema, extent = source.manifest(row).schema, source.extent(row) or entry.extent
     return FlatTrajectory(
-        manifest.schema,
+        schema,
         extent,
-        tuple(tensors),
+        tuple(rows_of(reader, schema, extent, picture.index.home(at))),
         entry.num_samples,
         entry.max_episode_length,
         entry.model_weights_id,

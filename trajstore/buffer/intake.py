@@ -14,13 +14,14 @@ from trajstore import locks
 from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.view import View
 from trajstore.columns.conversion import flatten
-from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.flat import Block, FlatTrajectory
 from trajstore.columns.memory import Arena
 from trajstore.columns.owned import copied
 from trajstore.columns.portions import portions
 from trajstore.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
 from trajstore.interrupts import uninterrupted
+from trajstore.store.new_entries import NewEntries
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.groups import Batch, random_uuids
 from trajstore.writing.options import WriterOptions
@@ -107,12 +108,12 @@ class MemoryIntake(Intake):
         self._stride = 1
 
     def add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None = None) -> list[int]:
-        owned = copied(flats, self._arena)
+        blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
         with self.lock:
-            ids = [self._next_id + i * self._stride for i in range(len(owned))]
+            ids = [self._next_id + i * self._stride for i in range(len(flats))]
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
             self.counter = ids[-1] + 1
-            self._view.contents.add(owned, ids, uuids or random_uuids(len(owned)), pending=False)
+            self._view.contents.add(blocks, entries, ids, uuids or random_uuids(len(flats)), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
         return ids
 
@@ -173,25 +174,26 @@ class StoreIntake(Intake):
     ) -> list[int]:
         queue = self._queue
         ids: list[int] = []
+        blocks: list[Block] = []
         queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
         try:
             queue.reserve(batch, total)
-            owned = copied(flats, self._arena)
+            blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
             with self.lock:
-                ids, uuids = queue.take_ids(len(owned))
+                ids, uuids = queue.take_ids(len(flats))
                 uuids = given or uuids
-                self._view.contents.add(owned, ids, uuids, pending=True)
-                queue.submit(batch, owned, ids, uuids)
+                self._view.contents.add(blocks, entries, ids, uuids, pending=True)
+                queue.submit(batch, blocks, entries, ids, uuids)
                 self.counter = ids[-1] + 1
         except BaseException:
-            uninterrupted(partial(self._take_back, batch, ids))
+            uninterrupted(partial(self._take_back, batch, blocks, ids))
             raise
         return ids
 
-    def _take_back(self, batch: Batch, ids: Sequence[int]) -> None:
+    def _take_back(self, batch: Batch, blocks: Sequence[Block], ids: Sequence[int]) -> None:
         """Undo what was begun; a batch that is queued already stays."""
         if self._queue.withdraw(batch):
-            self._view.contents.retract(ids)
+            self._view.contents.retract(blocks, ids)
 
     def go_on(self, counter: int, first: int, stride: int) -> None:
         self.counter = counter

@@ -21,19 +21,38 @@ from trajstore.columns.schema import Extent, Schema
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Block:
-    """Columns of trajectories of one schema in one piece of memory.
+    """Columns of trajectories of one schema in one piece of memory, those of several one after the other as in a shard.
 
     Attributes:
         schema: the columns.
         lease: what holds the memory.
-        addresses: address of the first byte of each column, ``[trajectories, columns]``.
+        places: address of the first byte of each column, ``[trajectories, columns]``.
         sizes: bytes of each column, ``[trajectories, columns]``.
     """
 
     schema: Schema
     lease: Lease
-    addresses: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Address of the first row of each column."""
+        first: npt.NDArray[np.int64] = self.places[0]
+        return first
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows ``[start, stop)`` of a column of all trajectories, ``[stop - start, *row_shape]``, not copied."""
+        spec, width = self.schema.columns[column], self.schema.row_nbytes[column]
+        shape = (stop - start, *spec.row_shape)
+        nbytes = (stop - start) * width
+        if not nbytes:
+            return torch.empty(shape, dtype=spec.torch_dtype)
+        data = self.bytes_at(int(self.places[0, column]) + start * width, nbytes)
+        return torch.frombuffer(data, dtype=torch.uint8).view(spec.torch_dtype).reshape(shape)
 
     def bytes_at(self, address: int, nbytes: int) -> memoryview:
         """Return bytes of the block, not copied."""
@@ -43,14 +62,12 @@ class Block:
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockTensors(Sequence[torch.Tensor]):
-    """Columns of one trajectory in a block of memory, made into tensors only where somebody asks for one.
+    """Columns of the one trajectory in a block of memory, made into tensors only where somebody asks for one.
 
     Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
     """
 
     block: Block
-    at: int
-    """Which of the block's trajectories this is."""
     extent: Extent
 
     def __len__(self) -> int:
@@ -59,7 +76,7 @@ class BlockTensors(Sequence[torch.Tensor]):
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
         block = self.block
-        return block.bytes_at(int(block.addresses[self.at, column]), int(block.sizes[self.at, column]))
+        return block.bytes_at(int(block.places[0, column]), int(block.sizes[0, column]))
 
     @overload
     def __getitem__(self, at: int) -> torch.Tensor: ...
@@ -68,12 +85,7 @@ class BlockTensors(Sequence[torch.Tensor]):
     def __getitem__(self, at: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        spec = self.block.schema.columns[at]
-        shape = (self.extent.rows(spec.axis), *spec.row_shape)
-        data = self.column_bytes(at)
-        if not data.nbytes:
-            return torch.empty(shape, dtype=spec.torch_dtype)
-        return torch.frombuffer(data, dtype=torch.uint8).view(spec.torch_dtype).reshape(shape)
+        return self.block.rows(at, 0, self.extent.rows(self.block.schema.columns[at].axis))
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +116,7 @@ class FlatTrajectory:
     def sizes(self) -> list[int]:
         """Bytes of each column."""
         if isinstance(self.tensors, BlockTensors):
-            sizes: list[int] = self.tensors.block.sizes[self.tensors.at].tolist()
+            sizes: list[int] = self.tensors.block.sizes[0].tolist()
             return sizes
         return [tensor.nbytes for tensor in self.tensors]
 
@@ -112,7 +124,7 @@ class FlatTrajectory:
     def addresses(self) -> list[int]:
         """Address of each column's first byte, for as long as this object lives; of one without bytes any number."""
         if isinstance(self.tensors, BlockTensors):
-            addresses: list[int] = self.tensors.block.addresses[self.tensors.at].tolist()
+            addresses: list[int] = self.tensors.block.places[0].tolist()
             return addresses
         return [tensor.data_ptr() for tensor in self.tensors]
 

@@ -133,7 +133,7 @@ def _unpack(piece: Piece) -> list[FlatTrajectory]:
             sizes.append(extent.rows(spec.axis) * width)
             start += aligned(sizes[-1])
         block = Block(schema, lease, np.array([addresses], np.int64), np.array([sizes], np.int64))
-        tensors = BlockTensors(block, 0, extent)
+        tensors = BlockTensors(block, extent)
         flats.append(
             FlatTrajectory(schema, extent, tensors, samples, longest, weights, versions and tuple(versions), facts)
         )

@@ -1,4 +1,4 @@
-"""Trajectories in memory, and the cache's policy: which of them stay. Pure; the memory itself is elsewhere.
+"""The cache's policy: which trajectories stay in memory. Pure; the memory itself is elsewhere.
 
 Guarded by ``Contents.lock``.
 """
@@ -7,22 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import ConfigurationError
-from trajstore.store.home import Home
-
-
-@dataclass(slots=True)
-class Held:
-    """A trajectory in memory: its slot there, and its home on disk once it is there."""
-
-    slot: int
-    nbytes: int
-    home: Home | None
-    pending: bool
-    flat: FlatTrajectory | None
 
 
 class TrajectoryCache:
@@ -74,10 +60,3 @@ class TrajectoryCache:
     def discard(self, trajectory_id: int) -> None:
         """Drop a trajectory if it is there."""
         self.nbytes -= self._sizes.pop(trajectory_id, 0)
-
-    def clear(self) -> list[int]:
-        """Drop everything; return the dropped ids."""
-        dropped = list(self._sizes)
-        self._sizes.clear()
-        self.nbytes = 0
-        return dropped

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,12 @@ from trajstore.clock import microseconds
 from trajstore.columns.conversion import parse_document, trajectory_of
 from trajstore.columns.facts import facts_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.owned import OwnedTrajectory
+from trajstore.columns.flat import Block
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.machine_code import begin_kernels
 from trajstore.reading.batch import BatchColumns, Prepared
-from trajstore.reading.cache import Held, TrajectoryCache
+from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
 from trajstore.reading.late import Late, late_columns, with_notes, without_notes
@@ -41,7 +42,7 @@ from trajstore.store.facts import NOTE_ROWS, TOLD
 from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.moves import Moved
-from trajstore.store.new_entries import columns_of
+from trajstore.store.new_entries import NewEntries, columns_of, starts_of
 from trajstore.store.notes import Noted
 from trajstore.store.run_ids import shown_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
@@ -68,7 +69,10 @@ class Contents:
         """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
         self.added = 0
         """Trajectories that were added here, which no source had."""
-        self._held: dict[int, Held] = {}
+        self._pending: set[int] = set()
+        """Ids of what is not committed yet."""
+        self._homes: dict[int, Home] = {}
+        """Homes, by id, of what is in memory and on disk; after an interrupt also of what has just left memory."""
         self._decoded: list[int] = []
         self._columns = BatchColumns(self.residency, self.sources)
         stop_at_forks(self)
@@ -133,13 +137,11 @@ class Contents:
             slot = self.residency.add_shard(source, moved.row, len(ids))
             homes = moved.homes(slot)[known]
             before = self.index.at("slot", positions)
-            on_disk = np.ones(len(ids), np.bool_)
-            for at, number in enumerate(ids):
-                held = self._held.get(number)
-                if held is not None and held.home is not None:
-                    before[at], on_disk[at] = held.home.table, False
-                    held.home = Home(*homes[at].tolist())
-            self.index.point(positions[on_disk], homes[on_disk])
+            elsewhere = self.residency.are_memory(before)
+            for at in np.flatnonzero(elsewhere).tolist():
+                before[at] = self._homes[ids[at]].table
+                self._homes[ids[at]] = Home(*homes[at].tolist())
+            self.index.point(positions[~elsewhere], homes[~elsewhere])
             self.residency.leave(before)
 
     def noted(self, source: int, noted: Noted, first_id: int) -> None:
@@ -195,57 +197,59 @@ class Contents:
         """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
         self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
-    def add(self, owned: Sequence[OwnedTrajectory], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
+    def add(
+        self, blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes, *, pending: bool
+    ) -> None:
         """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
 
         All of them are shown at once. If this raises, call :meth:`retract`.
+
+        Args:
+            blocks: have the trajectories, those of each follow those of the one before.
+            entries: what is shown of all of them.
+            ids: theirs.
+            uuids: 16 bytes for each.
+            pending: whether they are to be written.
         """
         with self.lock:
-            columns = columns_of(owned, ids, uuids, self.index.texts, microseconds())
-            columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
-            for at, item in enumerate(owned):
-                slot = self.residency.add_memory(item)
-                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item)
-                if self.cache is not None:
-                    self.cache.put(ids[at], item.nbytes)
-            columns["slot"] = np.array([self._held[number].slot for number in ids], np.int32)
+            columns = columns_of(entries, ids, uuids, self.index.texts, microseconds())
+            slots = [slot for block in blocks for slot in [self.residency.add_memory(block, len(block))] * len(block)]
+            columns |= {"slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
+            if pending:
+                self._pending.update(ids)
+            if self.cache is not None:
+                for number, nbytes in zip(ids, entries.nbytes, strict=True):
+                    self.cache.put(number, nbytes)
             self._append(columns)
             self.added += len(ids)
             self._trim()
 
-    def retract(self, ids: Sequence[int]) -> None:
+    def retract(self, blocks: Sequence[Block], ids: Sequence[int]) -> None:
         """Forget trajectories, however far :meth:`add` came with them."""
         with self.lock:
             found = self.index.find_many(ids)
             self.drop(found[found >= 0])
-            for number in ids:  # what the index does not have yet
-                held = self._held.pop(number, None)
-                if self.cache is not None:
+            self.residency.withdraw(blocks)  # what the index does not have yet
+            self._pending.difference_update(ids)
+            if self.cache is not None:
+                for number in ids:
                     self.cache.discard(number)
-                if held is not None:
-                    self.residency.release(held.slot)
 
     def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
         """Note that pending trajectories are on disk now, in this row of a source."""
         with self.lock:
-            held_here = [number for number in ids if number in self._held]
-            if not held_here:
+            here = np.array([number in self._pending for number in ids])
+            if not here.any():
                 return
-            positions = self.index.find_many(ids)
-            there = positions >= 0
-            self.index.note_committed(positions[there], columns["committed"][there])
-            slot = self.residency.add_shard(source, row, len(held_here))
-            starts = zip(*(columns[name].tolist() for name in STARTS), strict=True)
-            going = []
-            for number, rows in zip(ids, starts, strict=True):
-                held = self._held.get(number)
-                if held is None:
-                    continue
-                held.home = Home(slot, *rows)
-                held.pending = False
-                if self.cache is None or number not in self.cache:
-                    going.append(number)
-            self._send_home(going)
+            numbers, positions = np.array(ids)[here].tolist(), self.index.find_many(ids)[here]
+            self.index.note_committed(positions, columns["committed"][here])
+            slot = self.residency.add_shard(source, row, len(numbers))
+            homes = np.stack([np.full(len(numbers), slot), *(columns[name][here] for name in STARTS)], axis=1)
+            kept = np.array([self.cache is not None and number in self.cache for number in numbers])
+            for at in np.flatnonzero(kept).tolist():
+                self._homes[numbers[at]] = Home(*homes[at].tolist())
+            self._point(positions[~kept], homes[~kept])
+            self._pending.difference_update(numbers)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -255,43 +259,49 @@ class Contents:
 
     def _send_home(self, ids: Sequence[int]) -> None:
         """Let trajectories be read from disk again; those that are not there yet stay, or become unavailable."""
-        going = [number for number in ids if number in self._held and not self._held[number].pending]
+        going = [number for number in dict.fromkeys(ids) if number not in self._pending]
         if not going:
             return
+        homes = np.array([self._homes.get(number) or Home(UNAVAILABLE) for number in going], np.int64)
         positions = self.index.find_many(going)
-        homes = np.array([self._held[number].home or Home(UNAVAILABLE) for number in going], np.int64)
-        known = positions >= 0
-        lost = positions[known & (homes[:, 0] == UNAVAILABLE)]
+        there = positions >= 0
+        there[there] = self.residency.are_memory(self.index.at("slot", positions[there]))
+        lost = positions[there & (homes[:, 0] == UNAVAILABLE)]
         if len(lost):
             self.gap = range(self.gap.start if self.gap else int(lost[0]), int(lost[-1]) + 1)
-        self.index.point(positions[known], homes[known])
+        self._point(positions[there], homes[there])
         for number in going:
-            self.residency.release(self._held.pop(number).slot)
+            self._homes.pop(number, None)
+
+    def _point(self, positions: npt.NDArray[np.int64], homes: npt.NDArray[np.int64]) -> None:
+        """Let trajectories that are in memory be read from elsewhere."""
+        left = self.index.at("slot", positions)
+        self.index.point(positions, homes)
+        self.residency.leave(left)
 
     def clear_cache(self) -> None:
         """Drop what is cached. What is nowhere else stays."""
         with self.lock:
             if self.cache is None:
                 return
-            for number in self.cache.clear():
-                held = self._held.get(number)
-                if held is not None and held.home is None:
-                    self.cache.put(number, held.nbytes)
-                else:
-                    self._send_home([number])
+            going = [number for number in self.cache if number in self._homes]
+            for number in going:
+                self.cache.discard(number)
+            self._send_home(going)
 
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
         """Forget trajectories."""
         with self.lock:
-            homes = self.index.at("slot", positions)
+            slots = self.index.at("slot", positions)
             of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
+            in_memory, homes = self.residency.are_memory(slots).tolist(), []
             for at, number in enumerate(self.index.at("trajectory_id", positions).tolist()):
-                held = self._held.pop(number, None)
+                home = self._homes.pop(number, None)
+                if home is not None and in_memory[at]:
+                    homes.append(home.table)
+                self._pending.discard(number)
                 if self.cache is not None:
                     self.cache.discard(number)
-                if held is not None:
-                    homes[at] = UNAVAILABLE if held.home is None else held.home.table
-                    self.residency.release(held.slot)
             listed = max(self.start - self.index.first, 0)
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)
@@ -299,17 +309,16 @@ class Contents:
             if self.gap:
                 lost = self.start + np.flatnonzero(self.index["slot"][listed:] == UNAVAILABLE)
                 self.gap = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
-            homes = np.concatenate([homes, *of_rows])
-            self.residency.leave(homes[homes != UNAVAILABLE])
+            left = np.concatenate([slots, np.array(homes, np.int32), *of_rows])
+            self.residency.leave(left[left != UNAVAILABLE])
 
     def is_pending(self, trajectory_id: int) -> bool:
         """Return whether a trajectory is not committed yet."""
-        held = self._held.get(trajectory_id)
-        return held is not None and held.pending
+        return trajectory_id in self._pending
 
     def picture(self) -> Picture:
         """Return a picture of everything that can be saved; with ``lock`` held, and quickly."""
-        return picture_of(self.index, self.residency, self.sources, self._held)
+        return picture_of(self.index, self.residency, self.sources, self._homes)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -386,10 +395,10 @@ class Contents:
         order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
             schema, tensors = self._rows_of(position)
-            slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors))
+            slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors), 1)
             number = int(self.index.at("trajectory_id", position))
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._held[number] = Held(slot, nbytes, self.index.home(position), False, None)
+            self._homes[number] = self.index.home(position)
             self.index.point(np.array([position], np.int64), [Home(slot)])
             if self.cache is not None:
                 self.cache.put(number, nbytes)
@@ -454,3 +463,16 @@ class Contents:
                 )
             raise TrajectoryUnavailableError(f"trajectory {shown_id(number)} was kept in memory only and has left it")
         return rows_at(self.index, self.residency, self.sources, position)
+
+
+def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the first rows of trajectories within their blocks."""
+    if len(blocks) == len(extents):
+        return {name: np.zeros(len(blocks), np.int64) for name in STARTS}
+    if len(blocks) == 1:
+        return starts_of(extents, blocks[0].schema.kind)
+    ends = accumulate(map(len, blocks))
+    parts = [
+        starts_of(extents[end - len(block) : end], block.schema.kind) for block, end in zip(blocks, ends, strict=True)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in STARTS}

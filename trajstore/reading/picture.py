@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.flat import FlatTrajectory
-from trajstore.reading.cache import Held
+from trajstore.columns.flat import Block
 from trajstore.reading.residency import Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.facts import NOTE_ROWS
-from trajstore.store.home import STARTS
+from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 
 
@@ -24,15 +23,15 @@ class Picture:
 
     Attributes:
         index: the entries that can be saved; ``shard`` is a row of an entry's source, or UNAVAILABLE.
-        shards: per entry, (source, row) on disk, or None where ``flats`` has it.
-        flats: by position in ``index``, trajectories that are in memory only.
+        shards: per entry, (source, row) on disk, or None where ``memory`` has it.
+        memory: by position in ``index``, the block of trajectories that are in memory only; the index says where in it.
         sources: the sources that ``shards`` refers to.
         values: (source, row) of the shards of values by row, which the index names by their place here.
     """
 
     index: TrajectoryIndex
     shards: list[tuple[int, int] | None]
-    flats: dict[int, FlatTrajectory]
+    memory: dict[int, Block]
     sources: list[Source]
     values: list[tuple[int, int]]
 
@@ -42,12 +41,12 @@ class Picture:
         index.texts = self.index.texts.copy()
         index.append(self.index.take(self.index.first + entries))
         kept = entries.tolist()
-        flats = {at: self.flats[entry] for at, entry in enumerate(kept) if entry in self.flats}
-        return Picture(index, [self.shards[entry] for entry in kept], flats, self.sources, self.values)
+        memory = {at: self.memory[entry] for at, entry in enumerate(kept) if entry in self.memory}
+        return Picture(index, [self.shards[entry] for entry in kept], memory, self.sources, self.values)
 
 
 def picture_of(
-    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], held: Mapping[int, Held]
+    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], homes: Mapping[int, Home]
 ) -> Picture:
     """Return a picture of everything that can be saved; with ``Contents.lock`` held, and quickly.
 
@@ -55,23 +54,23 @@ def picture_of(
         index: what is shown.
         residency: knows the shard of each slot.
         sources: of the shards.
-        held: the trajectories in memory, by id.
+        homes: where on disk those are, by id, that are in memory and on disk.
     """
     positions = np.arange(index.first, index.end)
     columns = index.take(positions)
     shards: list[tuple[int, int] | None] = []
-    flats: dict[int, FlatTrajectory] = {}
+    memory: dict[int, Block] = {}
     kept = np.ones(len(positions), np.bool_)
-    slots = columns.pop("slot").tolist()
-    for at, number in enumerate(columns["trajectory_id"].tolist()):
-        slot = slots[at]
-        there = held.get(number)
-        if there is not None and there.home is not None:
-            slot, *starts = there.home
-            for name, start in zip(STARTS, starts, strict=True):
-                columns[name][at] = start
-        elif there is not None and there.flat is not None:
-            flats[len(shards)] = there.flat
+    slots = columns.pop("slot")
+    in_memory = residency.are_memory(slots).tolist()
+    for at, (number, slot) in enumerate(zip(columns["trajectory_id"].tolist(), slots.tolist(), strict=True)):
+        home = homes.get(number) if in_memory[at] else None
+        if home is not None:
+            slot = home.table
+            for name in STARTS:
+                columns[name][at] = getattr(home, name)
+        elif in_memory[at]:
+            memory[len(shards)] = residency.block(slot)
             shards.append(None)
             continue
         elif slot == UNAVAILABLE:
@@ -87,4 +86,4 @@ def picture_of(
         numbers = [values.setdefault(slot, len(values)) if slot >= 0 else UNAVAILABLE for slot in tables.tolist()]
         columns[NOTE_ROWS + name] = np.array(numbers, np.int32)
     picture.append({name: array[kept] for name, array in columns.items()} | {"shard": rows})
-    return Picture(picture, shards, flats, list(sources), [residency.shard_of(slot) for slot in values])
+    return Picture(picture, shards, memory, list(sources), [residency.shard_of(slot) for slot in values])

@@ -1,9 +1,9 @@
 """Where the rows of every shard can be read now: in maps of files, or in memory.
 
-A *slot* is a table of rows: a shard on disk, or a trajectory in memory. It is *resident* while the address of the
-first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever is given
-addresses is given :class:`HeldRows`, which holds what they lie in. A map is closed, and memory given back, only when
-nobody holds rows that were given out before.
+A *slot* is a table of rows: a shard on disk, or a block of trajectories in memory. It is *resident* while the address
+of the first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever is
+given addresses is given :class:`HeldRows`, which holds what they lie in. A map is closed, and memory given back, only
+when nobody holds rows that were given out before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.columns.flat import Block
 from trajstore.columns.schema import Extent, Schema
 from trajstore.files.partial import PartialMap, PartialMaps
 from trajstore.reading.addresses import Addresses
@@ -141,24 +142,36 @@ class Residency:
         return slot
 
     def leave(self, slots: npt.NDArray[np.intp]) -> None:
-        """Note that an entry, for each time that a slot is named, has its home there no longer.
+        """Note that an entry, for each time that a slot is named, has its home there no longer, or is not in memory.
 
-        A shard without entries is unmapped (a map would hold the disk space of a deleted file); its slot is free.
+        A shard without entries is unmapped (a map would hold the disk space of a deleted file), memory is let go of;
+        the slot is free.
         """
         for slot in self._slots.leave(slots):
             self.copies.let_go(self._unmap(slot), slot)
 
-    def add_memory(self, rows: Rows) -> int:
-        """Return a slot for a trajectory in memory."""
-        slot = self._slots.add_memory()
+    def add_memory(self, rows: Rows, entries: int) -> int:
+        """Return a slot for rows in memory, which are those of so many entries."""
+        slot = self._slots.add_memory(entries)
         self._reserve()
         self._rows[slot] = rows
         return slot
 
-    def release(self, slot: int) -> None:
-        """Let go of a slot in memory; its number is given out again."""
-        self.table.clear(slot)
-        self.copies.let_go(self._rows.pop(slot), slot)
+    def withdraw(self, rows: Sequence[Rows]) -> None:
+        """Let go of what was just taken into memory, whose entries nobody has seen."""
+        for slot in [slot for slot, there in self._rows.items() if any(there is one for one in rows)]:
+            self.copies.let_go(self._unmap(slot), slot)
+
+    def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Return which slots are in memory; of what is unavailable it is none."""
+        return self._slots.are_memory(slots)
+
+    def block(self, slot: int) -> Block:
+        """Return the block of trajectories that are nowhere but in this slot."""
+        rows = self._rows[slot]
+        if not isinstance(rows, Block):
+            raise AssertionError(f"slot {slot} has rows that come from a shard")
+        return rows
 
     def shard_of(self, slot: int) -> tuple[int, int]:
         """Return source number and row of a slot on disk."""
@@ -205,10 +218,10 @@ class Residency:
         Raises:
             CorruptStoreError: a file is missing or has changed its size.
         """
-        absent = np.unique(slots[self.table.signature[slots] < 0]).tolist()
+        absent = np.unique(slots[self.table.signature[slots] < 0])
         undecoded = []
-        for slot in absent:
-            if self._slots.is_memory(slot):  # made resident only now: most are written without being sampled
+        for slot, in_memory in zip(absent.tolist(), self._slots.are_memory(absent).tolist(), strict=True):
+            if in_memory:  # made resident only now: most are written without being sampled
                 self._make_resident(slot, self._rows[slot])
                 continue
             source, row = self._slots.shard_of(slot)

@@ -9,6 +9,7 @@ import torch
 
 from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.fields import Axis
+from trajstore.columns.flat import Block
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Buffer, Directory
@@ -151,11 +152,11 @@ def extent_at(index: TrajectoryIndex, position: int) -> Extent:
     return Extent(*(int(index.at(name, position)) for name in ("steps", "batch", "extra", "document")))
 
 
-def rows_of(reader: ShardReader, schema: Schema, extent: Extent, home: Home) -> list[torch.Tensor]:
+def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, home: Home) -> list[torch.Tensor]:
     """Return the rows of one trajectory, decoded, column by column: ``[rows, *row_shape]``.
 
     Args:
-        reader: of the shard.
+        reader: of the shard; or the block in memory.
         schema: its columns.
         extent: how many rows the trajectory has.
         home: where they begin; its table does not matter.

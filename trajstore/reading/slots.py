@@ -1,6 +1,8 @@
-"""What each slot is a table of: a shard of a source, or a trajectory in memory. Pure; guarded by ``Contents.lock``."""
+"""What each slot is a table of: a shard of a source, or a block in memory. Pure; guarded by ``Contents.lock``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,15 +49,14 @@ class SlotTable:
         self._source[slot], self._row[slot], self._entries[slot] = source, row, entries
         return slot
 
-    def add_memory(self) -> int:
-        """Return a slot for a trajectory in memory."""
-        slot = self._new()
-        self._source[slot] = _MEMORY
-        return slot
+    def add_memory(self, entries: int) -> int:
+        """Return a slot for trajectories in memory, so many."""
+        return self.add_shard(_MEMORY, UNAVAILABLE, entries)
 
-    def is_memory(self, slot: int) -> bool:
-        """Return whether a slot is a trajectory in memory."""
-        return bool(self._source[slot] == _MEMORY)
+    def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Return which slots are in memory; :data:`UNAVAILABLE` is none."""
+        found: npt.NDArray[np.bool_] = (slots >= 0) & (self._source[slots] == _MEMORY)
+        return found
 
     def shard_of(self, slot: int) -> tuple[int, int]:
         """Return source number and row of a slot on disk."""

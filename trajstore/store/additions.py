@@ -12,31 +12,31 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
-from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
 from trajstore.store.facts import fact_columns, facts_to_json, joined
 from trajstore.store.log_records import integers, parse_ranges, ranges_of
+from trajstore.store.new_entries import NewEntries
 from trajstore.store.packing import StringTable
 
 
-def entries_to_json(flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
+def entries_to_json(entries: NewEntries, ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
     """Return what a record says of the trajectories of a shard, as JSON values.
 
     Args:
-        flats: the trajectories.
+        entries: of the trajectories.
         ids: their ids, ascending.
         uuids: 16 bytes for each.
     """
     return {
         "ids": ranges_of(ids),
-        "extents": [tuple(flat.extent) for flat in flats],
-        "max_episode_length": [flat.max_episode_length for flat in flats],
-        "versions": [flat.versions for flat in flats],
-        "weights": [flat.model_weights_id for flat in flats],
+        "extents": entries.extents.tolist(),
+        "max_episode_length": entries.max_episode_lengths,
+        "versions": entries.versions,
+        "weights": entries.weights,
         "uuids": uuids.hex(),
-        **({"facts": facts_to_json([flat.facts or {} for flat in flats])} if flats[0].facts is not None else {}),
+        **({"facts": facts_to_json([facts or {} for facts in entries.facts])} if entries.facts[0] is not None else {}),
     }
 
 

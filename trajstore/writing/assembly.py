@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.flat import Block
-from trajstore.columns.owned import OwnedTrajectory
+from trajstore.columns.schema import Extent
 from trajstore.files.base import Buffer
 from trajstore.formats.base import ShardContent
 from trajstore.machine_code import kernels
+from trajstore.writing.groups import Run
 
 _JOIN_BELOW = 16 << 10
 """Pieces of a column that are smaller than this, on average, are joined: a piece costs more than its bytes."""
@@ -39,12 +39,16 @@ class Scratch:
         return self._blocks[self._used - 1][:nbytes]
 
 
-def content_of(owned: Sequence[OwnedTrajectory], scratch: Scratch) -> ShardContent:
-    """Return the content of a shard, its small columns joined in ``scratch``."""
-    schema = owned[0].schema
-    runs = _runs(owned)
-    addresses = np.array([block.addresses[first] for block, first, _ in runs])
-    sizes = np.array([block.sizes[first:stop].sum(axis=0) for block, first, stop in runs])
+def content_of(runs: Sequence[Run], extents: npt.NDArray[np.int64], scratch: Scratch) -> ShardContent:
+    """Return the content of a shard, its small columns joined in ``scratch``.
+
+    Args:
+        runs: its trajectories.
+        extents: of all of them, ``[trajectories, 4]``.
+        scratch: where what is joined lies.
+    """
+    addresses = np.array([run.block.places[run.first] for run in runs])
+    sizes = np.array([run.block.sizes[run.first : run.first + len(run)].sum(axis=0) for run in runs])
     totals = sizes.sum(axis=0)
     small = (totals < len(runs) * _JOIN_BELOW) & (len(runs) > 1)
     joined = scratch.take(int(totals[small].sum()))
@@ -59,18 +63,5 @@ def content_of(owned: Sequence[OwnedTrajectory], scratch: Scratch) -> ShardConte
             position += nbytes
         else:
             starts, ends = addresses[:, column].tolist(), sizes[:, column].tolist()
-            pieces.append([run[0].bytes_at(*place) for run, *place in zip(runs, starts, ends, strict=True)])
-    return ShardContent(schema, [item.extent for item in owned], pieces)
-
-
-def _runs(owned: Sequence[OwnedTrajectory]) -> list[tuple[Block, int, int]]:
-    """Return the runs of trajectories that follow each other in a block: the block, the first one, the end."""
-    runs: list[tuple[Block, int, int]] = []
-    block, first, stop = owned[0].tensors.block, owned[0].tensors.at, owned[0].tensors.at
-    for item in owned:
-        there = item.tensors
-        if there.block is not block or there.at != stop:
-            runs.append((block, first, stop))
-            block, first = there.block, there.at
-        stop = there.at + 1
-    return [*runs, (block, first, stop)]
+            pieces.append([run.block.bytes_at(*place) for run, *place in zip(runs, starts, ends, strict=True)])
+    return ShardContent(runs[0].block.schema, [Extent(*extent) for extent in extents.tolist()], pieces)

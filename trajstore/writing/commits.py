@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.schema import Extent, Schema
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import added_to_json, by_id
@@ -20,7 +19,7 @@ from trajstore.store.catalog import Catalog
 from trajstore.store.given import Said
 from trajstore.store.log_records import encode_line, manifest_to_json
 from trajstore.store.moves import Moved, move_to_json
-from trajstore.store.new_entries import columns_of, starts_of
+from trajstore.store.new_entries import NewEntries, columns_of, starts_of
 from trajstore.store.notes import Noted
 
 
@@ -28,15 +27,15 @@ from trajstore.store.notes import Noted
 class NewShard:
     """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
 
-    ``entries`` is what the log says of the trajectories, as JSON.
+    ``record`` is what the log says of the trajectories, as JSON.
     """
 
     number: int
     manifest: ShardManifest
-    flats: Sequence[FlatTrajectory]
+    entries: NewEntries
     ids: Sequence[int]
     uuids: bytes
-    entries: bytes
+    record: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]], now: int)
                             {
                                 "number": shard.number,
                                 "shard": manifest_to_json(shard.manifest, schema),
-                                "entries": orjson.Fragment(shard.entries),
+                                "entries": orjson.Fragment(shard.record),
                             }
                             for shard, schema in zip(shards, numbers, strict=True)
                         ],
@@ -136,10 +135,9 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]], now: int)
         )
         of_shards = []
         for shard in shards:
-            flats = shard.flats
-            columns = columns_of(flats, shard.ids, shard.uuids, catalog.index.texts, time)
-            columns["shard"] = np.full(len(flats), row, np.int32)
-            columns |= starts_of([flat.extent for flat in flats], shard.manifest.schema.kind)
+            columns = columns_of(shard.entries, shard.ids, shard.uuids, catalog.index.texts, time)
+            columns["shard"] = np.full(len(shard.ids), row, np.int32)
+            columns |= starts_of(shard.entries.extents, shard.manifest.schema.kind)
             of_shards.append(columns)
             told.append(Commit(tuple(shard.ids), row, columns))
             row += 1

@@ -7,15 +7,18 @@ took it from the queue.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
-from trajstore.columns.owned import OwnedTrajectory
+from trajstore.columns.flat import Block
 from trajstore.errors import StoreWriteError
 from trajstore.formats.base import ShardManifest
+from trajstore.store.new_entries import NewEntries
 from trajstore.writing.commits import NewShard
 
 
@@ -27,34 +30,77 @@ def random_uuids(count: int) -> bytes:
     return raw.tobytes()
 
 
+@dataclass(slots=True, eq=False)
+class Run:
+    """Trajectories of one block that follow each other, which nobody changes.
+
+    Attributes:
+        block: has them, and perhaps others.
+        first: place of the first one in it.
+        entries: what an index says of them.
+        ids: theirs.
+        uuids: 16 bytes for each.
+        nbytes: bytes that they take in memory.
+    """
+
+    block: Block
+    first: int
+    entries: NewEntries
+    ids: Sequence[int]
+    uuids: bytes
+    nbytes: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, stop: int) -> Run:
+        """Return the trajectories ``start <= i < stop`` of it."""
+        return _run(self.block, self.first + start, self.entries, self.ids, self.uuids, slice(start, stop))
+
+
+def _run(
+    block: Block, first: int, entries: NewEntries, ids: Sequence[int], uuids: bytes, these: slice[int, int, None]
+) -> Run:
+    some = entries[these]
+    return Run(block, first, some, ids[these], uuids[16 * these.start : 16 * these.stop], sum(some.nbytes))
+
+
+def runs_of(blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes) -> list[Run]:
+    """Return the trajectories of some blocks, each of which has the next of them."""
+    ends = accumulate(map(len, blocks))
+    return [
+        _run(block, 0, entries, ids, uuids, slice(end - len(block), end))
+        for block, end in zip(blocks, ends, strict=True)
+    ]
+
+
 class Batch:
-    """What one call adds, from ``start`` on.
+    """What one call adds.
 
     Attributes:
         nbytes: bytes of all of it.
-        owned: the trajectories; empty until they are queued.
-        ids: their ids.
-        uuids: 16 bytes for each.
+        runs: what has not been taken out of it; empty until it is queued.
         since: when it was queued, by ``time.monotonic``.
-        start: how many have been taken out of it.
         taken: whether any has been taken.
     """
 
-    __slots__ = ("__weakref__", "ids", "nbytes", "owned", "since", "start", "taken", "uuids")
+    __slots__ = ("__weakref__", "nbytes", "runs", "since", "taken")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.owned: Sequence[OwnedTrajectory] = ()
-        self.ids: Sequence[int] = ()
-        self.uuids = b""
+        self.runs: Sequence[Run] = ()
         self.since = 0.0
-        self.start = 0
         self.taken = False
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of what has not been taken out of it."""
+        return [number for run in self.runs for number in run.ids]
 
     @property
     def bytes_left(self) -> int:
         """Bytes of what has not been taken out of it."""
-        return sum([item.nbytes for item in self.owned[self.start :]]) if self.start else self.nbytes
+        return sum([run.nbytes for run in self.runs])
 
 
 @dataclass(slots=True, eq=False)
@@ -64,34 +110,51 @@ class Part:
     Attributes:
         shard: the shard's number.
         manifest: set when its files are durable.
-        entries: what the log says of the trajectories, as JSON; set with the manifest.
+        record: what the log says of the trajectories, as JSON; set with the manifest.
     """
 
     shard: int
-    owned: list[OwnedTrajectory] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    uuids: bytes = b""
+    runs: list[Run] = field(default_factory=list)
     manifest: ShardManifest | None = None
-    entries: bytes = b""
+    record: bytes = b""
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of its trajectories, ascending."""
+        return [number for run in self.runs for number in run.ids]
+
+    @property
+    def uuids(self) -> bytes:
+        """UUIDs of its trajectories, 16 bytes each."""
+        return b"".join([run.uuids for run in self.runs])
+
+    @property
+    def entries(self) -> NewEntries:
+        """What an index says of its trajectories."""
+        return NewEntries.joined([run.entries for run in self.runs])
 
     @property
     def nbytes(self) -> int:
         """Bytes that its trajectories take in memory."""
-        return sum([item.nbytes for item in self.owned])
+        return sum([run.nbytes for run in self.runs])
 
     def split(self, other: int) -> list[Part]:
         """Return two halves; the second one is the shard ``other``."""
-        at = len(self.ids) // 2
-        return [
-            Part(self.shard, self.owned[:at], self.ids[:at], self.uuids[: 16 * at]),
-            Part(other, self.owned[at:], self.ids[at:], self.uuids[16 * at :]),
-        ]
+        first, second, left = Part(self.shard), Part(other), len(self.ids) // 2
+        for run in self.runs:
+            at = min(left, len(run))
+            left -= at
+            if at:
+                first.runs.append(run.part(0, at))
+            if at < len(run):
+                second.runs.append(run.part(at, len(run)))
+        return [first, second]
 
     def new_shard(self) -> NewShard:
         """Return what is to be recorded of this part once it is published."""
         if self.manifest is None:
             raise StoreWriteError(f"shard {self.shard} was not written")  # a bug if ever
-        return NewShard(self.shard, self.manifest, self.owned, self.ids, self.uuids, self.entries)
+        return NewShard(self.shard, self.manifest, self.entries, self.ids, self.uuids, self.record)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,37 +193,33 @@ def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
         shard: number of the first shard; the others have the following ones.
         limit: most bytes of all of them, but at least one trajectory is taken.
     """
-    runs: dict[int, list[tuple[Batch, int, int]]] = {}  # by schema, of which there is one object each
-    stops: list[tuple[Batch, int]] = []
+    taken: dict[int, list[Run]] = {}  # by schema, of which there is one object each
+    left: list[tuple[Batch, deque[Run]]] = []
     nbytes = 0
     for batch in waiting:
-        stop = begin = batch.start
-        schema = batch.owned[begin].schema
-        for item in batch.owned[begin:] if begin else batch.owned:
-            if nbytes + item.nbytes > limit and nbytes > 0:
-                break
-            if item.schema is not schema:
-                runs.setdefault(id(schema), []).append((batch, begin, stop))
-                schema, begin = item.schema, stop
-            nbytes += item.nbytes
-            stop += 1
-        if stop > begin:
-            runs.setdefault(id(schema), []).append((batch, begin, stop))
-        stops.append((batch, stop))
-        if stop < len(batch.owned):
+        runs = deque(batch.runs)
+        while runs and (count := _fitting(runs[0], limit - nbytes, least=not nbytes)):
+            run = runs.popleft()
+            if count < len(run):
+                runs.appendleft(run.part(count, len(run)))
+                run = run.part(0, count)
+            taken.setdefault(id(run.block.schema), []).append(run)
+            nbytes += run.nbytes
+        left.append((batch, runs))
+        if runs:
             break
-    group.parts = [
-        Part(
-            shard + number,
-            [item for batch, begin, stop in pieces for item in batch.owned[begin:stop]],
-            [identity for batch, begin, stop in pieces for identity in batch.ids[begin:stop]],
-            b"".join([batch.uuids[16 * begin : 16 * stop] for batch, begin, stop in pieces]),
-        )
-        for number, pieces in enumerate(runs.values())
-    ]
-    group.nbytes, group.last = nbytes, max(part.ids[-1] for part in group.parts)
-    for batch, stop in stops:
-        if stop > batch.start:
-            batch.taken, batch.start = True, stop
-        if stop == len(batch.owned):
+    group.parts = [Part(shard + number, runs) for number, runs in enumerate(taken.values())]
+    group.nbytes, group.last = nbytes, max(part.runs[-1].ids[-1] for part in group.parts)
+    for batch, rest_of_it in left:
+        if not rest_of_it:
             waiting.popleft()
+        elif rest_of_it[0] is batch.runs[0]:
+            break
+        batch.taken, batch.runs = True, rest_of_it
+
+
+def _fitting(run: Run, room: int, *, least: int) -> int:
+    """Return how many of a run's trajectories, the first ones, have at most so many bytes; at least ``least``."""
+    if run.nbytes <= room:
+        return len(run)
+    return max(least, bisect_right([*accumulate(run.entries.nbytes)], room))

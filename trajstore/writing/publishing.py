@@ -108,11 +108,12 @@ class Publisher:
         self._scratch.reset()
         for part in parts:
             name = shard_name(part.shard)
-            content = content_of(part.owned, self._scratch)
+            entries = part.entries
+            content = content_of(part.runs, entries.extents, self._scratch)
             encoded = self._format.encode(name, content)
             manifests.append(manifest_of(encoded, self._format.name, name, content))
             files += encoded.files
-            part.entries = orjson.dumps(entries_to_json(part.owned, part.ids, part.uuids))
+            part.record = orjson.dumps(entries_to_json(entries, part.ids, part.uuids))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
             part.manifest = manifest

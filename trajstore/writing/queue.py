@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from trajstore import locks
-from trajstore.columns.owned import OwnedTrajectory
+from trajstore.columns.flat import Block
 from trajstore.errors import (
     PendingFullError,
     StoreClosedError,
@@ -24,7 +24,8 @@ from trajstore.errors import (
     UnwritableTrajectoryError,
 )
 from trajstore.interrupts import Parking, seconds_until
-from trajstore.writing.groups import Batch, Group, fill, random_uuids
+from trajstore.store.new_entries import NewEntries
+from trajstore.writing.groups import Batch, Group, fill, random_uuids, runs_of
 from trajstore.writing.options import WriterOptions
 
 _UUIDS_AHEAD = 256
@@ -160,13 +161,15 @@ class WriteQueue:
             self._next_id = ids[-1] + self._stride
             return ids, uuids
 
-    def submit(self, batch: Batch, owned: Sequence[OwnedTrajectory], ids: Sequence[int], uuids: bytes) -> None:
+    def submit(
+        self, batch: Batch, blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes
+    ) -> None:
         """Queue trajectories whose bytes are reserved, with the ids that were taken for them, in order of ids.
 
         Raises:
             StoreClosedError: the writer was closed meanwhile.
         """
-        batch.owned, batch.ids, batch.uuids = owned, ids, uuids
+        batch.runs = runs_of(blocks, entries, ids, uuids)
         batch.since = time.monotonic()
         with self._lock:
             if self._closing:
@@ -206,7 +209,7 @@ class WriteQueue:
     def pending_ids(self) -> list[int]:
         """Ids of the trajectories that are not committed yet, in no order."""
         with self._lock:
-            waiting = [number for batch in self._waiting for number in batch.ids[batch.start :]]
+            waiting = [number for batch in self._waiting for number in batch.ids]
             return waiting + [number for group in self._groups.values() for number in group.ids]
 
     def wait(self, trajectory_id: int, timeout: float | None = None) -> bool:
@@ -235,7 +238,7 @@ class WriteQueue:
 
     def _newest(self) -> int:
         """Return the highest id that was queued; -1 if none was."""
-        return self._waiting[-1].ids[-1] if self._waiting else self._last_taken
+        return self._waiting[-1].runs[-1].ids[-1] if self._waiting else self._last_taken
 
     def begin_flush(self) -> int:
         """Let everything that was submitted be written now, failed writes again; return the last id of it, or -1."""
@@ -300,7 +303,7 @@ class WriteQueue:
         if not self._waiting or (self._closing and self._failure is not None):
             return None
         first = self._waiting[0]
-        flushed = first.ids[first.start] <= self._flush_until
+        flushed = first.runs[0].ids[0] <= self._flush_until
         if self._closing or flushed or self._pending_bytes >= self._options.shard_bytes:
             return 0.0
         return first.since + self._options.commit_interval - time.monotonic()
