@@ -21,7 +21,7 @@ from trajstore.errors import CorruptStoreError
 
 _MAX_INFLATION = 1100  # deflate cannot shrink by more: a larger claim is hostile
 
-_PIECE = 1 << 18
+_PIECE = 1 << 19
 """Bytes that are inflated at a time: fresh memory for all of a long column would cost more than inflating it."""
 
 _MAX_TEXT_INFLATION = 256  # of strings of which no two are equal, or not soon after each other
