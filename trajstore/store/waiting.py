@@ -1,6 +1,6 @@
 """Columns of an index that stay packed until somebody asks for them. Pure; no I/O.
 
-Showing and sampling what a store has needs neither UUIDs nor facts; and UUIDs, which no deflating makes shorter, are most
+Showing a store and sampling from it need neither UUIDs nor facts; and UUIDs, which no deflating makes shorter, are most
 of an index.
 """
 
