@@ -35,7 +35,7 @@ from trajstore.reading.places import (
 )
 from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.reading.sources import Source, StoreSource
-from trajstore.store.catalog import Catalog, oldest_generation
+from trajstore.store.catalog import Catalog, ReadersCatalog, oldest_generation
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.partition import share_of
 from trajstore.store.run_ids import in_run, own_id
@@ -237,7 +237,7 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
         told = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
         return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, told)
     if strict is not False:
-        catalog = Catalog.open(directory)
+        catalog = ReadersCatalog.open(directory)
         index, state = _state_of(catalog, pin)
         return _Opened(StoreSource(catalog), index, state)  # only what a rank takes needs to be there
     catalog, damage = open_leniently(directory)
@@ -285,7 +285,7 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
     """Choose the entries of each source: all, or one rank's share of the union; nothing twice."""
     alone = len(found) == 1 and share is None
     readable = [item.index if alone else _readable(item.index) for item in found]
-    distinct = readable if alone else _distinct(readable)
+    distinct = readable if len(found) == 1 else _distinct(readable)
     total = sum(len(index) for index in distinct)
     start, stop = (0, total) if share is None else share_of(total, *share)
     before = 0

@@ -92,7 +92,7 @@ def difference(left: Single, right: Single, decode_left: Decode | None, decode_r
     """
     sides, rollouts = (left, right), [one.trajectory for one in (left, right)]
     report: Report = {
-        name: {"trajectory_id": one.trajectory_id, "uuid": one.entry.uuid, "kind": one.kind, "task": _task(one)}
+        name: {"trajectory_id": one.trajectory_id, "uuid": one.uuid, "kind": one.kind, "task": _task(one)}
         for name, one in zip(("left", "right"), sides, strict=True)
     }
     tasks = _task(left), _task(right)

@@ -32,6 +32,7 @@ class Single:
     Attributes:
         url: of the store or run.
         trajectory_id: its id there.
+        uuid: its UUID, which it keeps where it is copied.
         kind: ``"agent"`` or ``"step"``.
         shard: the first file of its shard.
         entry: of the index.
@@ -43,6 +44,7 @@ class Single:
 
     url: str
     trajectory_id: int
+    uuid: str
     kind: str
     shard: str
     entry: TrajectoryEntry
@@ -88,6 +90,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
     return Single(
         url=run.url,
         trajectory_id=number,
+        uuid=catalog.index.uuid(position),
         kind=catalog.shards.schema(row).kind,
         shard=catalog.shards.manifest(row).files[0].name,
         entry=entry,

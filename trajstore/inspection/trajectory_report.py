@@ -61,7 +61,7 @@ def inspect_trajectory(
     report: Report = {
         "path": found.url,
         "trajectory_id": number,
-        "uuid": entry.uuid,
+        "uuid": found.uuid,
         "kind": found.kind,
         "shard": found.shard,
         "model_weights_id": entry.model_weights_id or None,

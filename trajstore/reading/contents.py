@@ -87,9 +87,9 @@ class Contents:
     def show(self, number: int, part: TrajectoryIndex) -> None:
         """Append entries of a source's index; their homes are found for all at once."""
         rows = part["shard"]
-        tables = [rows, *(part[NOTE_ROWS + name] for name in part.row_notes)]
-        every = np.concatenate(tables)
-        entries = np.bincount(every[every != UNAVAILABLE], minlength=self.sources[number].shards)
+        entries = np.zeros(self.sources[number].shards, np.int64)
+        for table in (rows, *(part[NOTE_ROWS + name] for name in part.row_notes)):
+            np.add.at(entries, table[table != UNAVAILABLE], 1)
         needed = np.flatnonzero(entries)
         slots = np.full(len(entries) + 1, UNAVAILABLE, np.int32)  # the last one stands for UNAVAILABLE
         slots[needed] = self.residency.add_shards(number, needed, entries[needed])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import orjson
@@ -60,6 +60,9 @@ class Catalog(Committed):
         segment: the newest segment of the log that was read; ``segment_end`` is where its valid records end, and
             ``segment_torn`` how many bytes are behind them.
     """
+
+    _later: ClassVar[bool] = False
+    """Whether UUIDs, facts and episode lengths of the snapshot are unpacked only when they are asked for."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(Pins(directory))
@@ -198,7 +201,8 @@ class Catalog(Committed):
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories, and values of them")
             self.shards = ShardTable.from_json(value.pop("shards"))
-            self.index = index_from_json(value.pop("live"), len(self.shards), self._gate)
+            later = source if self._later else None
+            self.index = index_from_json(value.pop("live"), len(self.shards), self._gate, later)
             self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._gate)
             if "notes" in value:
                 self.notes = Notes.from_json(value.pop("notes"), len(self.shards))
@@ -323,6 +327,15 @@ class Catalog(Committed):
             self.pinned.drop(self.pinned.first + unpinned)
             # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
             self.lifetimes.note(self.needed_shards(), self.generation + 1)
+
+
+class ReadersCatalog(Catalog):
+    """For who reads, and may never ask for UUIDs, facts and episode lengths: these are unpacked when asked for.
+
+    What is wrong with them in spite of a fitting checksum is found then, and :class:`CorruptStoreError` names the file.
+    """
+
+    _later = True
 
 
 def oldest_generation(directory: Directory) -> int:

@@ -119,7 +119,7 @@ class Committed:
 
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
-        columns = index.take(slice(index.first, index.end))
+        columns = index.unpacked(slice(index.first, index.end))
         of_steps, limits = self.shards.of_steps(), [self.shards.rows_on(axes) for axes in _AXES]
         try:
             sound = self._gate.admit(

@@ -90,18 +90,27 @@ def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
     """
     if not len(columns["trajectory_id"]):
         return
-    ranges = {**RANGES, "shard": (0, shards - 1), "weights": (0, texts - 1), "terminated": (-1, 1), "told": (0, 1)}
-    ranges |= dict.fromkeys(TEXTS, (-1, texts - 1))
-    for name, array in columns.items():
-        if name not in ranges:
-            continue
-        low, high = ranges[name]
-        if array.min() < low or array.max() > high:
-            yield f"index column {name} holds a value out of range", (array < low) | (array > high)
+    ranges = {**RANGES, **fact_ranges(texts), "shard": (0, shards - 1), "weights": (0, texts - 1)}
+    yield from out_of_range(columns, ranges)
     first, last = columns["version_low"], columns["version_high"]
     wrong = (first > last) | ((first == UNKNOWN_VERSION) != (last == UNKNOWN_VERSION))
     if wrong.any():
         yield "the lowest policy version is above the highest", wrong
+
+
+def fact_ranges(texts: int) -> dict[str, tuple[int, int]]:
+    """Return lowest and highest value of the facts that are numbered, where there are so many texts."""
+    return {"terminated": (-1, 1), "told": (0, 1), **dict.fromkeys(TEXTS, (-1, texts - 1))}
+
+
+def out_of_range(columns: Columns, ranges: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
+    """Yield which columns hold a value that is too low or too high; one without a range may hold any."""
+    for name, array in columns.items():
+        if name not in ranges or not len(array):
+            continue
+        low, high = ranges[name]
+        if array.min() < low or array.max() > high:
+            yield f"index column {name} holds a value out of range", (array < low) | (array > high)
 
 
 def shape_faults(columns: Columns, of_steps: npt.ArrayLike) -> Iterator[Fault]:

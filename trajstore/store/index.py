@@ -42,6 +42,7 @@ from trajstore.store.home import STARTS, Home
 from trajstore.store.log_records import lie_in
 from trajstore.store.packing import StringTable
 from trajstore.store.run_ids import shown_id
+from trajstore.store.waiting import Packed, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,6 @@ class TrajectoryEntry:
     """One trajectory as the index knows it. ``versions`` is (lowest, highest) or None if unknown."""
 
     trajectory_id: int
-    uuid: str
     num_samples: int
     extent: Extent
     nbytes: int
@@ -118,6 +118,8 @@ class TrajectoryIndex:
     def __init__(self, table: Table = "shard") -> None:
         self.table = table
         self._arrays = self._empty()
+        self._waiting: dict[str, Waiting] = {}
+        """Columns that are not among the arrays yet; :meth:`_array` takes one in."""
         self.ends: IntArray = np.zeros(0, np.int64)
         """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
         self.texts = StringTable()
@@ -142,15 +144,39 @@ class TrajectoryIndex:
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """Return one column of all kept entries, oldest first (a view)."""
-        return self._arrays[name][self.first : self.end]
+        return self._array(name)[self.first : self.end]
 
     def at(self, name: str, positions: Positions) -> Any:
         """Return what one column has at a position, or at several (a copy, of a slice a view)."""
-        return self._arrays[name][positions]
+        return self._array(name)[positions]
 
     def by_position(self, *names: str) -> list[npt.NDArray[Any]]:
         """Return whole columns, in which positions count, for machine code. Valid until entries are added."""
-        return [self._arrays[name] for name in names]
+        return [self._array(name) for name in names]
+
+    def wait_for(self, columns: Mapping[str, Packed]) -> None:
+        """Have these columns too, of all entries, but unpack each only when it is asked for."""
+        self._waiting = {name: Waiting(packed, 0, self.end) for name, packed in columns.items()}
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        """Return a column, in which positions count; one that waited is unpacked.
+
+        Raises:
+            CorruptStoreError: it cannot be unpacked; names the file.
+        """
+        waiting = self._waiting.get(name)
+        if waiting is not None:
+            self._arrays[name] = _with_room(name, waiting.column(), len(self.ends))
+            self._waiting.pop(name, None)
+        return self._arrays[name]
+
+    def _unpack(self) -> None:
+        """Let no column wait any longer."""
+        for name in list(self._waiting):
+            self._array(name)
+
+    def _has(self, name: str) -> bool:
+        return name in self._arrays or name in self._waiting
 
     @property
     def total_samples(self) -> int:
@@ -173,27 +199,30 @@ class TrajectoryIndex:
         self._have_facts(columns)
         for name, array in self._arrays.items():
             array[new] = columns[name] if name in columns or not is_optional(name) else unknown(name, count)
+        waiting = {name: one.followed_by(_rows(name, columns, count)) for name, one in self._waiting.items()}
         before = self.samples_before(self.end)
         self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
         ids = self._arrays["trajectory_id"]
         later = ids[max(new.start - 1, self.first) : new.stop]
         self._ascending = self._ascending and bool(np.all(later[1:] > later[:-1]))
-        self.end += count
+        self._waiting, self.end = waiting, self.end + count
         self._order = None
         return range(new.start, new.stop)
 
     def reserve(self, count: int) -> None:
         """Have memory for ``count`` more entries."""
+        if any(waiting.is_overfull for waiting in self._waiting.values()):
+            self._unpack()
         capacity = self.end + count
         if capacity <= len(self.ends):
             return
+        if self.first:  # entries before it are about to leave
+            self._unpack()
         kept = slice(self.first, self.end)
         capacity = max(capacity - self.first, 2 * len(self), 64)
         before = self.samples_before(self.first)
         for name, array in self._arrays.items():
-            grown = np.zeros(capacity, array.dtype) if not is_optional(name) else unknown(name, capacity)
-            grown[: len(self)] = array[kept]
-            self._arrays[name] = grown
+            self._arrays[name] = _with_room(name, array[kept], capacity)
         ends = np.zeros(capacity, np.int64)
         ends[: len(self)] = self.ends[kept] - before
         self.ends = ends
@@ -247,7 +276,7 @@ class TrajectoryIndex:
 
     def renumber(self, ids: IntArray) -> None:
         """Give all kept entries other ids, which ascend."""
-        self.adopt({name: self[name] for name in self._arrays} | {"trajectory_id": ids})
+        self.adopt(self.take(slice(self.first, self.end)) | {"trajectory_id": ids})
 
     def home(self, position: int) -> Home:
         """Return where the rows of the trajectory at a position are."""
@@ -289,7 +318,7 @@ class TrajectoryIndex:
 
     def fact(self, name: str) -> npt.NDArray[Any]:
         """Return what all kept entries have of a fact, or were given later in its place, oldest first."""
-        column = self[name] if name in self._arrays else unknown(name, len(self))
+        column = self[name] if self._has(name) else unknown(name, len(self))
         if NOTE + name not in self._arrays:
             return column
         given = self[NOTE + name]
@@ -298,7 +327,7 @@ class TrajectoryIndex:
     @property
     def facts(self) -> list[str]:
         """Names of the facts of which an entry knows something."""
-        return [name for name in self._arrays if is_fact(name)]
+        return [name for name in (*self._arrays, *self._waiting) if is_fact(name)]
 
     @property
     def notes(self) -> list[str]:
@@ -348,6 +377,7 @@ class TrajectoryIndex:
 
     def tell(self, ids: IntArray, uuids: npt.NDArray[np.void], facts: Sequence[Mapping[str, Any]]) -> None:
         """Note facts of rollouts that their commit did not tell; where an id stands for another one by now, nothing."""
+        self._unpack()
         positions = self.find_many(ids)
         same = positions >= 0
         same[same] = self._arrays["uuid"][positions[same]] == uuids[same]
@@ -362,9 +392,9 @@ class TrajectoryIndex:
     def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
         """Have arrays for the facts among some columns, of scores for a limited number of names."""
         for name in columns:
-            if name in self._arrays or not is_optional(name):
+            if self._has(name) or not is_optional(name):
                 continue
-            if not name.startswith(SCORE) or sum(one.startswith(SCORE) for one in self._arrays) < MOST_SCORES:
+            if not name.startswith(SCORE) or sum(one.startswith(SCORE) for one in self.facts) < MOST_SCORES:
                 self._arrays[name] = unknown(name, len(self.ends))
             elif not self._told_left_out:
                 self._told_left_out = True
@@ -385,6 +415,7 @@ class TrajectoryIndex:
         """Forget the texts that no entry names, if they are more than half of all."""
         if len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
             return
+        self._unpack()
         kept, old = slice(self.first, self.end), self.texts
         self.texts = StringTable()
         for name in [name for name in self._arrays if name == "weights" or is_text(name)]:
@@ -415,6 +446,11 @@ class TrajectoryIndex:
 
     def take(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return all columns at some positions (copies, of a slice views)."""
+        self._unpack()
+        return self.unpacked(positions)
+
+    def unpacked(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns that do not wait to be unpacked, at some positions."""
         return {name: array[positions] for name, array in self._arrays.items()}
 
     def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -422,7 +458,7 @@ class TrajectoryIndex:
         self.revision += 1
         self.first = self.end = 0
         self._ascending = True
-        self._arrays = self._empty()
+        self._arrays, self._waiting = self._empty(), {}
         self.ends = np.zeros(0, np.int64)
         self.append(columns)
         self._shed_texts()
@@ -435,6 +471,7 @@ class TrajectoryIndex:
         part = TrajectoryIndex(self.table)
         low, high = self.first + start, self.first + stop
         part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
+        part._waiting = {name: waiting.part(low, high) for name, waiting in self._waiting.items()}
         before = self.samples_before(low)
         part.ends = self.ends[low:high] - before if before else self.ends[low:high]
         part.texts, part._texts_kept = self.texts, self._texts_kept
@@ -444,18 +481,21 @@ class TrajectoryIndex:
 
     def entry(self, position: int) -> TrajectoryEntry:
         """Return the entry at a position."""
-        at = {name: array[position] for name, array in self._arrays.items()}
-        low = int(at["version_low"])
+        names = ("trajectory_id", "num_samples", "nbytes", "max_episode_length", "version_low", "version_high")
+        number, samples, nbytes, longest, low, high = (int(self.at(name, position)) for name in names)
         return TrajectoryEntry(
-            trajectory_id=int(at["trajectory_id"]),
-            uuid=str(uuid.UUID(bytes=at["uuid"].tobytes())),
-            num_samples=int(at["num_samples"]),
-            extent=Extent(int(at["steps"]), int(at["batch"]), int(at["extra"]), int(at["document"])),
-            nbytes=int(at["nbytes"]),
-            max_episode_length=int(at["max_episode_length"]),
-            model_weights_id=self.texts[int(at["weights"])],
-            versions=None if low == UNKNOWN_VERSION else (low, int(at["version_high"])),
+            trajectory_id=number,
+            num_samples=samples,
+            extent=Extent(*(int(self.at(name, position)) for name in ("steps", "batch", "extra", "document"))),
+            nbytes=nbytes,
+            max_episode_length=longest,
+            model_weights_id=self.texts[int(self.at("weights", position))],
+            versions=None if low == UNKNOWN_VERSION else (low, high),
         )
+
+    def uuid(self, position: int) -> str:
+        """Return the UUID of the trajectory at a position."""
+        return str(uuid.UUID(bytes=self.at("uuid", position).tobytes()))
 
     def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Hold these entries instead of the present ones, in these very arrays.
@@ -465,9 +505,26 @@ class TrajectoryIndex:
         """
         if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
-        self._arrays = dict(columns)
+        self._arrays, self._waiting = dict(columns), {}
         self.first, self.end = 0, len(columns["trajectory_id"])
         self.ends = np.cumsum(columns["num_samples"])
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
+
+
+def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
+    """Return a column with these rows and memory for as many as ``capacity``; the very array if it has no more."""
+    if len(rows) == capacity:
+        return rows
+    grown = np.zeros(capacity, rows.dtype) if not is_optional(name) else unknown(name, capacity)
+    grown[: len(rows)] = rows
+    return grown
+
+
+def _rows(name: str, columns: Mapping[str, npt.ArrayLike], count: int) -> npt.NDArray[Any]:
+    """Return a column of new entries, of which a fact may be unknown."""
+    rows = unknown(name, count) if is_optional(name) else np.zeros(count, COLUMNS[name])
+    if name in columns:
+        rows[:] = columns[name]
+    return rows

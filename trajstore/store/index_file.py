@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.limits import UNKNOWN_TIME
+from trajstore.columns.limits import RANGES, UNKNOWN_TIME
 from trajstore.errors import CorruptStoreError
-from trajstore.store.entry_checks import EntryGate, check_lengths, range_faults
+from trajstore.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
 from trajstore.store.facts import MOST_SCORES, fact_dtype, is_fact
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.store.sealed import FROM_A_COPY, OR_FROM_THE_LOG
+from trajstore.store.waiting import Packed
 
 
 def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None) -> dict[str, Any]:
@@ -33,13 +36,17 @@ def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None)
     }
 
 
-def index_from_json(value: Any, shards: int, gate: EntryGate | None = None) -> TrajectoryIndex:
+def index_from_json(
+    value: Any, shards: int, gate: EntryGate | None = None, later: str | None = None
+) -> TrajectoryIndex:
     """Return the index that :func:`index_to_json` described.
 
     Args:
         value: the JSON values.
         shards: number of shards in the table that the entries refer to.
         gate: what becomes of entries that cannot be served; None refuses them.
+        later: name of the file, where ``_LATER`` and facts are to be unpacked and checked only when they are asked
+            for; the gate must then refuse.
 
     Raises:
         CorruptStoreError: it does not describe an index, or columns disagree.
@@ -49,17 +56,52 @@ def index_from_json(value: Any, shards: int, gate: EntryGate | None = None) -> T
         packed = value["columns"]
         facts = {name: column for name, column in value.get("facts", {}).items() if is_fact(name)}
         _check_declared(packed, facts)
+        every = {**packed, **facts}
         dtypes = {name: dtype for name, dtype in COLUMNS.items() if name in packed}
-        columns = _unpacked({**packed, **facts}, dtypes | {name: fact_dtype(name) for name in facts})
+        dtypes |= {name: fact_dtype(name) for name in facts}
+        waiting = {name: dtypes.pop(name) for name in (*_LATER, *facts)} if later is not None else {}
+        columns = _unpacked(every, dtypes)
         columns.setdefault("committed", np.full(len(columns["trajectory_id"]), UNKNOWN_TIME))
-        if lacking := COLUMNS.keys() - columns.keys():
+        if lacking := COLUMNS.keys() - columns.keys() - waiting.keys():
             raise KeyError(*lacking)
         index.texts = StringTable.from_json(value["weights"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not an index: {error}") from error
     check_lengths(columns)
     index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.texts))))
+    ids, texts = columns["trajectory_id"], len(index.texts)
+    index.wait_for(
+        {
+            name: Packed(partial(_unpacked_later, name, every[name], dtype, ids, texts, f"{later}"))
+            for name, dtype in waiting.items()
+        }
+    )
     return index
+
+
+def _unpacked_later(
+    name: str, packed: Any, dtype: npt.DTypeLike, ids: npt.NDArray[Any], texts: int, source: str
+) -> npt.NDArray[Any]:
+    """Return a column that was left packed when its file was opened.
+
+    Args:
+        name: of the column.
+        packed: as the file has it.
+        dtype: of the column.
+        ids: of its entries.
+        texts: number of texts that they may name.
+        source: name of the file.
+
+    Raises:
+        CorruptStoreError: it is no packed array, or holds what it may not; names the file.
+    """
+    try:
+        column = unpack(packed, dtype)
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
+    faults = out_of_range({name: column}, {**RANGES, **fact_ranges(texts)})
+    EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {what}", wrong) for what, wrong in faults))
+    return column
 
 
 def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, npt.NDArray[Any]]:
@@ -77,6 +119,9 @@ def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) ->
     with ThreadPoolExecutor(2, thread_name_prefix="trajstore-unpack") as threads:
         return dict(zip(dtypes, threads.map(unpacked, dtypes), strict=True))
 
+
+_LATER = ("uuid", "max_episode_length")
+"""Columns besides the facts that can wait: neither showing nor drawing needs them."""
 
 _LONG = 1 << 18
 """Entries from which on a second thread is worth its start."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,6 +20,9 @@ import numpy.typing as npt
 from trajstore.errors import CorruptStoreError
 
 _MAX_INFLATION = 1100  # deflate cannot shrink by more: a larger claim is hostile
+
+_PIECE = 1 << 19
+"""Bytes that are inflated at a time: fresh memory for all of a long column would cost more than inflating it."""
 
 _MAX_TEXT_INFLATION = 256  # of strings of which no two are equal, or not soon after each other
 
@@ -53,25 +57,66 @@ def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray
         shape = tuple(int(n) for n in value["shape"])
         if value["dtype"] != wanted.str or len(shape) != dimensions or any(n < 0 for n in shape):
             raise ValueError(f"dtype {value['dtype']!r}, shape {shape}")
-        integers = wanted.kind in "iu" and bool(shape) and shape[0] > 0
-        stored = np.dtype(np.int64) if integers else wanted
-        size = prod(shape) * stored.itemsize
+        integers = wanted.kind in "iu"
+        size = prod(shape) * (8 if integers else wanted.itemsize)
         packed = base64.b64decode(value["data"], validate=True)
         if size > len(packed) * _MAX_INFLATION + 64:
             raise ValueError(f"claims {size} bytes in {len(packed)}")
-        inflater = zlib.decompressobj()
-        data = inflater.decompress(packed, size) if size else b""
-        if len(data) != size:
-            raise ValueError(f"holds {len(data)} bytes, not {size}")
+        return (_summed if integers else _joined)(_inflated(packed, size), shape, wanted)
     except (KeyError, TypeError, ValueError, binascii.Error, zlib.error) as error:
         raise CorruptStoreError(f"a packed array is damaged: {error}") from error
-    del packed
-    array = np.frombuffer(data, stored).reshape(shape)
-    if not integers:
-        return array.copy()
-    if not array[1:].any():  # all rows are equal, as many are of trajectories that are alike: much cheaper than sums
-        return np.full(shape, array[0], wanted)
-    return np.cumsum(array, axis=0, dtype=np.int64).astype(wanted, copy=False)
+
+
+def _inflated(packed: bytes, size: int) -> Iterator[bytes]:
+    """Yield the first ``size`` bytes of a zlib stream, in pieces whose memory is used again and again.
+
+    Raises:
+        ValueError, zlib.error: it has fewer, or is none.
+    """
+    inflater = zlib.decompressobj()
+    left = size
+    for start in range(0, len(packed), _PIECE):
+        tail = packed[start : start + _PIECE]
+        while left:
+            piece = inflater.decompress(tail, min(_PIECE, left))
+            if not piece:
+                break
+            tail = inflater.unconsumed_tail
+            left -= len(piece)
+            yield piece
+    if left:
+        raise ValueError(f"holds {size - left} bytes, not {size}")
+
+
+def _joined(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the array of raw bytes."""
+    joined = np.empty(prod(shape) * dtype.itemsize, np.uint8)
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + len(piece)
+        joined[begin:end] = np.frombuffer(piece, np.uint8)
+    return joined.view(dtype).reshape(shape)
+
+
+def _summed(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the array of 64-bit differences along the first axis."""
+    summed = np.empty(shape, dtype)
+    row, end, rest = prod(shape[1:]) * 8, 0, b""
+    last = np.zeros((1, *shape[1:]), np.int64)
+    for piece in pieces:
+        data = rest + piece if rest else piece
+        begin, end = end, end + len(data) // row
+        rest = data[(end - begin) * row :]
+        steps = np.frombuffer(data, np.int64, (end - begin) * row // 8).reshape(-1, *shape[1:])
+        if steps[1:].any():
+            rows = np.cumsum(steps, axis=0)
+            rows += last
+            summed[begin:end] = rows
+            last = rows[-1:]
+        elif end > begin:  # all rows are equal, as many are of trajectories that are alike: much cheaper than sums
+            last = last + steps[:1]
+            summed[begin:end] = last
+    return summed
 
 
 def declared_rows(value: Any) -> int:
