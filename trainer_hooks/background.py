@@ -84,6 +84,7 @@ class ReplayParts(Generic[Task]):
             exp_ratio=config.ratio(),
             replay_start_ratio=config.replay_start_ratio,
             offpolicy_trajectories_per_task=config.offpolicy_trajectories_per_task,
+            unsolved_first=config.unsolved_first,
             text_of=task_text,
         )
         files = PoolFiles(manager, config.pool_path, config.pool_save_freq)

@@ -46,6 +46,9 @@ class ExperienceReplayConfig(PoolOptions):
         exp_ratio: share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points joined by straight
             lines.
         offpolicy_trajectories_per_task: histories per experience task at the most: k, below ``n_rollout``.
+        unsolved_first: whether training tasks of which no success is known keep their places, where they would give way
+            to tasks with history; and whether unsolved tasks of earlier batches come where solved ones would fill up.
+            Not for data of which each task comes once: there all keep their places, and nothing is replayed.
         off_cliprange_high: upper clip range of off-policy tokens: their ratio is clipped above 1 + this.
         exp_is_correct: whether recorded log-probabilities stand for the current policy's on replayed tokens.
         group_offpolicy: whether replayed rows are in the group of their task (``shared``), or each in one of its own
@@ -75,6 +78,7 @@ class ExperienceReplayConfig(PoolOptions):
     replay_start_ratio: Annotated[float, share] = 0.35
     exp_ratio: Annotated[float | tuple[tuple[float, float], ...], ratio_or_points] = 0.5
     offpolicy_trajectories_per_task: Annotated[int, partial(whole, least=1)] = 1
+    unsolved_first: bool = False
     off_cliprange_high: Annotated[float, partial(finite, least=0)] = _DEFAULT_OFF_CLIPRANGE
     exp_is_correct: bool = True
     group_offpolicy: GroupOffPolicy = "shared"

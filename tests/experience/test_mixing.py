@@ -229,3 +229,47 @@ def test_a_rollout_takes_the_place_of_a_history_of_another_prompt(make: Make) ->
     manager.save_trajectories_to_memory([make(tokens=3, entropy=0.9)])
     assert [one.rollout_id for one in manager.task2trajectories["a"]] == ["a/2", "a/3"]
     assert manager.save_trajectories_to_memory([make(tokens=4, entropy=0.95)]) == 0, "no better than its own kind"
+
+
+def test_a_task_without_a_success_does_not_give_way(make: Make) -> None:
+    tasks = list("efgh")
+    manager = manager_with(make, ["a", "b", "g"], ["h"])
+    manager.update_difficulty2task_dict([make("e", 0, 0.0), make("e", 1, 0.0)])  # rolled out, and "f" was not
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0, replay_start_ratio=0.0, unsolved_first=True)
+    experience, fresh = mix(tasks, 0.0)
+    assert len(experience) == 2
+    assert fresh == ["e", "f"]
+    assert mix.asked_share == 2 / 16
+    assert set(manager.waiting_tasks) <= {"g"}
+
+    usual = ExperienceMixCollateFn(manager_with(make, ["a", "b", "g"], ["h"]), str, exp_ratio=1.0)
+    assert len(usual(tasks, 1.0)[0]) == 3
+
+
+def test_a_task_without_a_success_that_waits_comes_before_others(make: Make) -> None:
+    manager = manager_with(make, ["a", "b", "c"], [])
+    manager.waiting_tasks.update(dict.fromkeys(["b", "new"]))
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=0.0, replay_start_ratio=0.0, unsolved_first=True)
+    assert mix(["a", "c"], 0.0) == ([], ["new", "b"])
+    assert list(manager.waiting_tasks) == ["a", "c"]
+
+
+def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones(make: Make) -> None:
+    def mixed(*, unsolved_first: bool, lacking: str = "") -> list[str]:
+        manager = manager_with(make, ["a", "b"], ["s", "t", "u"])
+        mix = ExperienceMixCollateFn(
+            manager,
+            lambda name: None if name == lacking else name,
+            exp_ratio=0.0,
+            replay_start_ratio=0.0,
+            unsolved_first=unsolved_first,
+        )
+        experience, fresh = mix(["s", "t", "u"], 0.0)
+        assert not experience
+        return fresh
+
+    assert mixed(unsolved_first=False) == ["s", "t", "u"]
+    found = mixed(unsolved_first=True)
+    assert sorted(found[:2]) == ["a", "b"]
+    assert found[2] == "s"
+    assert mixed(unsolved_first=True, lacking="b") == ["a", "s", "t"]

@@ -19,6 +19,7 @@ DEFAULTS = {
     "pool_save_freq": None,
     "enable": False,
     "replay_start_ratio": 0.35,
+    "unsolved_first": False,
     "exp_ratio": 0.5,
     "offpolicy_trajectories_per_task": 1,
     "off_cliprange_high": 1.0,

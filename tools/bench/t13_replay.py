@@ -73,7 +73,8 @@ def until_solved(config: TrainerConfig) -> tuple[CurveSummary, float]:
 def measure(config: TrainerConfig, select: str | None = None) -> Run:
     """Train until solved; without replay, or with histories that a rule chooses."""
     if select is not None:
-        config = replace(config, replay=replace(replay_config(seed=config.seed), **RULES[select]))
+        replay = replay_config(seed=config.seed, environment=config.environment)
+        config = replace(config, replay=replace(replay, **RULES[select]))
     summary, took = until_solved(config)
     return Run(
         environment=config.environment,

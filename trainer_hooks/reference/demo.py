@@ -20,6 +20,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import CurvePoint, TrainerConfig
 from trainer_hooks.reference.curves import draw_curves, summarize
+from trainer_hooks.reference.environments import SortEnvironment
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.demo import DemoSettings, Progress
 from trajstore.demo.threads import one_thread
@@ -35,12 +36,19 @@ BASE = TrainerConfig()
 _ARMS = ("without", "with")
 
 
-def replay_config(path: Path | None = None, seed: int = 0) -> ExperienceReplayConfig:
-    """Return the replay of the demo and of the benchmark; its pool lies in ``path``, or in memory."""
+def replay_config(
+    path: Path | None = None, seed: int = 0, environment: str = BASE.environment
+) -> ExperienceReplayConfig:
+    """Return the replay of the demo and of the benchmark; its pool lies in ``path``, or in memory.
+
+    In *sort* tasks without a success keep their places: their answers are found by chance, while the policy still draws
+    evenly; later they are not found any more, and there is nothing to replay.
+    """
     return ExperienceReplayConfig(
         enable=True,
         replay_start_ratio=0.0,
         offpolicy_trajectories_per_task=4,
+        unsolved_first=environment == SortEnvironment.name,
         seed=seed,
         store=None if path is None else {"path": str(path)},
     )

@@ -68,6 +68,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         exp_ratio: share of experience tasks at the most, in [0, 1]; or a function of training progress.
         replay_start_ratio: training progress in [0, 1] before which nothing is replayed.
         offpolicy_trajectories_per_task: histories per experience task at the most, below ``n_rollout``.
+        unsolved_first: whether tasks without a success keep their places, and unsolved ones come before solved ones.
         text_of: returns what a task asks for; needed by ``task_sampling: similar``, which then draws, for the training
             tasks in turn, the pool's task most like each, and goes on ``by_task`` where none has a word in common.
 
@@ -84,6 +85,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         exp_ratio: float | Callable[[float], float] = 0.5,
         replay_start_ratio: float = 0.35,
         offpolicy_trajectories_per_task: int = 1,
+        unsolved_first: bool = False,
         text_of: Callable[[Task], str] | None = None,
     ) -> None:
         n_rollout = exp_manager.rules.n_rollout
@@ -108,6 +110,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._exp_ratio = exp_ratio if callable(exp_ratio) else share("exp_ratio", exp_ratio)
         self._start = share("replay_start_ratio", replay_start_ratio)
         self._histories = histories
+        self._unsolved_first = unsolved_first
         self._n_rollout = n_rollout
         self._told_others = False
         self._known: dict[str, bool] = {}
@@ -141,6 +144,10 @@ class ExperienceMixCollateFn(Generic[Task]):
         wait for the next call. No task comes twice unless ``training_tasks`` has it twice and too few others, and none
         more often than there.
 
+        With ``unsolved_first``, tasks of which no success is known do not give way, and come first; so the experience
+        tasks are fewer while there are many of them. And where solved tasks would fill up, unsolved ones of earlier
+        batches do.
+
         Raises:
             ConfigurationError: the training progress, or the schedule's ratio, is outside [0, 1].
         """
@@ -154,6 +161,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         ratio = self._exp_ratio
         ratio = share("exp_ratio", ratio(training_progress) if callable(ratio) else ratio)
         target = int(len(training_tasks) * ratio)
+        untaught = self._without_success(training_tasks)
+        target = min(target, len(training_tasks) - len(untaught))
         experience = self._draw(target, training_tasks)
         self.asked_share = target * self._histories / (len(training_tasks) * self._n_rollout) if target else 0.0
 
@@ -175,10 +184,14 @@ class ExperienceMixCollateFn(Generic[Task]):
                 used.add(name)
                 (solved if name in skipped else fresh).append(task)
         wanted = len(training_tasks) - len(experience)
+        fresh.sort(key=lambda task: task_id_of(task) not in untaught)
         self._given = {task_id_of(task): task for task in fresh[wanted:]}
         self._manager.waiting_tasks.update(dict.fromkeys(self._given))
         displaced = len(fresh) - max(wanted, earlier) if len(fresh) > wanted else 0
         self._note(len(experience), len(training_tasks), replaying=True, displaced=displaced)
+        if self._unsolved_first and len(fresh) < wanted:
+            drawn = self._manager.sample_unsolved_tasks(wanted - len(fresh), used | self._unknown())
+            fresh += [task for task in map(self._get_task, drawn) if task is not None]
         return experience, [*fresh, *solved, *repeated][:wanted]
 
     def get_histories(self, experience_tasks: Sequence[Task]) -> dict[str, list[AgentTrajectory]]:
@@ -220,6 +233,14 @@ class ExperienceMixCollateFn(Generic[Task]):
             drawn.update(ids)
             tasks.extend(task for task in map(self._get_task, ids) if task is not None)
         return tasks
+
+    def _without_success(self, training_tasks: Sequence[Task]) -> set[str]:
+        """Return the tasks that do not give way: no success is known of them, and the batch has places for them."""
+        if not self._unsolved_first:
+            return set()
+        coming = dict.fromkeys((*self._manager.waiting_tasks, *map(task_id_of, training_tasks)))
+        untaught = [name for name in coming if not self._manager.has_succeeded(name)]
+        return set(untaught[: len(training_tasks)])
 
     def _unknown(self) -> set[str]:
         """Return the tasks of the pool that the training data lack: none is drawn, after a resume neither."""

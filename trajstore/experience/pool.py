@@ -340,6 +340,22 @@ class ExperienceManager:
             buckets, num_tasks, strategy or self.rules.task_sampling, self.rules.n_rollout, self._generator, exclude
         )
 
+    def has_succeeded(self, task_id: str) -> bool:
+        """Return whether the pool knows of a success: the task is solved, partly solved, or has a trajectory."""
+        state = self._state
+        return task_id in state.skip or task_id in state.entries or bool(state.buckets.difficulty(task_id))
+
+    def sample_unsolved_tasks(self, num_tasks: int, exclude: Collection[str] = ()) -> list[str]:
+        """Draw up to ``num_tasks`` tasks evenly, without replacement, from all that were rolled out and are not solved.
+
+        Args:
+            num_tasks: how many.
+            exclude: tasks that are not drawn.
+        """
+        whole("num_tasks", num_tasks, 0)
+        buckets = self.difficulty2task_dict
+        return draw_tasks(buckets, num_tasks, "by_task", self.rules.n_rollout, self._generator, exclude)
+
     def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
         """Return the up to ``num_trajectories`` best histories of a task; see :meth:`get_offpolicy_batch`."""
         return self.get_offpolicy_batch([task_id], num_trajectories)
