@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import add_each
+from tests.stores import add_each, reader_of
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience.persistence import POOL_FILES, read_pool
 from trajstore.inspection.copying import copy_store
@@ -77,8 +77,7 @@ def look(call: Callable[[], object]) -> Exception | None:
 
 
 def read_all(path: Path) -> None:
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path)
+    with reader_of(path) as reader:
         assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
         reader.sample(64)
 
