@@ -122,7 +122,7 @@ def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> N
 # ---- messages that name commands ----
 
 
-def test_a_damaged_metadata_says_what_is_lost_and_how_to_repair(run: Run, tmp_path: Path) -> None:
+def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: Run, tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", range(3))
     whole = (store / "metadata.json").read_bytes()
     for damaged in (b"{", b"[]", whole.replace(b'"trajstore"', b'"trajst0re"'), whole.replace(b'"pt"', b'"pk"')):
@@ -136,10 +136,6 @@ def test_a_damaged_metadata_says_what_is_lost_and_how_to_repair(run: Run, tmp_pa
         code, out, _ = run("repair", store, tmp_path / f"repaired_{number}")
         assert code == 0
         assert "3 trajectories" in out
-
-
-def test_a_folder_without_its_metadata_says_what_it_is(tmp_path: Path) -> None:
-    store = write_store(tmp_path / "store", range(3))
     (store / "metadata.json").unlink()
     with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: what is left of a store.*trajstore repair"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)

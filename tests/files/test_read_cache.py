@@ -25,7 +25,7 @@ from trajstore.files.opening import open_directory
 from trajstore.files.read_cache import ReadCache
 from trajstore.files.remote import RemoteDirectory
 from trajstore.testing.directory import publish
-from trajstore.testing.witness import check_trajectory, witness
+from trajstore.testing.witness import check_trajectory
 
 
 @pytest.fixture
@@ -188,8 +188,7 @@ def test_a_folder_that_takes_no_copies_is_named(
 ) -> None:
     unraisable: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraisable.append)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
-        buffer.add_trajectories([witness(1)])
+    filled(memory_url, [1])
     for folder in ("/proc/self/fdinfo", "/proc/self/none"):
         options = {"cache_dir": folder, "range_reads": range_reads}
         with (
