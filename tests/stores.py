@@ -18,7 +18,7 @@ from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import check_trajectory, witness
 
 
-def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
+def opened(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
     """Return a buffer that writes to a path; ``options`` are its own."""
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
 
@@ -42,7 +42,7 @@ def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:
     return path
 
 
-def reader_of(path: Path) -> TrajectoryReplayBuffer:
+def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
     """Return a buffer that shows what a path holds."""
     reader = TrajectoryReplayBuffer(sample_window_size=0)
     reader.load_checkpoint(path)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import format_reader
+from tests.stores import writer_to
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.columns.conversion import flatten
@@ -80,9 +81,7 @@ def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, A
         pytest.importorskip("zarr")
     live, copy = tmp_path / "live", tmp_path / "copy"
     added = [witness(5), witness(3), AGENT, LEAVES, witness(11)]
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=live, trajectory_format=form, format_options=options
-    ) as buffer:
+    with writer_to(live, trajectory_format=form, format_options=options) as buffer:
         buffer.add_trajectories(added)
         buffer.points.pin("all")
         buffer.evict([0])

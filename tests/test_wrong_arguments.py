@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.feeding.test_loader import block
+from tests.stores import writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, saved_points, saved_state
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
@@ -333,9 +334,7 @@ def test_rows_that_nobody_drew(buffer: TrajectoryReplayBuffer, rows: Any) -> Non
 def test_storage_options_for_a_local_path_are_told(path: Path, buffer: TrajectoryReplayBuffer) -> None:
     options = {"key": "x"}
     calls: list[Callable[[], Any]] = [
-        lambda: TrajectoryReplayBuffer(
-            auto_save=True, auto_save_path=path / "another", storage_options=options
-        ).close(),
+        lambda: writer_to(path / "another", storage_options=options).close(),
         lambda: TrajectoryReplayBuffer.open(path / "store", storage_options=options),
         lambda: saved_points(path / "store", **options),
         lambda: saved_state(path / "store", 0, **options),

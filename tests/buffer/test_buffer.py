@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import join_name, walk
@@ -196,9 +197,7 @@ def test_what_has_nothing_in_it_is_passed_over_and_told(tmp_path: Path, caplog: 
 
 def test_receipts(tmp_path: Path) -> None:
     told: list[int] = []
-    buffer = TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path, on_commit=told.extend, writer=WriterOptions(commit_interval=30.0)
-    )
+    buffer = writer_to(tmp_path, on_commit=told.extend, writer=WriterOptions(commit_interval=30.0))
     with buffer:
         assert buffer.points.committed == -1
         ids = buffer.add_trajectories([witness(key) for key in range(3)])

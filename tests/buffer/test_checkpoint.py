@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.stores import contents_of, keys_of
+from tests.stores import contents_of, keys_of, reader_of
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.internals import internals_of
 from trajstore.files import folders
@@ -137,8 +137,7 @@ def test_one_checkpoint_is_shared_among_ranks_and_saved_again(tmp_path: Path) ->
             buffer.load_checkpoint(tmp_path / "one", True, rank, 4)
             buffer.add_trajectories([witness(100 + rank)])
             buffer.save_checkpoint(tmp_path / "again" / f"rank_{rank}")
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.load_checkpoint(tmp_path / "again")
+    buffer = reader_of(tmp_path / "again")
     assert sorted(keys_of(buffer).values()) == [*range(10), 100, 101, 102, 103]
     for arguments in ((4, 4), (-1, 4), (0, 0)):
         with pytest.raises(errors.ConfigurationError):
@@ -157,8 +156,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Pa
         with full, pytest.raises(errors.StoreWriteError, match="checkpoint"):
             buffer.save_checkpoint(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "store"]
-    other = TrajectoryReplayBuffer(sample_window_size=0)
-    other.load_checkpoint(tmp_path / "checkpoint")
+    other = reader_of(tmp_path / "checkpoint")
     assert len(other) == 3
 
 
@@ -193,8 +191,7 @@ def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> 
     assert shards
     assert all(path.stat().st_nlink == 2 for path in shards)
     shutil.rmtree(tmp_path / "store")
-    other = TrajectoryReplayBuffer(sample_window_size=0)
-    other.load_checkpoint(tmp_path / "checkpoint")
+    other = reader_of(tmp_path / "checkpoint")
     assert keys_of(other) == {number: number for number in range(4)}
 
 
@@ -223,8 +220,7 @@ def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path:
         try:
             for _ in range(6):
                 buffer.save_checkpoint(tmp_path / "checkpoint")
-                other = TrajectoryReplayBuffer(sample_window_size=0)
-                other.load_checkpoint(tmp_path / "checkpoint")
+                other = reader_of(tmp_path / "checkpoint")
                 keys = keys_of(other)
                 assert len(keys) >= 15
                 assert list(keys) == list(keys.values()) == list(range(min(keys), min(keys) + len(keys)))
@@ -256,8 +252,7 @@ def test_loading_writes_nothing_into_the_directory(tmp_path: Path, kind: str) ->
             other.save_checkpoint(tmp_path / "both")
         assert listing(source) == before
         assert not list(source.glob("readers/*"))
-        both = TrajectoryReplayBuffer(sample_window_size=0)
-        both.load_checkpoint(tmp_path / "both")
+        both = reader_of(tmp_path / "both")
         assert sorted(keys_of(both).values()) == [0, 2, 3, 4, 77]
 
 

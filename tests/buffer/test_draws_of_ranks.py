@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.stores import reader_of
 from trajstore import Trajectory, TrajectoryReplayBuffer
 
 SAVED = 4
@@ -45,8 +46,7 @@ def test_one_store_shared_out(run: Path) -> None:
 
 def test_as_many_ranks_as_before_take_up_where_each_was(run: Path) -> None:
     for rank in range(SAVED):
-        with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
-            buffer.load_checkpoint(run / f"rank_{rank}")
+        with reader_of(run / f"rank_{rank}") as buffer:
             own = tuple(buffer.draw(8).ids.tolist())
         assert drawn(run, rank, SAVED, 77) == drawn(run, rank, SAVED, 78) == own
 
@@ -61,7 +61,6 @@ def test_a_share_that_is_opened(run: Path) -> None:
 
 
 def test_of_a_directory_of_rlinf_every_rank_draws_as_rlinf_does(run: Path, tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
-        buffer.load_checkpoint(run)
+    with reader_of(run) as buffer:
         buffer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
     assert drawn(tmp_path / "rlinf", 0, 2, 77) == drawn(tmp_path / "rlinf", 1, 2, 78)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import add_each, opened
+from tests.stores import add_each, opened, reader_of, writer_to
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
@@ -125,8 +125,7 @@ def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
     ) as source:
         source.add_trajectories([witness(key) for key in range(10)])
         source.flush()
-        reader = TrajectoryReplayBuffer(sample_window_size=0)
-        reader.load_checkpoint(path)
+        reader = reader_of(path)
 
         def run(call: Any) -> None:
             try:
@@ -175,16 +174,13 @@ def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_pat
                     check_trajectory(reader.get(number))
                 self._depth -= 1
 
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=2), enable_cache=False
-    ) as source:
+    with writer_to(tmp_path, retention=Retention(max_trajectories=2), enable_cache=False) as source:
 
         def add(keys: range) -> None:
             add_each(source, keys)
 
         add(range(3))
-        reader = TrajectoryReplayBuffer(sample_window_size=0)
-        reader.load_checkpoint(tmp_path)
+        reader = reader_of(tmp_path)
         add(range(3, 9))
         lock = Watched(reader._view.contents.lock)
         reader._view.contents.lock = lock  # type: ignore[assignment]
@@ -235,9 +231,7 @@ def sample_in_child(buffer: TrajectoryReplayBuffer, results: Any) -> None:
 def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     stop = threading.Event()
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0, writer=WriterOptions(commit_interval=0)
-    ) as buffer:
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(8)])
         check_batch(buffer.sample(8))
 
@@ -307,8 +301,7 @@ def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
 
 def read_by_path(path: Path, results: Any) -> None:
     torch.set_num_threads(1)
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.load_checkpoint(path)
+    buffer = reader_of(path)
     check_batch(buffer.sample(32))
     try:
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)

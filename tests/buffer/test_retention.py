@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import filled
+from tests.stores import filled, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.backing import StoreBacking
 from trajstore.columns.conversion import flatten
@@ -101,9 +101,7 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
 
 def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) -> None:
     filled(tmp_path, range(9))
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=4)
-    ) as again:
+    with writer_to(tmp_path, retention=Retention(max_trajectories=4)) as again:
         assert again.trajectory_ids.tolist() == [5, 6, 7, 8]
         again.flush()
         assert len(list((tmp_path / "shards").iterdir())) <= 4

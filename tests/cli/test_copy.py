@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.stores import Run
-from tests.stores import filled, keys_at, opened, refused_to_all
+from tests.stores import filled, flip, keys_at, opened, refused_to_all, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.buffer.runs import save_rank_point
 from trajstore.cli import DAMAGED, FAILED
@@ -31,12 +31,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 def test_a_copy_of_a_live_store_is_one_moment_of_it(run: Run, tmp_path: Path, trajectory_format: str) -> None:
     live = tmp_path / "live"
     done = threading.Event()
-    with TrajectoryReplayBuffer(
-        auto_save=True,
-        auto_save_path=live,
-        trajectory_format=trajectory_format,
-        retention=Retention(max_trajectories=9),
-    ) as buffer:
+    with writer_to(live, trajectory_format=trajectory_format, retention=Retention(max_trajectories=9)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(9)])
         buffer.flush()
 
@@ -69,9 +64,7 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     store = filled(tmp_path / "store", range(5))
     shards = sorted((store / "shards").iterdir())
     shards[1].unlink()
-    data = bytearray(shards[3].read_bytes())
-    data[len(data) // 2] ^= 1
-    shards[3].write_bytes(data)
+    flip(shards[3])
     (store / "metadata.json").write_bytes(b"{")
     before = files_of(store)
     code, out, _ = run("repair", store, tmp_path / "whole")

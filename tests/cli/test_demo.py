@@ -129,24 +129,24 @@ def test_stopped_from_outside_it_leaves_a_sound_store(by: signal.Signals, tmp_pa
     assert result.trajectories >= 10
 
 
+def batch(generator: torch.Generator) -> dict[str, object]:
+    return {
+        "curr_obs": {"states": torch.randn(8, 4, generator=generator)},
+        "next_obs": {"states": torch.randn(8, 4, generator=generator)},
+        "actions": torch.randint(2, (8, 1), generator=generator),
+        "rewards": torch.rand(8, 1, generator=generator),
+        "terminations": torch.rand(8, 1, generator=generator) < 0.2,
+    }
+
+
 def test_learner_continues_exactly() -> None:
     generator = torch.Generator().manual_seed(0)
-
-    def batch() -> dict[str, object]:
-        return {
-            "curr_obs": {"states": torch.randn(8, 4, generator=generator)},
-            "next_obs": {"states": torch.randn(8, 4, generator=generator)},
-            "actions": torch.randint(2, (8, 1), generator=generator),
-            "rewards": torch.rand(8, 1, generator=generator),
-            "terminations": torch.rand(8, 1, generator=generator) < 0.2,
-        }
-
     first = DQNLearner(4, 2, generator)
     for _ in range(3):
-        first.update(batch())
+        first.update(batch(generator))
     second = DQNLearner(4, 2, generator)
     second.load_state_dict(parse_state(dump_state(first.state_dict()), "checkpoint"))
-    following = [batch() for _ in range(3)]
+    following = [batch(generator) for _ in range(3)]
     assert [first.update(item).loss for item in following] == [second.update(item).loss for item in following]
 
 
@@ -154,20 +154,13 @@ def test_weights_of_one_change_nothing_and_errors_are_those_of_the_loss() -> Non
     def learner() -> DQNLearner:
         return DQNLearner(4, 2, torch.Generator().manual_seed(1))
 
-    generator = torch.Generator().manual_seed(2)
-    batch = {
-        "curr_obs": {"states": torch.randn(8, 4, generator=generator)},
-        "next_obs": {"states": torch.randn(8, 4, generator=generator)},
-        "actions": torch.randint(2, (8, 1), generator=generator),
-        "rewards": torch.rand(8, 1, generator=generator),
-        "terminations": torch.zeros(8, 1, dtype=torch.bool),
-    }
-    plain, weighted = learner().update(batch), learner().update(batch, torch.ones(8))
+    made = batch(torch.Generator().manual_seed(2))
+    plain, weighted = learner().update(made), learner().update(made, torch.ones(8))
     assert plain.loss == weighted.loss
     small = plain.errors < 1
     huber = torch.where(small, plain.errors**2 / 2, plain.errors - 0.5)
     assert plain.loss == pytest.approx(huber.mean().item())
-    assert learner().update(batch, torch.full((8,), 0.5)).loss == pytest.approx(plain.loss / 2)
+    assert learner().update(made, torch.full((8,), 0.5)).loss == pytest.approx(plain.loss / 2)
 
 
 @pytest.mark.slow

@@ -312,13 +312,6 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path) -> None:
     assert out.count("columns") == 3
 
 
-def test_a_file_is_told_to_be_one(run: Run, store: Path) -> None:
-    for command in ("inspect", "verify"):
-        code, _, err = run(command, store / "metadata.json")
-        assert code == FAILED
-        assert "is a file; give the directory" in err
-
-
 @pytest.mark.parametrize("module", ["trajstore", "trajstore.cli"])
 def test_the_command_line_is_a_module(module: str, project_root: Path) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=project_root, capture_output=True, check=False)

@@ -20,11 +20,12 @@ from trajstore.cli.output import Output, ProgressBar, format_bytes, format_numbe
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_path_without_store_is_told_in_one_line(command: str, run: Run, tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path):
-        code, out, err = run(command, path)
-        assert code == FAILED
-        assert out == ""
-        assert str(path) in err
+    (tmp_path / "file").touch()
+    for name, said in (("absent", ""), ("", ""), ("file", "is a file; give the directory")):
+        code, out, err = run(command, tmp_path / name)
+        assert (code, out) == (FAILED, "")
+        assert str(tmp_path / name) in err
+        assert said in err
         assert err.count("\n") == 1
         assert err.startswith("trajstore: ")
 

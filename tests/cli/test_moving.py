@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import contents_of, opened
+from tests.stores import contents_of, flip, opened
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
@@ -92,9 +92,7 @@ def test_a_split_by_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = max((agents / "shards").iterdir())
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    shard.write_bytes(content)
+    flip(shard)
     assert main(["merge", str(agents), str(tmp_path / "out")]) == 1
     assert shard.name in capsys.readouterr().out
     assert [row[0] for row in asked(tmp_path / "out", "task")] == ["t0", "t1"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.stores import opened
+from tests.stores import filled, opened
 from tools.crash.forked import forking
 from trajstore.cli import main
 from trajstore.testing.witness import witness
@@ -48,8 +48,7 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(
         store.add_trajectories([witness(5), witness(6), witness(7)])
         store.evict([6])
         store.evict([0])
-    with opened(path) as store:
-        store.add_trajectories([witness(8)])
+    filled(path, [8])
     assert not caplog.text.count("have no trajectory")
     shown, cursor = tailed(capsys, path, "--since", cursor)
     assert shown == ["5", "7", "8"]
@@ -58,8 +57,7 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(
     assert main(["tail", str(path), "--since", str(cursor)]) == 0
     assert f"--since {cursor}" in capsys.readouterr().out
     shutil.copytree(path, tmp_path / "older")
-    with opened(path) as store:
-        store.add_trajectories([witness(10)])
+    filled(path, [10])
     shown, cursor = tailed(capsys, path, "--since", cursor)
     assert shown == ["9"]
     shutil.rmtree(path)
@@ -67,12 +65,10 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(
     assert main(["tail", str(path), "--since", str(cursor)]) == 0
     assert "an older copy of the store lies there" in caplog.text
     cursor = capsys.readouterr().out.split()[-1]
-    with opened(path) as store:
-        store.add_trajectories([witness(11)])
+    filled(path, [11])
     assert tailed(capsys, path, "--since", cursor)[0] == ["9"]
     shutil.rmtree(path)
-    with opened(path) as store:
-        store.add_trajectories([witness(9)])
+    filled(path, [9])
     assert tailed(capsys, path, "--since", cursor)[0] == ["0"]
     assert "another store lies there" in caplog.text
 
@@ -125,7 +121,6 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
     "words", [["--since", "x"], ["--since", "eyIwIjpbMSwyXX0"], ["--every", "0"], ["--last", "-1"], ["--where", "no"]]
 )
 def test_wrong_words(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with opened(tmp_path / "store") as store:
-        store.add_trajectories([witness(0)])
+    filled(tmp_path / "store", [0])
     assert main(["tail", str(tmp_path / "store"), *words]) == 2
     assert capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.stores import Run
-from tests.stores import nothing_can_be_deleted, writer_to
+from tests.stores import filled, nothing_can_be_deleted, writer_to
 from trajstore import annotate
 from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
@@ -86,8 +86,7 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run" / "rank_0"
-    with writer_to(path) as writer:
-        writer.add_trajectories([witness(0)])
+    filled(path, [0])
     with monkeypatch.context() as patch:
         patch.setattr(Inbox, "look", lambda _: True)
         annotate(path, 0, {"score": "high"}, who="anna")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import add_each
+from tests.stores import add_each, filled, reader_of
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience.persistence import POOL_FILES, read_pool
 from trajstore.inspection.copying import copy_store
@@ -57,9 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with files of every sort: three trajectories in three shards, the newest two in the log only."""
     path = tmp_path_factory.mktemp("store")
     made = path / "made"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+    filled(made, [0])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
         add_each(buffer, (1, 2))
         buffer.points.pin("kept")
@@ -77,8 +75,7 @@ def look(call: Callable[[], object]) -> Exception | None:
 
 
 def read_all(path: Path) -> None:
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path)
+    with reader_of(path) as reader:
         assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
         reader.sample(64)
 

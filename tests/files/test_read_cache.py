@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.stores import add_each, filled
+from tests.stores import add_each, filled, flip, reader_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -25,7 +25,7 @@ from trajstore.files.opening import open_directory
 from trajstore.files.read_cache import ReadCache
 from trajstore.files.remote import RemoteDirectory
 from trajstore.testing.directory import publish
-from trajstore.testing.witness import check_trajectory, witness
+from trajstore.testing.witness import check_trajectory
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_relative_cache_stays_where_it_was(memory_url: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("content", [None, b"12", b"12345"])
-def test_a_broken_download_leaves_nothing(
+def test_a_broken_download_leaves_nothing_and_a_cut_copy_is_made_anew(
     memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
     directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
@@ -138,12 +138,6 @@ def test_a_broken_download_leaves_nothing(
             directory.map("a")
     assert list(tmp_path.iterdir()) == []
     assert directory.map("a").view.tobytes() == b"1234"
-
-
-def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
-    directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
-    publish(directory, a=b"1234")
-    directory.map("a")
     (copy,) = tmp_path.iterdir()
     copy.write_bytes(b"12")
     assert directory.map("a").view.tobytes() == b"1234"
@@ -152,8 +146,7 @@ def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
 def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
         add_each(buffer, range(2))
-        reader = TrajectoryReplayBuffer(sample_window_size=0)
-        reader.load_checkpoint(memory_url)
+        reader = reader_of(memory_url)
         for name in open_directory(memory_url).names("readers"):  # as if it had been cut off for too long
             open_directory(memory_url).remove([name])
         buffer.evict([0])
@@ -177,9 +170,7 @@ def test_a_copy_that_does_not_fit_is_fetched_anew(
     assert read_all() == [0, 1, 2]
     shards = sorted(downloads)
     for copy in tmp_path.iterdir():
-        data = bytearray(copy.read_bytes())
-        data[len(data) // 2] ^= 0x10
-        copy.write_bytes(data)
+        flip(copy)
     assert read_all() == [0, 1, 2]
     assert sorted(downloads) == sorted([*shards, *shards])
     assert caplog.text.count("fetched anew") == 3
@@ -197,8 +188,7 @@ def test_a_folder_that_takes_no_copies_is_named(
 ) -> None:
     unraisable: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraisable.append)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
-        buffer.add_trajectories([witness(1)])
+    filled(memory_url, [1])
     for folder in ("/proc/self/fdinfo", "/proc/self/none"):
         options = {"cache_dir": folder, "range_reads": range_reads}
         with (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.stores import add_each
+from tests.stores import add_each, opened
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.files.answers import ObjectInfo
 from trajstore.files.object_store import ObjectStore
@@ -21,9 +21,7 @@ from trajstore.testing.witness import check_trajectory
 
 
 def test_a_reader_keeps_what_it_shows(s3_url: str, s3_options: dict[str, Any]) -> None:
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=s3_url, sample_window_size=0, storage_options=s3_options
-    ) as buffer:
+    with opened(s3_url, storage_options=s3_options) as buffer:
         add_each(buffer, range(3))
         reader = TrajectoryReplayBuffer(sample_window_size=0, storage_options=s3_options)
         reader.load_checkpoint(s3_url)

@@ -15,6 +15,7 @@ import orjson
 import pytest
 import torch
 
+from tests.stores import reader_of
 from trajstore import annotate
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
@@ -314,8 +315,7 @@ def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opene
             late.refresh()
             fence(late.directory, late)
             change()
-    reader = TrajectoryReplayBuffer(sample_window_size=0)
-    reader.load_checkpoint(memory_url)
+    reader = reader_of(memory_url)
     assert {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()} == {
         1: 1,
         2: 0,

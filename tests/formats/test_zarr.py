@@ -211,19 +211,13 @@ def test_foreign_groups_are_refused(damage: str) -> None:
 
 
 @pytest.mark.parametrize("config", FORMATS)
-def test_a_chunk_that_nobody_names_is_not_taken_for_zeros(config: str) -> None:
+def test_a_chunk_that_nobody_names_is_not_taken_for_zeros_and_a_short_one_is_refused(config: str) -> None:
     shard = store_shard(FORMATS[config], [step(torch.ones(40, 1, 3))])
     chunk = max(name for name in shard.files if "/c." in name)
     keep = tuple(file for file in shard.manifest.files if file.name != chunk)
     manifest = replace(shard.manifest, files=keep, places=(None,), column_crc32=(None,))
     with pytest.raises(CorruptStoreError, match=chunk):
         FORMATS[config].open(shard.fetch, manifest).rows(0, 0, 40)
-
-
-@pytest.mark.parametrize("config", FORMATS)
-def test_short_chunks_are_refused(config: str) -> None:
-    shard = store_shard(FORMATS[config], [step(torch.ones(40, 1, 3))])
-    chunk = max(name for name in shard.files if "/c." in name)
     hostile = with_file(shard, chunk, shard.files[chunk][:-4])
     manifest = replace(hostile.manifest, places=(None,), column_crc32=(None,))
     with pytest.raises(CorruptStoreError, match="rewards"):

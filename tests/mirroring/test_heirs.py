@@ -62,19 +62,14 @@ def test_a_place_where_nothing_was_published_becomes_the_next_stores(
     assert keys_at(mirror) == {0: 7, 1: 8}
 
 
-def test_a_first_copy_that_has_not_ended_is_no_store_yet(
+def test_a_first_copy_that_has_not_ended_is_no_store_yet_and_without_its_ledger_is_not_taken_over(
     tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost_before_it_published(tmp_path / "lost", mirror, monkeypatch)
     for look in (TrajectoryReplayBuffer.open, lambda url: restore(url, tmp_path / "restored")):
         with pytest.raises(StoreNotFoundError, match="no store here yet: a mirror whose first copy goes on"):
             look(mirror)
-
-
-def test_what_else_lies_there_is_not_taken_over(tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost_before_it_published(tmp_path / "lost", mirror, monkeypatch)
-    directory = open_directory(mirror)
-    directory.remove([LEDGER_NAME])
+    open_directory(mirror).remove([LEDGER_NAME])
     with make(tmp_path / "next", Mirror(mirror, close_timeout=0.0)) as buffer:
         add(buffer, [7])
         wait_until(lambda: "is no mirror of this store" in str(buffer.mirror.state))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mirroring.stores import add, is_sound, make
-from tests.stores import keys_at, keys_of
+from tests.stores import flip, keys_at, keys_of
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.files.base import EncodedFile
@@ -86,9 +86,7 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path, mirror: Path) -> None:
     (tmp_path / "begun" / MARKER_NAME).write_text('{"mirror":"elsewhere"}')
     with pytest.raises(ConfigurationError, match="another mirror was begun"):
         restore(mirror, tmp_path / "begun")
-    data = bytearray((mirror / "shards" / "shard_00000002.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (mirror / "shards" / "shard_00000002.pt").write_bytes(data)
+    flip(mirror / "shards" / "shard_00000002.pt")
     with pytest.raises(CorruptStoreError, match=r"shard_00000002\.pt: its checksum does not fit"):
         restore(mirror, tmp_path / "new")
     (mirror / "shards" / "shard_00000002.pt").unlink()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stores import reader_of
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.errors import InvalidTrajectoryError
@@ -79,8 +80,7 @@ def test_extra_rows_are_kept_and_never_drawn(tmp_path: Path, epochs: int, saved:
         buffer.save_checkpoint(tmp_path / "checkpoint")
         buffer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
     for place in ("checkpoint", "rlinf"):
-        again = TrajectoryReplayBuffer(sample_window_size=0)
-        again.load_checkpoint(tmp_path / place)
+        again = reader_of(tmp_path / place)
         for name in ("actions", "intervene_flags", "dones"):
             assert same(getattr(again.get(1), name), getattr(rollout(1, epochs), name))
         assert -1 not in again.sample(36)["actions"]

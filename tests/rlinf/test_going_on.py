@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import flip, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
 from trajstore.files.opening import open_directory
@@ -45,9 +46,7 @@ def test_it_knows_how_many_bytes_it_has(shared_fixtures: Path, tmp_path: Path, t
         buffer.add_trajectories([buffer.get(1)])
         buffer.flush()
     assert verify(tmp_path / "store").sound
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path / "store", retention=Retention(max_bytes=int(before // 2))
-    ) as buffer:
+    with writer_to(tmp_path / "store", retention=Retention(max_bytes=int(before // 2))) as buffer:
         assert 0 < buffer.get_stats()["live_bytes"] <= before // 2
 
 
@@ -99,8 +98,6 @@ def test_it_knows_the_policy_versions_of_its_trajectories(shared_fixtures: Path,
 def test_a_damaged_file_is_not_copied_under_a_fresh_checksum(shared_fixtures: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "source"))
     file = min(source.glob("trajectory_3_*.pt"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(data)
+    flip(file)
     with pytest.raises(CorruptStoreError, match=f"{file.name}.*checksum"):
         copy_store(source, tmp_path / "copy")

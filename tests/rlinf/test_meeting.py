@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import reader_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.inspection.inspect import inspect
@@ -46,8 +47,7 @@ def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
         buffer.load_checkpoint(tmp_path / "theirs")  # as the message says
         buffer.add_trajectories([buffer.get(0)])
         buffer.save_checkpoint(tmp_path / "both")
-    both = TrajectoryReplayBuffer(sample_window_size=0)
-    both.load_checkpoint(tmp_path / "both")
+    both = reader_of(tmp_path / "both")
     assert len(both) == 2
 
 

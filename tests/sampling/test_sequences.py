@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.chance import fits
+from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
@@ -259,9 +260,7 @@ def test_steps_beyond_an_end_do_not_count_even_where_they_are_no_numbers_and_pad
 
 
 def test_sequences_beside_retention_are_read_as_they_were_drawn(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(
-        seed=0, auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=2)
-    ) as buffer:
+    with writer_to(tmp_path, seed=0, retention=Retention(max_trajectories=2)) as buffer:
         trajectory = Trajectory(rewards=torch.ones(6, 1, 1), dones=torch.zeros(6, 1, 1, dtype=torch.bool))
         buffer.add_trajectories([trajectory])
         stop = threading.Event()

@@ -12,6 +12,7 @@ import torch
 
 import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, state_files
+from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.inspection.verify import verify
@@ -200,12 +201,10 @@ def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, dama
         buffer.points.save(1, {"x": torch.arange(100)})
         add(buffer, range(2, 4))
         [file] = (tmp_path / "pins").glob("*.state")
-        data = bytearray(file.read_bytes())
         if damage == "flip":
-            data[len(data) // 2] ^= 1
-            file.write_bytes(data)
+            flip(file)
         elif damage == "cut":
-            file.write_bytes(data[:-1])
+            file.write_bytes(file.read_bytes()[:-1])
         else:
             file.unlink()
         with pytest.raises(CorruptStoreError, match=file.name):

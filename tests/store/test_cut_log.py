@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stores import contents_of, refused_to_all
+from tests.stores import add_each, contents_of, keys_at, keys_of, opened, refused_to_all, writer_to
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
 from trajstore.inspection.copying import repair_store
@@ -18,23 +18,21 @@ from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.lost_records import Damage, LostRecords
 from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.witness import check_trajectory, witness
 
 
-def killed(path: Path, *, pinned: bool, renewed: int = 0) -> None:
-    """Leave the store of a process that was killed after six commits; a pin is made after the fourth.
+def killed(folder: Path, *, pinned: bool, renewed: int = 0) -> Path:
+    """Return the store of a process that was killed after six commits; a pin is made after the fourth.
 
     Its metadata were renewed when so many trajectories were committed.
     """
-    live = path.with_name("live")
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=live) as buffer:
-        for key in range(6):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
-            if key == 3 and pinned:
-                buffer.points.save(1)
-        copy_live(live, path, "writer.lock", "readers")
-        tell_ids(path, renewed)
+    with writer_to(folder / "live") as buffer:
+        add_each(buffer, range(4))
+        if pinned:
+            buffer.points.save(1)
+        add_each(buffer, range(4, 6))
+        path = copy_live(folder / "live", folder / "store", "writer.lock", "readers")
+    tell_ids(path, renewed)
+    return path
 
 
 def cut(path: Path, lines: int) -> None:
@@ -43,23 +41,16 @@ def cut(path: Path, lines: int) -> None:
     segment.write_bytes(b"".join(whole[:lines]))
 
 
-def keys(buffer: TrajectoryReplayBuffer) -> list[int]:
-    return [check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()]
-
-
 @pytest.mark.parametrize("lines", [0, 2])
 def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
-    path = tmp_path / "store"
-    killed(path, pinned=True)
+    path = killed(tmp_path, pinned=True)
     cut(path, lines)
     refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.json was made at")
     found = verify(path)
     assert not found.sound
     assert any("the log was cut or lost" in problem.message for problem in found.problems)
     assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path, strict=False)
-        assert keys(reader) == list(range(lines))
+    assert keys_at(path, strict=False) == {key: key for key in range(lines)}
     if lines:
         repair_store(path, tmp_path / "new")
         assert contents_of(tmp_path / "new") == list(range(lines))
@@ -67,8 +58,7 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
 
 
 def test_a_pin_tells_where_log_and_metadata_are_lost_together(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    killed(path, pinned=True)
+    path = killed(tmp_path, pinned=True)
     shutil.rmtree(path / "log")
     (path / "metadata.json").write_bytes(b"\xff")
     assert any("names 4 trajectories" in one.message and one.uncounted for one in verify(path).problems)
@@ -76,8 +66,7 @@ def test_a_pin_tells_where_log_and_metadata_are_lost_together(tmp_path: Path) ->
 
 @pytest.mark.parametrize("whole_segment", [False, True])
 def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_segment: bool) -> None:
-    path = tmp_path / "store"
-    killed(path, pinned=False, renewed=5)
+    path = killed(tmp_path, pinned=False, renewed=5)
     if whole_segment:
         (segment,) = (path / "log").iterdir()
         segment.unlink()
@@ -92,12 +81,11 @@ def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_s
     assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         assert reader.load_checkpoint(path, strict=False) == 5 - left
-        assert keys(reader) == list(range(left))
+        assert list(keys_of(reader)) == list(range(left))
 
 
 def test_a_log_that_lost_no_more_than_its_last_second_is_an_interrupted_commit(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    killed(path, pinned=False, renewed=5)
+    path = killed(tmp_path, pinned=False, renewed=5)
     cut(path, 5)
     assert contents_of(path) == list(range(5))
 
@@ -105,23 +93,18 @@ def test_a_log_that_lost_no_more_than_its_last_second_is_an_interrupted_commit(t
 def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "store"
-    killed(path, pinned=True)
+    path = killed(tmp_path, pinned=True)
     cut(path, 5)
     found = verify(path)
     assert found.sound
     assert any("1 files in shards/ are named by no commit" in note for note in found.notes)
-    with (
-        caplog.at_level(logging.WARNING),
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer,
-    ):
-        assert keys(buffer) == list(range(5))
+    with caplog.at_level(logging.WARNING), opened(path) as buffer:
+        assert list(keys_of(buffer)) == list(range(5))
     assert "deletes 1 files of shards that no commit names" in caplog.text
 
 
 def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    killed(path, pinned=False)
+    path = killed(tmp_path, pinned=False)
     (segment,) = (path / "log").iterdir()
     segment.write_bytes(segment.read_bytes()[:-1] + b"\x0b")
     found = verify(path)

@@ -57,31 +57,22 @@ def test_names_and_numbers() -> None:
         assert shard_number(name) is None
 
 
-def test_manifests_come_back_by_row() -> None:
-    table = table_of(*SHARDS)
-    for again in (table, ShardTable.from_json(orjson.loads(orjson.dumps(table.to_json())))):
-        assert len(again) == 4
-        assert dict(again.manifests()) == dict(enumerate(SHARDS))
-        assert [again.number(row) for row in range(4)] == [3, 4, 8, 20]
-        assert [again.schema(row) for row in range(4)] == [STEP, AGENT, STEP, STEP]
-
-
-def test_schemas_are_numbered_once() -> None:
-    table = table_of(*SHARDS)
-    assert table.schemas == [STEP, AGENT]
-    assert table.schema_numbers().tolist() == [0, 1, 0, 0]
-    assert table.of_steps().tolist() == [True, False, True, True]
-    assert (table.schema_number(AGENT), table.number_of_schema(AGENT)) == (1, 1)
+def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_row() -> None:
+    made, none = table_of(*SHARDS), np.iinfo(np.int64).max
+    for table in (made, ShardTable.from_json(orjson.loads(orjson.dumps(made.to_json())))):
+        assert len(table) == 4
+        assert dict(table.manifests()) == dict(enumerate(SHARDS))
+        assert [table.number(row) for row in range(4)] == [3, 4, 8, 20]
+        assert [table.schema(row) for row in range(4)] == [STEP, AGENT, STEP, STEP]
+        assert table.schemas == [STEP, AGENT]
+        assert table.schema_numbers().tolist() == [0, 1, 0, 0]
+        assert table.of_steps().tolist() == [True, False, True, True]
+        assert (table.schema_number(AGENT), table.number_of_schema(AGENT)) == (1, 1)
+        assert table.nbytes().tolist() == [1003, 1004, 1008, 1020]
+        assert table.row_bytes().tolist() == [6 * 8 + 8, 9 * 8, 6 * 8 + 8, 8 + 3]
+        assert table.rows_on([Axis.SAMPLES]).tolist() == [6, 9, 6, 1]
+        assert table.rows_on([Axis.FIRST_EXTRA, Axis.LAST_EXTRA]).tolist() == [8, none, 8, 3]
     assert ShardTable().schema_number(AGENT) is None
-
-
-def test_sums_by_row() -> None:
-    table = table_of(*SHARDS)
-    assert table.nbytes().tolist() == [1003, 1004, 1008, 1020]
-    assert table.row_bytes().tolist() == [6 * 8 + 8, 9 * 8, 6 * 8 + 8, 8 + 3]
-    assert table.rows_on([Axis.SAMPLES]).tolist() == [6, 9, 6, 1]
-    none = np.iinfo(np.int64).max
-    assert table.rows_on([Axis.FIRST_EXTRA, Axis.LAST_EXTRA]).tolist() == [8, none, 8, 3]
 
 
 def of_family(name: str, value: Any) -> Callable[[dict[str, Any]], None]:

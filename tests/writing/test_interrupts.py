@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.interrupting import Tracer, within
+from tests.stores import reader_of
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
 from trajstore.inspection.verify import verify
@@ -52,8 +53,7 @@ def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> 
     shown = buffer.trajectory_ids.tolist()
     assert len(set(shown)) == len(shown)
     within(60, buffer.close)
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path)
+    with reader_of(path) as reader:
         assert reader.trajectory_ids.tolist() == shown
         found = {number: check_trajectory(reader.get(number)) for number in shown}
     assert {**added, ids[0]: 77}.items() <= found.items()
@@ -243,8 +243,7 @@ def bombarded(path: Path, seed: int) -> None:
     out, err = child.communicate(timeout=400)
     assert child.returncode == 0, err
     returned = {int(a): int(b) for a, b in (pair.split(":") for pair in out.split())}
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path)
+    with reader_of(path) as reader:
         found = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
     assert returned.items() <= found.items()
     assert verify(path).sound

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.forging import forged_log
-from tests.stores import keys_at, opened
+from tests.stores import keys_at, opened, reader_of
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
 from trajstore.formats import FORMATS
@@ -151,8 +151,7 @@ def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
                     buffer.flush()
             buffer.flush()
         copy_live(tmp_path / "live", tmp_path / "crashed", "readers", "writer.lock")
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(tmp_path / "crashed")
+    with reader_of(tmp_path / "crashed") as reader:
         kinds = {number: reader.get(number).rewards.dtype for number in reader.trajectory_ids.tolist()}
     assert kinds == {0: torch.float32, 2: torch.float16}
 

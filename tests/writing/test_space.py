@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import add_each, reader_of, writer_to
+from tests.stores import add_each, flip, reader_of, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
@@ -237,9 +237,7 @@ def test_a_damaged_shard_is_not_rewritten(tmp_path: Path, caplog: pytest.LogCapt
     with writer_to(tmp_path, enable_cache=False) as source:
         add_one_by_one(source, range(4))
         damaged = tmp_path / "shards" / shard_files(tmp_path)[1]
-        data = bytearray(damaged.read_bytes())
-        data[len(data) // 2] ^= 1
-        damaged.write_bytes(data)
+        flip(damaged)
         with caplog.at_level(logging.WARNING):
             source.compact()
         assert damaged.name in caplog.text
