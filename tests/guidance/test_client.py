@@ -143,7 +143,7 @@ def test_the_end_of_trouble_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_service_that_is_down_is_left_alone_for_a_while() -> None:
     with FakeReMe() as service:
         url = service.url
-    client = EMClient(url, **{**FAST, "rest": 3600.0})
+    client = EMClient(url, **{**PATIENT, "rest": 3600.0})
     kinds = []
     for _ in range(5):
         with pytest.raises(MakerError) as caught:

@@ -373,6 +373,18 @@ def test_loss_options_are_those_of_the_configuration() -> None:
     assert (arguments["off_cliprange_high"], arguments["off_policy_shaping"]) == (0.7, 0.1)
 
 
+def test_the_side_of_a_token_is_that_of_its_row() -> None:
+    rows = some_rows()
+    data: Any = replaced(rows)
+    data.batch["advantages"] = data.batch["old_log_probs"]
+    data.reorder(torch.tensor([3, 1, 5, 0, 4, 2]))
+    arguments = loss_arguments(data.batch, data.meta_info)
+    for place, number in enumerate(numbers_of(data)):
+        off_policy = rows[number].is_experience_replay or rows[number].train_mode == "discard"
+        counted = arguments["response_mask"][place] != 0
+        assert (arguments["exp_mask"][place][counted] != 0).tolist() == [off_policy] * int(counted.sum())
+
+
 def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> None:
     rows = [make_row(number, 2, 4, "discarded", task=0) for number in (1, 2, 3)]  # outcomes 0.5, 1.0 and 0.0
     hook = make_hook(save_filter="positive")

@@ -102,6 +102,15 @@ def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSessi
 # ---- rollouts that did not come back, or tell nothing ----
 
 
+def test_what_did_not_come_back_is_unknown(make_session: MakeSession) -> None:
+    session = make_session()
+    plane.fill(session)
+    joined = session.join(plane.put(equal_group("u", 1, 1.0, 0)))  # three of four raised
+    plane.rate(joined)
+    session.scored(joined, 2)
+    assert "sums:0" in {one.task for one in session.plan(TASKS, 0.5, 3) if one.histories}, "one success solves nothing"
+
+
 def test_an_outcome_that_is_missing_is_told_once_and_counted(
     make_session: MakeSession, caplog: pytest.LogCaptureFixture
 ) -> None:
