@@ -162,7 +162,7 @@ class TranscriptReader:
             raise InvalidTrajectoryError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
         if not isinstance(said, dict):
             raise InvalidTrajectoryError(f"a {type(said).__name__}, must be an object with messages and task_id")
-        messages = messages_of(said.get("messages"))
+        messages = _messages_of(said.get("messages"))
         if all(message.get(TOKEN_IDS) is None for message in messages):
             texts = {"messages": messages} | {name: said[name] for name in ("tools",) if name in said}
             changed, apart = control.taken_out_of(texts)
@@ -176,9 +176,9 @@ class TranscriptReader:
                 for message in messages
             ],
             reward=Reward(outcome=outcome, metadata={"score": outcome}),
-            task_id=text_at(said, "task_id"),
-            rollout_id=text_at(said, "rollout_id", f"{place['file']}:{place['line']}"),
-            query=text_at(said, "query", first_query(messages)),
+            task_id=_text_at(said, "task_id"),
+            rollout_id=_text_at(said, "rollout_id", f"{place['file']}:{place['line']}"),
+            query=_text_at(said, "query", _first_query(messages)),
             tokenizer_fingerprint=fingerprint,
             metadata={
                 DEMONSTRATION: True,
@@ -234,11 +234,11 @@ class TranscriptReader:
         mask: list[int] = []
         start = None
         for number, message in enumerate(used):
-            tokens = ids_of(message[TOKEN_IDS], number, len(self.tokenizer))
+            tokens = _ids_of(message[TOKEN_IDS], number, len(self.tokenizer))
             if is_trained(message) and start is None:
                 start = len(ids)
             ids += tokens
-            mask += mask_of(messages, number, tokens, template)
+            mask += _mask_of(messages, number, tokens, template)
         loss_mask = torch.tensor(mask)
         row = dataclasses.replace(
             one,
@@ -345,7 +345,7 @@ def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     return tokenizer
 
 
-def text_at(said: Mapping[str, Any], name: str, default: str | None = None) -> str:
+def _text_at(said: Mapping[str, Any], name: str, default: str | None = None) -> str:
     """Return a text of a line; the default where there is none."""
     value = said.get(name)
     if value is None and default is not None:
@@ -355,7 +355,7 @@ def text_at(said: Mapping[str, Any], name: str, default: str | None = None) -> s
     return value
 
 
-def messages_of(value: Any) -> list[dict[str, Any]]:
+def _messages_of(value: Any) -> list[dict[str, Any]]:
     """Return messages with texts as content, and the arguments of tool calls as objects."""
     if not isinstance(value, list) or not value:
         raise InvalidTrajectoryError("messages: must be a list of messages, at least one")
@@ -410,12 +410,12 @@ def _call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def first_query(messages: Sequence[Mapping[str, Any]]) -> str:
+def _first_query(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return what the first message of a user says; empty if there is none."""
     return next((str(one["content"]) for one in messages if one["role"] == "user"), "")
 
 
-def ids_of(value: Any, number: int, vocabulary: int) -> list[int]:
+def _ids_of(value: Any, number: int, vocabulary: int) -> list[int]:
     """Return the ids that a message brings."""
     fine = isinstance(value, list) and all(type(one) is int and 0 <= one < vocabulary for one in value)
     if not fine:
@@ -424,7 +424,7 @@ def ids_of(value: Any, number: int, vocabulary: int) -> list[int]:
     return ids
 
 
-def mask_of(
+def _mask_of(
     messages: Sequence[Mapping[str, Any]], number: int, tokens: Sequence[int], template: ChatTemplate
 ) -> list[int]:
     """Return 1 on the tokens of a message that the model wrote: as it says, else from its header to its end mark."""
