@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,21 +54,24 @@ def nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _write_until_told(path: Path, told: Connection) -> None:
+def _write_until_killed(path: Path, told: Connection) -> None:
     with writer_to(path):
         told.send("open")
-        told.recv()
+        while True:
+            signal.pause()
 
 
 @contextmanager
 def another_writer(path: Path) -> Iterator[int]:
-    """Write a store in a process of its own, whose number is yielded, so that it can be stopped."""
+    """Write a store in a process of its own, whose number is yielded, so that it can be stopped; in the end kill it."""
     mine, theirs = multiprocessing.Pipe()
-    process = forking().Process(target=_write_until_told, args=(path, theirs))
+    process = forking().Process(target=_write_until_killed, args=(path, theirs))
     process.start()
+    theirs.close()  # so that a process that fails ends the waiting
     assert process.pid is not None
     assert mine.recv() == "open"
-    yield process.pid
-    os.kill(process.pid, signal.SIGCONT)
-    mine.send("end")
-    process.join()
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.join()

@@ -21,6 +21,7 @@ from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError,
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import witness
+from trajstore.writing.inbox import Inbox
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -134,6 +135,15 @@ def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
     assert values_of(path, 0) == [("race", 0.5, "")]
     assert values_of(path, 1) == [("late", "x", ""), ("n", 1.0, ""), ("late", None, ""), ("n", 2.0, "")]
     assert os.listdir(path / "inbox") == []
+
+
+def test_a_writer_that_closes_takes_in_what_came_last(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inbox, "run", lambda _: None)
+    with writer_to(path):
+        annotate(path, 0, {"late": 1})
+        assert values_of(path, 0) == []
+    assert values_of(path, 0) == [("late", 1.0, "")]
+    assert list((path / "inbox").iterdir()) == []
 
 
 def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(

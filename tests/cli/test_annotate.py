@@ -62,6 +62,7 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         *(["0"], ["--set", "a=1"], ["0", "--set", "a"], ["0", "--set", "a=[1]", "--file", "x"], ["--file", "absent"]),
         *(["0", "--set", f"a={value}"] for value in ("nan", "NaN", " -inf", "Infinity", "+INF", "1e400")),
+        *(["0", "--set", f"a={value}"] for value in (".5", "5.", "+3", "007", "1_000")),
     ],
 )
 def test_wrong_words_change_nothing(store: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

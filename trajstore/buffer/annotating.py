@@ -31,7 +31,8 @@ from trajstore.files.opening import check_options, open_directory
 from trajstore.querying.facts import FACTS
 from trajstore.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.notes import OVER_FACTS, Note, Said, Value, check_given, check_name, check_names, check_same_kinds
+from trajstore.store.given import OVER_FACTS, Said, Value, check_given, check_name, check_names, check_same_kinds
+from trajstore.store.notes import Note
 from trajstore.store.row_notes import Rows
 from trajstore.store.run_ids import ids_from, own_id, rank_of_id, shown_id
 from trajstore.writing.inbox import Inbox, kinds_to_come, put, waiting

@@ -34,8 +34,9 @@ from trajstore.mirroring.mirror import StoreMirror, mirror_directory
 from trajstore.mirroring.options import Mirror
 from trajstore.reading.places import check_no_ranks
 from trajstore.sampling.draws import Draws
+from trajstore.store.given import Said
 from trajstore.store.log_records import ids_in_words
-from trajstore.store.notes import Note, Said
+from trajstore.store.notes import Note
 from trajstore.store.row_notes import Rows
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -18,7 +19,7 @@ from trajstore.errors import ConfigurationError, TrajstoreError
 _TOGETHER = 10_000
 """Trajectories in one commit."""
 
-_NOT_FINITE = re.compile(r"\s*[+-]?(nan|inf|infinity)\s*", re.IGNORECASE)
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -70,16 +71,29 @@ def _assignment(item: str) -> tuple[str, Any]:
     name, equals, value = item.partition("=")
     if not equals:
         raise ConfigurationError(f"annotate: --set {item}: must be NAME=VALUE")
-    if _NOT_FINITE.fullmatch(value):
-        raise ConfigurationError(
-            f"annotate: --set {item}: {value.strip()} is no finite number; null says that there is none, and a text is "
-            f"quoted: --set '{name}=\"{value.strip()}\"'"
-        )
+    _check_number(item, name, value.strip())
     try:
         found = json.loads(value)
     except json.JSONDecodeError:
         return name, value
     return name, value if isinstance(found, dict | list) else found
+
+
+def _check_number(item: str, name: str, value: str) -> None:
+    """Refuse what looks like a number and would be a text, or none that a store keeps."""
+    try:
+        number = float(value)
+    except ValueError:
+        return
+    text = f"a text is quoted: --set '{name}=\"{value}\"'"
+    if not math.isfinite(number):
+        raise ConfigurationError(
+            f"annotate: --set {item}: {value} is no finite number; null says that there is none, and {text}"
+        )
+    if not _JSON_NUMBER.fullmatch(value):
+        raise ConfigurationError(
+            f"annotate: --set {item}: {value} is no number as JSON writes it (0.5, -3, 1e-4); {text}"
+        )
 
 
 def _portions(file: TextIO, name: str) -> Iterator[tuple[list[Any], dict[str, list[Any]]]]:

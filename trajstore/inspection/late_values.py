@@ -8,7 +8,7 @@ from typing import Any
 
 from trajstore.errors import CorruptStoreError
 from trajstore.store.catalog import Catalog
-from trajstore.store.notes import Said
+from trajstore.store.given import Said
 from trajstore.store.salvage import open_leniently
 from trajstore.writing.inbox import refused_in_words, said_in, waiting_or_refused
 

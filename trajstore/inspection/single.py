@@ -17,8 +17,9 @@ from trajstore.reading.late import with_notes
 from trajstore.reading.places import find_place, is_of_rank, rank_of
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
+from trajstore.store.given import OVER_FACTS
 from trajstore.store.index import TrajectoryEntry
-from trajstore.store.notes import OVER_FACTS, Note
+from trajstore.store.notes import Note
 from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.store.salvage import open_leniently
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward

@@ -14,8 +14,8 @@ from trajstore.columns.facts import GIVEN, RECORDED, SCORE
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import SchemaMismatchError, listed
 from trajstore.store.facts import NOTE, NOTE_TEXT
+from trajstore.store.given import OVER_FACTS
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.notes import OVER_FACTS
 from trajstore.trajectory import AgentTrajectory, Reward
 
 COLUMNS = "notes."

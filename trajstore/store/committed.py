@@ -21,12 +21,13 @@ from trajstore.files.base import EncodedFile
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
 from trajstore.store.entry_checks import Columns, EntryGate, Fault, check_lengths, in_blocks, range_faults, shape_faults
+from trajstore.store.given import Said
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.index_file import index_to_json
 from trajstore.store.lifetimes import Lifetimes
 from trajstore.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
-from trajstore.store.notes import Noted, Notes, Said
+from trajstore.store.notes import Noted, Notes
 from trajstore.store.packing import StringTable
 from trajstore.store.pin_names import aside_name
 from trajstore.store.row_notes import RowShard

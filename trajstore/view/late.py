@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trajstore.store.notes import Note, Notes, Said, Value
+from trajstore.store.given import Said, Value
+from trajstore.store.notes import Note, Notes
 
 Answer = dict[str, Any]
 

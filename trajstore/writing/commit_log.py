@@ -23,9 +23,10 @@ from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
+from trajstore.store.given import Said
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ranges_of
-from trajstore.store.notes import Notes, Said
+from trajstore.store.notes import Notes
 from trajstore.store.saved_points import pin_name
 from trajstore.writing.commits import (
     AddLines,

@@ -17,10 +17,11 @@ from trajstore.columns.schema import Extent, Schema
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import added_to_json, by_id
 from trajstore.store.catalog import Catalog
+from trajstore.store.given import Said
 from trajstore.store.log_records import encode_line, manifest_to_json
 from trajstore.store.moves import Moved, move_to_json
 from trajstore.store.new_entries import columns_of, starts_of
-from trajstore.store.notes import Noted, Said
+from trajstore.store.notes import Noted
 
 
 @dataclass(frozen=True, slots=True)

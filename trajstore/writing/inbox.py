@@ -20,8 +20,8 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreClosedE
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.interrupts import uninterrupted
 from trajstore.store.catalog import Catalog
+from trajstore.store.given import Said
 from trajstore.store.log_records import decode_lines, encode_line, ids_in_words
-from trajstore.store.notes import Said
 from trajstore.writing.commit_log import CommitLog
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.interrupts import start_thread, uninterrupted
-from trajstore.store.notes import Said
+from trajstore.store.given import Said
 from trajstore.store.row_notes import Rows, RowShard, content_of_rows
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.callbacks import CommitCallbacks
@@ -370,6 +370,7 @@ class StoreWriter:
             self.rewriter.stop()
             self.inbox.stop()
             failure = self._try(self.flush)
+            self.inbox.look()
             if failure is None or isinstance(failure, UnwritableTrajectoryError):
                 failure = self._try(self.log.snapshot) or failure
             self.queue.close()
