@@ -321,7 +321,8 @@ class ReplayWatch:
         self._told = True
         best = "no rollout had an outcome" if self._best is None else f"the best outcome so far is {self._best:g}"
         best = best if self._handed_over else "no step was done: its step_done was never called, or refused"
-        logger.warning("experience replay: %s: %s (%s)", what, reason or "exp_ratio, or unsolved_first, leaves no place for it", best)
+        reason = reason or "exp_ratio, or unsolved_first, leaves no place for it"
+        logger.warning("experience replay: %s: %s (%s)", what, reason, best)
 
 
 def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
