@@ -67,6 +67,7 @@ def another_writer(path: Path) -> Iterator[int]:
     mine, theirs = multiprocessing.Pipe()
     process = forking().Process(target=_write_until_killed, args=(path, theirs))
     process.start()
+    theirs.close()  # so that a process that fails ends the waiting
     assert process.pid is not None
     assert mine.recv() == "open"
     try:
