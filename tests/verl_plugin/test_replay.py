@@ -18,7 +18,7 @@ from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Trainin
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 6
+STEPS = 5
 SAVED = 3
 
 
@@ -100,7 +100,7 @@ def test_validation_is_left_alone(replaying: Training) -> None:
 
 
 def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train: Train) -> None:
-    """The stores have gone on to step 6; at the checkpoint of step 3 the pool was another one."""
+    """The stores have gone on to step 5; at the checkpoint of step 3 the pool was another one."""
     before = len(replaying.rollouts)
     resumed = train(
         replaying.folder,
@@ -110,7 +110,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={replaying.folder}/checkpoints/global_step_{SAVED}",
     )
-    assert [record["step"] for record in resumed.steps] == [4, 5, 6]
+    assert [record["step"] for record in resumed.steps] == [4, 5]
     for ours, theirs in zip(resumed.steps, replaying.steps[SAVED:], strict=True):
         assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
     replayed_rows(resumed)
@@ -120,12 +120,11 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
 
 def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train) -> None:
     """verl's own checkpoint of a model belongs to a number of ranks, so the model begins anew; stores do not."""
-    steps = 5
     resumed = train(
         replaying.folder,
         *REPLAY,
         *TWO_WORKERS,
-        f"trainer.total_training_steps={steps}",
+        f"trainer.total_training_steps={STEPS}",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={replaying.folder}/checkpoints/global_step_{SAVED}",
         "actor_rollout_ref.actor.checkpoint.load_contents=[]",
@@ -160,8 +159,8 @@ def test_two_jobs_in_one_run_directory(recording: Training, replaying: Training,
 
 def test_asynchronous_training(train: Train, tmp_path: Path) -> None:
     training = train(
-        tmp_path, *REPLAY, "trainer.v1.trainer_mode=colocate_async_replay", "trainer.total_training_steps=5"
+        tmp_path, *REPLAY, "trainer.v1.trainer_mode=colocate_async_replay", "trainer.total_training_steps=3"
     )
-    assert len(training.steps) == 5
+    assert len(training.steps) == 3
     check_replay_metrics(training.steps)
     assert replayed_rows(training) >= 1
