@@ -141,7 +141,7 @@ class Facts:
             "model_weights_id": texts.gather(index["weights"]).replace("", None),
             "max_episode_length": pl.Series(index["max_episode_length"].copy()),
         }
-        for name in (*DOCUMENT_FACTS, *(name for name in index.facts if name.startswith(SCORE))):
+        for name in (*DOCUMENT_FACTS, *sorted(name for name in index.facts if name.startswith(SCORE))):
             column = index.fact(name)
             if name in TEXTS:
                 columns[name] = texts.gather(np.where(column < 0, len(texts) - 1, column))
