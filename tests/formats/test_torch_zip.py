@@ -302,6 +302,12 @@ def test_hostile_archives_are_damage(data: bytes) -> None:
         locate(data, source="some.pt")
 
 
+def test_members_that_overlap_are_named() -> None:
+    reach = offset_of(GOOD, "data/1") - offset_of(GOOD, "data/0")
+    with pytest.raises(CorruptStoreError, match="'archive/data/0' and 'archive/data/1' overlap"):
+        locate(rewritten(GOOD, stored=reach, size=reach))
+
+
 @pytest.mark.parametrize("length", range(4, len(GOOD) - 1, 97))
 def test_every_truncation_is_damage(length: int) -> None:
     with pytest.raises(CorruptStoreError):
