@@ -62,7 +62,7 @@ class Catalog(Committed):
     """
 
     _later: ClassVar[bool] = False
-    """Whether UUIDs, facts and episode lengths of the snapshot are unpacked only when they are asked for."""
+    """Whether UUIDs and facts of the snapshot are unpacked only when they are asked for."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(Pins(directory))
@@ -330,7 +330,7 @@ class Catalog(Committed):
 
 
 class ReadersCatalog(Catalog):
-    """For who reads, and may never ask for UUIDs, facts and episode lengths: these are unpacked when asked for.
+    """For who reads, and may never ask for UUIDs and facts: these are unpacked when they are asked for.
 
     What is wrong with them in spite of a fitting checksum is found then, and :class:`CorruptStoreError` names the file.
     """

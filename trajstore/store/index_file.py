@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.limits import RANGES, UNKNOWN_TIME
+from trajstore.columns.limits import UNKNOWN_TIME
 from trajstore.errors import CorruptStoreError
 from trajstore.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
 from trajstore.store.facts import MOST_SCORES, fact_dtype, is_fact
@@ -45,8 +45,8 @@ def index_from_json(
         value: the JSON values.
         shards: number of shards in the table that the entries refer to.
         gate: what becomes of entries that cannot be served; None refuses them.
-        later: name of the file, where ``_LATER`` and facts are to be unpacked and checked only when they are asked
-            for; the gate must then refuse.
+        later: name of the file, where UUIDs and facts are to be unpacked and checked only when they are asked for;
+            the gate must then refuse.
 
     Raises:
         CorruptStoreError: it does not describe an index, or columns disagree.
@@ -59,7 +59,7 @@ def index_from_json(
         every = {**packed, **facts}
         dtypes = {name: dtype for name, dtype in COLUMNS.items() if name in packed}
         dtypes |= {name: fact_dtype(name) for name in facts}
-        waiting = {name: dtypes.pop(name) for name in (*_LATER, *facts)} if later is not None else {}
+        waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
         columns = _unpacked(every, dtypes)
         columns.setdefault("committed", np.full(len(columns["trajectory_id"]), UNKNOWN_TIME))
         if lacking := COLUMNS.keys() - columns.keys() - waiting.keys():
@@ -99,7 +99,7 @@ def _unpacked_later(
         column = unpack(packed, dtype)
     except CorruptStoreError as error:
         raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
-    faults = out_of_range({name: column}, {**RANGES, **fact_ranges(texts)})
+    faults = out_of_range({name: column}, fact_ranges(texts))
     EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {what}", wrong) for what, wrong in faults))
     return column
 
@@ -119,9 +119,6 @@ def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) ->
     with ThreadPoolExecutor(2, thread_name_prefix="trajstore-unpack") as threads:
         return dict(zip(dtypes, threads.map(unpacked, dtypes), strict=True))
 
-
-_LATER = ("uuid", "max_episode_length")
-"""Columns besides the facts that can wait: neither showing nor drawing needs them."""
 
 _LONG = 1 << 18
 """Entries from which on a second thread is worth its start."""
