@@ -31,7 +31,8 @@ def _configure(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         help="a number as JSON writes it (0.5, -3), true or false (1 or 0), null, which takes back what there is; "
-        "anything else is a text, and so is what stands in double quotes ('NAME=\"7\"'); may come several times",
+        "anything else is a text, and so is what stands in double quotes ('NAME=\"7\"'); what only looks like a number "
+        "(.5, 007) is refused; may come several times",
     )
     parser.add_argument(
         "--file", metavar="FILE", help='JSON lines: {"trajectory_id": "3/17", "NAME": VALUE, ...}; - = standard input'
