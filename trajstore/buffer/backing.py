@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trajstore.buffer.column_watch import ColumnWatch
 from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, flatten_all
-from trajstore.buffer.listener import ViewListener, WeakListener, close_quietly
+from trajstore.buffer.listener import ViewListener
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.rlinf_guard import check_not_rlinf
 from trajstore.buffer.view import View
@@ -224,16 +224,15 @@ class StoreBacking(Backing):
         target = None if mirror is None else mirror_directory(mirror, directory)
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before anything is written there, the lock included
-        self._listener = ViewListener(view, draws, on_commit)
-        told = WeakListener(self._listener)
-        self.writer = StoreWriter(
-            directory, trajectory_format, options, told, None if on_commit is None else told.on_commit
-        )
+        view.on_commit = on_commit
+        listener = ViewListener(view, draws)
+        told = None if on_commit is None else listener.on_commit
+        self.writer = StoreWriter(directory, trajectory_format, options, listener, told)
         self._mirror: StoreMirror | None = None
         if mirror is not None and target is not None:
             format_name = trajectory_format.name
             self._mirror = StoreMirror(
-                self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **told.metadata()}
+                self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
             )
         # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
         self._finalizer = weakref.finalize(self, _close_quietly, self._mirror, self.writer)
@@ -249,7 +248,7 @@ class StoreBacking(Backing):
             newest = int(catalog.index["shard"][-1])
             self._watch.begin(catalog.shards.schema(newest))
             _tell_format(directory, catalog.shards.manifest(newest).format, trajectory_format.name)
-        self._listener.opened(catalog.next_id - 1)
+        listener.opened(catalog.next_id - 1)
         self.retain()
         self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
         if self._mirror is not None:
@@ -383,10 +382,15 @@ def _close_mirror(mirror: StoreMirror, writer: StoreWriter) -> None:
 
 
 def _close_quietly(mirror: StoreMirror | None, writer: StoreWriter) -> None:
-    """Close what a buffer left that nobody closed."""
+    """Close what a buffer left that nobody closed; errors can only be logged by then."""
+    if writer.is_own_thread() or (mirror is not None and mirror.is_own_thread()):
+        # It held the last reference, while telling of a commit, say; it cannot wait for itself.
+        threading.Thread(target=_close_quietly, args=(mirror, writer), name="trajstore-close").start()
+        return
     if mirror is not None:
-        if writer.is_own_thread() or mirror.is_own_thread():  # it held the last reference; it cannot wait for itself
-            threading.Thread(target=_close_quietly, args=(mirror, writer), name="trajstore-close").start()
-            return
         _close_mirror(mirror, writer)
-    close_quietly(writer)
+    try:
+        writer.close()
+    except StoreError as error:
+        logger.error("%s", error)
+    forget(writer)

@@ -93,6 +93,8 @@ class View:
         self._leases: list[ReaderLease] = []
         self.released = False
         """Whether the buffer was closed."""
+        self.on_commit: Callable[[Sequence[int]], None] | None = None
+        """The user's function, told of commits. It may hold the buffer, so only what the buffer alone holds may hold it."""
         self.out_of_step: Exception | None = None
         """Why what is shown may not be what the buffer's own store has, once telling of a change has failed."""
         self._half_followed = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
@@ -47,8 +47,8 @@ class Commit:
     columns: Mapping[str, Any]
 
 
-class CommitListener(Protocol):
-    """What a writer tells; called with the log's lock held, so it must not call the writer back.
+class CommitListener:
+    """What a writer tells; called with the log's lock held, so it must not call the writer back. This one does nothing.
 
     What it is told is durable: an error that it raises is logged and changes nothing. After one of
     ``evicted``, ``moved``, ``noted`` or ``replaced`` it is told that it is ``out_of_step``.
@@ -56,6 +56,7 @@ class CommitListener(Protocol):
 
     def metadata(self) -> Mapping[str, Any]:
         """Return what else ``metadata.json`` shall say (seed, ...)."""
+        return {}
 
     def committed(self, commits: Sequence[Commit]) -> None:
         """These shards are durable."""
@@ -65,6 +66,7 @@ class CommitListener(Protocol):
 
     def to_evict(self) -> Sequence[int]:
         """Return the ids that retention wants evicted now."""
+        return ()
 
     def evicted(self, ids: Sequence[int]) -> None:
         """These trajectories are durably out of the store."""

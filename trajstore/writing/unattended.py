@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from trajstore.errors import StoreWriteError
 from trajstore.files.base import Directory
-from trajstore.store.moves import Moved
-from trajstore.store.notes import Noted
 from trajstore.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.writing.commit_log import CommitLog
-from trajstore.writing.commits import Commit
+from trajstore.writing.commits import CommitListener
 from trajstore.writing.points import Points
 
 _NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing
 
 
-class _Nobody:
-    """Is told of changes and does nothing; keeps the seed that ``metadata.json`` says."""
+class _Nobody(CommitListener):
+    """Shows nothing of what changes; keeps the seed that ``metadata.json`` says."""
 
     def __init__(self, seed: Any) -> None:
         self._seed = seed
 
     def metadata(self) -> Mapping[str, Any]:
         return {"seed": self._seed}
-
-    def committed(self, commits: Sequence[Commit]) -> None:
-        return
-
-    def rejected(self, ids: Sequence[int]) -> None:
-        return
-
-    def to_evict(self) -> Sequence[int]:
-        return []
-
-    def evicted(self, ids: Sequence[int]) -> None:
-        return
-
-    def replaced(self) -> None:
-        return
-
-    def out_of_step(self, error: Exception) -> None:
-        return
-
-    def moved(self, moved: Moved) -> None:
-        return
-
-    def noted(self, noted: Noted) -> None:
-        return
 
 
 @contextmanager
