@@ -31,7 +31,8 @@ replay buffers (``except FileNotFoundError``) keeps working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class TrajstoreError(Exception):
@@ -162,6 +163,21 @@ class IncompleteCheckpointError(CorruptStoreError, FileNotFoundError):
     """The index names trajectories whose files are absent."""
 
     __str__ = Exception.__str__
+
+
+@contextmanager
+def written(outcome: str) -> Iterator[None]:
+    """Let what the system refuses within be a ``StoreWriteError``, with the outcome of it behind what it says.
+
+    Raises:
+        StoreWriteError: something could not be written. One that was raised already stays as it is.
+    """
+    try:
+        yield
+    except StoreWriteError:
+        raise
+    except OSError as error:
+        raise StoreWriteError(f"{error}{outcome}") from error
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:

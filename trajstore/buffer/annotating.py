@@ -24,7 +24,7 @@ from trajstore.errors import (
     StoreError,
     StoreLockedError,
     StoreNotFoundError,
-    StoreWriteError,
+    written,
 )
 from trajstore.files.base import Directory
 from trajstore.files.opening import check_options, open_directory
@@ -108,10 +108,8 @@ def annotate(
     if new:
         _check_ranks(replace(said, values=new), stores, known)
     for directory, store_id, part in parts if said.values else ():
-        try:
+        with written(f": nothing was given to the trajectories of {directory.url}"):
             put(directory, store_id, part)
-        except OSError as error:
-            raise StoreWriteError(f"{error}: nothing was given to the trajectories of {directory.url}") from error
         _take_in(directory)
 
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from trajstore.columns.steps import versions_of
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
-    StoreWriteError,
+    written,
 )
 from trajstore.files.base import Directory
 from trajstore.files.folders import publish_folder
@@ -124,14 +125,9 @@ def save_checkpoint(
     if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are those of that run alone
         picture.index.renumber(np.arange(len(ids)))
     write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
-    try:
-        if not isinstance(target, LocalDirectory):
-            write(target, picture, state, trajectory_format)
-            return
-        with publish_folder(target.path) as staged:
-            write(staged, picture, state, trajectory_format)
-    except OSError as error:
-        raise StoreWriteError(f"{error}: the checkpoint {target.url} was not written") from error
+    folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
+    with written(f": the checkpoint {target.url} was not written"), folder as staged:
+        write(staged, picture, state, trajectory_format)
 
 
 def check_target(target: Directory, above: Iterable[Directory]) -> None:

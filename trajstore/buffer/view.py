@@ -94,7 +94,7 @@ class View:
         self.released = False
         """Whether the buffer was closed."""
         self.on_commit: Callable[[Sequence[int]], None] | None = None
-        """The user's function, told of commits. It may hold the buffer, so only what the buffer alone holds may hold it."""
+        """The user's function, told of commits. It may hold the buffer, so nobody but the buffer may hold it."""
         self.out_of_step: Exception | None = None
         """Why what is shown may not be what the buffer's own store has, once telling of a change has failed."""
         self._half_followed = False

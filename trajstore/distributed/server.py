@@ -19,7 +19,7 @@ from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
-from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.errors import ConfigurationError, written
 from trajstore.files.folders import put_in_place
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, open_directory
@@ -301,10 +301,8 @@ class StoreServer:
             with self._hold.keeping(by):
                 self._buffer.save_checkpoint(target.url)
         elif (made := _prepared(target.path, by)).exists():  # else an earlier attempt has put it there
-            try:
+            with written(f": the checkpoint {target.path} was not replaced"):
                 put_in_place(made, target.path)
-            except OSError as error:
-                raise StoreWriteError(f"{error}: the checkpoint {target.path} was not replaced") from error
 
     def pin(self, by: str, name: str) -> int:
         """Pin the store; return its generation.

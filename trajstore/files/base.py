@@ -65,6 +65,11 @@ class EncodedFile:
     name: str
     pieces: Sequence[Buffer]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(memoryview(piece).nbytes for piece in self.pieces)
+
 
 class WriterLock(ABC):
     """Held by the one writer of a directory; released by ``release()`` or the holder's death."""

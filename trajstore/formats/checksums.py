@@ -78,8 +78,7 @@ def column_region(manifest: ShardManifest, column: int) -> tuple[int, int]:
 
 
 def _stored_file(file: EncodedFile, inside: Sequence[tuple[int, int]]) -> StoredFile:
-    size = sum(memoryview(piece).nbytes for piece in file.pieces)
-    return StoredFile(file.name, size, _crc32_outside(file.pieces, inside))
+    return StoredFile(file.name, file.nbytes, _crc32_outside(file.pieces, inside))
 
 
 def _crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:

@@ -18,7 +18,7 @@ from trajstore.buffer.checkpoint import CheckpointState, check_target, save_chec
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.view import LoadRequest
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
 from trajstore.files.base import Directory
 from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
@@ -240,14 +240,11 @@ def _write(
         result.notes.append("an earlier call has written everything already")
     else:
         check_target(target, directories_above(target))
-        try:
-            with _at_one_stroke(target, "" in parts) as made:
-                for name, (picture, state) in parts.items():
-                    form = get_format(state.trajectory_format)
-                    to = made.inner(name) if name else made
-                    save_checkpoint(to, picture, state, form, "trajstore", converted=trajectory_format is not None)
-        except OSError as error:
-            raise StoreWriteError(f"{error}: {target.url} was not written") from error
+        with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
+            for name, (picture, state) in parts.items():
+                form = get_format(state.trajectory_format)
+                to = made.inner(name) if name else made
+                save_checkpoint(to, picture, state, form, "trajstore", converted=trajectory_format is not None)
     found = verify(result.target, progress)
     if not found.sound:
         told_of = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)

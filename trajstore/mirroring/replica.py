@@ -320,7 +320,7 @@ class Replica:
         self.target.publish([metadata])
         before, self._snapshot_generation = self._snapshot_generation, picture.generation
         self.generation, self.whole_due = picture.generation, False
-        self._snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
+        self._snapshot_bytes = index.nbytes
         self._log_bytes = 0
         self._publish_pins(picture, [name for name in picture.pin_files if name not in asides])
         old = [

@@ -6,7 +6,7 @@ Guarded as the catalog that they belong to.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import orjson
 from trajstore.columns.limits import MAX_GENERATION
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.files.base import Buffer, Directory, EncodedFile, check_name
+from trajstore.formats.base import crc32_of
 from trajstore.store.log_records import lie_in, natural, parse_ranges
 from trajstore.store.pin_names import ASIDE, IN_UTF8, STEP, aside_name
 from trajstore.store.sealed import seal, unseal
@@ -364,15 +365,4 @@ def state_file(name: str, unique: str, pieces: Sequence[Buffer]) -> tuple[Encode
         pieces: of the file.
     """
     file = EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{STATE_SUFFIX}"), pieces)
-    return file, {"file": file.name, "size": _size(pieces), "crc32": _crc32(pieces)}
-
-
-def _size(pieces: Iterable[Buffer]) -> int:
-    return sum(memoryview(piece).nbytes for piece in pieces)
-
-
-def _crc32(pieces: Iterable[Buffer]) -> int:
-    crc = 0
-    for piece in pieces:
-        crc = zlib.crc32(piece, crc)
-    return crc
+    return file, {"file": file.name, "size": file.nbytes, "crc32": crc32_of(pieces)}

@@ -19,7 +19,7 @@ import numpy as np
 from trajstore import locks
 from trajstore.clock import microseconds
 from trajstore.columns.schema import Extent
-from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
+from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError, written
 from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
@@ -205,10 +205,8 @@ class CommitLog:
             StoreWriteError: it could not be written; nothing of it happened.
         """
         self.must_keep_house = True
-        try:
+        with written(": a record that was not committed could not be cut off"):
             self.directory.clear_failed_appends()
-        except OSError as error:
-            raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
         self._end.settle()
         self._evict(self._listener.to_evict())
         catalog = self.catalog

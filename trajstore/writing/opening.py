@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from trajstore.errors import StoreWriteError
+from trajstore.errors import StoreWriteError, written
 from trajstore.files.base import FULL, Directory
 from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import LOG_FOLDER, segment_generation, segment_name
@@ -68,8 +68,6 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
 def _cut_torn_record(directory: Directory, catalog: Catalog) -> None:
     """Cut off what an interrupted commit left at the end of the log."""
     if catalog.segment_torn:
-        try:
+        with written(": a record that was not committed could not be cut off"):
             directory.cut(catalog.segment, catalog.segment_end)
-        except OSError as error:
-            raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
         catalog.segment_torn = 0

@@ -20,8 +20,8 @@ from trajstore.errors import (
     CorruptStoreError,
     StoreNotFoundError,
     StoreWriteError,
-    WriterFencedError,
     listed,
+    written,
 )
 from trajstore.files.base import EncodedFile
 from trajstore.store.pin_names import aside_name, check_pin_name, point_name, removal_order
@@ -78,7 +78,7 @@ class Points:
         check_pin_name(name)
         catalog = self._log.catalog
         with self._one, self._changing():
-            self._publish(pin_file(name, catalog.index["trajectory_id"], catalog.generation, **state), "was pinned")
+            self._publish("was pinned", pin_file(name, catalog.index["trajectory_id"], catalog.generation, **state))
             catalog.load_pins()
             return catalog.generation
 
@@ -113,17 +113,10 @@ class Points:
                 self._directory.confirm()
                 raise
 
-    def _publish(self, file: EncodedFile, what: str) -> None:
-        self._publish_all([file], what)
-
-    def _publish_all(self, files: Sequence[EncodedFile], what: str) -> None:
-        try:
+    def _publish(self, what: str, *files: EncodedFile) -> None:
+        with written(f": nothing {what}"):
             self._directory.publish(files)
             self._directory.confirm()  # a new name may be written by who has lost the store; nobody is told that it is
-        except WriterFencedError:
-            raise
-        except OSError as error:
-            raise StoreWriteError(f"{error}: nothing {what}") from error
 
     def saved(self) -> list[SavedPoint]:
         """Return the points that are there, lowest step first."""
@@ -161,9 +154,9 @@ class Points:
             told: dict[str, Any] = {"step": step, **said}
             if state:
                 file, told["state"] = state_file(name, uuid.uuid4().hex, [encode_state(state)])
-                self._publish(file, "was saved")
+                self._publish("was saved", file)
             with self._changing():
-                self._publish(pin_file(name, ids, generation, **told), "was saved")
+                self._publish("was saved", pin_file(name, ids, generation, **told))
         finally:
             with self._log.standing_still():
                 catalog.pins.arrived(name)
@@ -228,7 +221,7 @@ class Points:
             leaves = bool(len(plan.leaving) or plan.void)
             if leaves:
                 told = {"back_to": step} if aside else {"back_to": step, "deleted": True}
-                self._publish(pin_file(name, plan.leaving, generation, **told), "was rolled back")
+                self._publish("was rolled back", pin_file(name, plan.leaving, generation, **told))
                 catalog.load_pins()
             try:
                 notes = catalog.notes.rolled_back(plan.point.generation, generation)
@@ -283,7 +276,7 @@ class Points:
         names = catalog.pins.names
         if names:
             said = {"fence": catalog.fences[-1]}
-            self._publish_all([renamed_pin({**catalog.pins.state(name), **said}, name) for name in names], "claimed")
+            self._publish("claimed", *(renamed_pin({**catalog.pins.state(name), **said}, name) for name in names))
 
     # -- what a crash leaves ----------------------------------------------------------------------
 
@@ -323,13 +316,7 @@ class Points:
         if not names:
             return
         pins = self._log.catalog.pins
-        try:
+        with written(": saved points of later steps could not be renamed; they are void all the same"):
             self._directory.publish([renamed_pin(pins.state(old), new) for old, new in names.items()])
             self._directory.remove([pin_name(old) for old in names], durable=True)
-        except WriterFencedError:
-            raise
-        except OSError as error:
-            raise StoreWriteError(
-                f"{error}: saved points of later steps could not be renamed; they are void all the same"
-            ) from error
         self._log.catalog.load_pins()

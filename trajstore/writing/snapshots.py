@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from trajstore.errors import StoreWriteError, WriterFencedError
+from trajstore.errors import written
 from trajstore.files.base import Directory
 from trajstore.store.catalog import Catalog
 from trajstore.writing.commits import CommitListener
@@ -44,7 +44,7 @@ class Snapshots:
         Raises:
             StoreWriteError: one of them could not be written; the log still has everything.
         """
-        try:
+        with written(": the index could not be written; the log still has everything"):
             theirs = files_of_rlinf(self._directory, catalog.snapshot_bytes)
             if theirs:
                 keep_files_of_rlinf(self._directory, theirs)
@@ -52,12 +52,8 @@ class Snapshots:
             self._directory.publish([index])
             metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
             self._directory.publish([metadata])
-        except WriterFencedError:
-            raise
-        except OSError as error:
-            raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
         catalog.snapshot_generation = self.renewed = catalog.generation
-        catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
+        catalog.snapshot_bytes = index.nbytes
         catalog.log_bytes = 0
         garbage.collect(catalog)
         remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from trajstore.errors import StoreWriteError
+from trajstore.errors import written
 from trajstore.files.base import Directory
 from trajstore.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.writing.commit_log import CommitLog
@@ -37,10 +37,8 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
     """
     source = f"{directory.url}/{METADATA_NAME}"
     metadata = parse_metadata(directory.read(METADATA_NAME), source)
-    try:
+    with written(": cannot be written"):
         lock = directory.lock_writer()
-    except OSError as error:
-        raise StoreWriteError(f"{error}: cannot be written") from error
     with lock:
         log = CommitLog(directory, str(metadata.get("trajectory_format")), _NEVER, _Nobody(metadata.get("seed")))
         yield log

@@ -25,6 +25,7 @@ from trajstore.errors import (
     TrajstoreError,
     UnwritableTrajectoryError,
     WriterFencedError,
+    written,
 )
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
@@ -84,10 +85,8 @@ class StoreWriter:
         self._listener = listener
         self._format = trajectory_format
         self._pid = os.getpid()
-        try:
+        with written(": cannot be written; to read it use load_checkpoint"):
             self._lock = directory.lock_writer()
-        except OSError as error:
-            raise StoreWriteError(f"{error}: cannot be written; to read it use load_checkpoint") from error
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
             self.points = Points(self.log)
@@ -175,12 +174,8 @@ class StoreWriter:
         said = replace(said, rows=RowShard(number, manifest, tuple(content.extents)))
         with self.log.standing_still() as catalog:
             catalog.notes.check(said)  # before anything is written
-        try:
+        with written(": nothing was given to the trajectories"):
             self.directory.publish(encoded.files)
-        except WriterFencedError:
-            raise
-        except OSError as error:
-            raise StoreWriteError(f"{error}: nothing was given to the trajectories") from error
         try:
             self.log.annotate(said)
         except WriterFencedError:  # the store is another writer's, which clears up
@@ -205,16 +200,13 @@ class StoreWriter:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self.flush()
-        try:
-            while self.rewriter.step(everything=True):
-                pass
-        except WriterFencedError:
-            raise
-        except CorruptStoreError:
-            self.directory.confirm()  # files may be gone because another writer has taken the store over
-            raise
-        except OSError as error:
-            raise StoreWriteError(f"{error}: a shard could not be rewritten; nothing was moved") from error
+        with written(": a shard could not be rewritten; nothing was moved"):
+            try:
+                while self.rewriter.step(everything=True):
+                    pass
+            except CorruptStoreError:
+                self.directory.confirm()  # files may be gone because another writer has taken the store over
+                raise
 
     def _rewrite(self) -> None:
         _yield_to_callers()
