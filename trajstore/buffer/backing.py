@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -47,21 +46,23 @@ logger = logging.getLogger(__name__)
 _UNLIMITED = Retention()
 
 
-class Backing(ABC):
-    """Takes in what is added and deletes what is evicted. Its methods do what those of the buffer promise.
+class Backing:
+    """Keeps what is added in memory only. Its methods, and those of what extends it, do what the buffer's promise.
 
     Attributes:
         intake: how trajectories get into the view.
         keeps: whether what is added is somewhere else than in memory.
         store_id: UUID of the store; None without one.
+        mirror: what keeps the mirror of the store, if it has one.
     """
 
-    intake: Intake
     keeps = False
     store_id: str | None = None
+    mirror: StoreMirror | None = None
 
     def __init__(self, view: View) -> None:
         self._view = view
+        self.intake: Intake = MemoryIntake(view)
         self._watch = ColumnWatch()
         self._content = ContentWatch()
 
@@ -88,13 +89,15 @@ class Backing(ABC):
         if after < before:
             logger.info("retention: %d of %d trajectories are shown no longer", before - after, before)
 
-    @abstractmethod
     def _retain(self) -> None:
         """Let go of what lies beyond the limits."""
+        newest = self._view.newest_id()
+        if newest is not None:
+            self._view.forget(self._view.expire(newest))
 
-    @abstractmethod
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, all of which are shown."""
+        self._view.forget(ids)
 
     @property
     def committed(self) -> int:
@@ -107,28 +110,19 @@ class Backing(ABC):
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives a crash."""
-        return
 
     def compact(self) -> None:
         """Give back the disk space of evicted trajectories."""
-        return
 
-    @abstractmethod
     def pin(self, name: str, state: Mapping[str, object]) -> int:
         """Keep the present state readable under a name; return its generation."""
+        raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
 
     def unpin(self, name: str) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside."""
-        return
-
-    @property
-    def mirror(self) -> StoreMirror | None:
-        """What keeps the mirror of the store, if it has one."""
-        return None
 
     def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
         """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
-        return
 
     def annotate(self, said: Said, rows: Rows) -> None:
         """Give trajectories of the store values, and values by row, a tensor for each of them.
@@ -155,29 +149,9 @@ class Backing(ABC):
 
     def close(self) -> None:
         """Write what waits, and give the directory back."""
-        return
 
 
-class MemoryBacking(Backing):
-    """Keeps what is added in memory only."""
-
-    def __init__(self, view: View) -> None:
-        super().__init__(view)
-        self.intake = MemoryIntake(view)
-
-    def _retain(self) -> None:
-        newest = self._view.newest_id()
-        if newest is not None:
-            self._view.forget(self._view.expire(newest))
-
-    def evict(self, ids: Sequence[int]) -> None:
-        self._view.forget(ids)
-
-    def pin(self, name: str, state: Mapping[str, object]) -> int:
-        raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
-
-
-class ReaderBacking(MemoryBacking):
+class ReaderBacking(Backing):
     """Behind a buffer that was opened for reading: nothing is added."""
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
@@ -228,18 +202,17 @@ class StoreBacking(Backing):
         listener = ViewListener(view, draws)
         told = None if on_commit is None else listener.on_commit
         self.writer = StoreWriter(directory, trajectory_format, options, listener, told)
-        self._mirror: StoreMirror | None = None
         if mirror is not None and target is not None:
             format_name = trajectory_format.name
-            self._mirror = StoreMirror(
+            self.mirror = StoreMirror(
                 self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
             )
         # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
-        self._finalizer = weakref.finalize(self, _close_quietly, self._mirror, self.writer)
+        self._finalizer = weakref.finalize(self, _close_quietly, self.mirror, self.writer)
         self._finalizer.atexit = False  # too late for zarr; see trajstore.exits
         remember(self.writer)
-        if self._mirror is not None:
-            remember(self._mirror)
+        if self.mirror is not None:
+            remember(self.mirror)
         self.writer.start()
         catalog = self.writer.log.catalog
         self.store_id = catalog.store_id
@@ -251,12 +224,8 @@ class StoreBacking(Backing):
         listener.opened(catalog.next_id - 1)
         self.retain()
         self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
-        if self._mirror is not None:
-            self._mirror.start()
-
-    @property
-    def mirror(self) -> StoreMirror | None:
-        return self._mirror
+        if self.mirror is not None:
+            self.mirror.start()
 
     def share_ids(self, first: int, stride: int) -> int:
         with self.intake.lock:
@@ -334,19 +303,19 @@ class StoreBacking(Backing):
             "shard_bytes": files,
             "held_bytes": log.garbage.held_bytes,
         }
-        if self._mirror is not None:
-            state = self._mirror.state
+        if self.mirror is not None:
+            state = self.mirror.state
             figures |= {
                 "mirrored": state.newest_id,
-                "mirror_behind": self._mirror.behind,
+                "mirror_behind": self.mirror.behind,
                 "mirror_failures": state.failures,
             }
         return figures
 
     def close(self) -> None:
         try:
-            if self._mirror is not None:
-                _close_mirror(self._mirror, self.writer)
+            if self.mirror is not None:
+                _close_mirror(self.mirror, self.writer)
         finally:
             self._close_writer()
 

@@ -37,7 +37,7 @@ from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, S
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf, store_above
-from trajstore.reading.shard_access import rows_of
+from trajstore.reading.shard_access import flat_of
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
@@ -302,15 +302,7 @@ def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
         source, row = picture.sources[shard[0]], shard[1]
         reader = source.reader(row)
         schema, extent = source.manifest(row).schema, source.extent(row) or entry.extent
-    return FlatTrajectory(
-        schema,
-        extent,
-        tuple(rows_of(reader, schema, extent, picture.index.home(at))),
-        entry.num_samples,
-        entry.max_episode_length,
-        entry.model_weights_id,
-        entry.versions,
-    )
+    return flat_of(reader, schema, extent, picture.index.home(at), entry)
 
 
 def _write_rlinf(

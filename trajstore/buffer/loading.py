@@ -43,6 +43,36 @@ from trajstore.store.salvage import open_leniently
 from trajstore.store.sealed import METADATA_NAME
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
+
+    Attributes:
+        directory: what to load; held, so that it is found again wherever it or the process moves.
+        share: (local_rank, world_size), or None to load everything.
+        strict: refuse an index that names absent files; None = unless it is RLinf's.
+        pin: name of a pin of the store.
+        united: load these in place of what ``directory`` holds, under the ids of a run, by the number of the rank.
+        quiet: who asks tells of all damage; no warnings.
+    """
+
+    directory: Directory
+    share: tuple[int, int] | None = None
+    strict: bool | None = None
+    pin: str | None = None
+    united: Mapping[int, Directory] | None = None
+    quiet: bool = False
+
+    @property
+    def stride(self) -> int:
+        """By how much the ids of one rank's additions grow, so that they stay unique over ranks."""
+        return 1 if self.share is None else self.share[1]
+
+    def first_id(self, next_id: int) -> int:
+        """Return the lowest id of this rank that is at least ``next_id``."""
+        return next_id if self.share is None else next_id + (self.share[0] - next_id) % self.share[1]
+
+
 @dataclass
 class Loaded:
     """What ``load_sources`` found.
@@ -86,16 +116,9 @@ class _Opened:
 _UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, UnsupportedVersionError)
 
 
-def load_sources(
-    place: Directory,
-    *,
-    share: tuple[int, int] | None,
-    strict: bool | None,
-    pin: str | None,
-    verify_shards: bool,
-    united: Mapping[int, Directory] | None = None,
-) -> Loaded:
-    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``LoadRequest``."""
+def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
+    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones."""
+    place, share, strict, united = request.directory, request.share, request.strict, request.united
     if share is not None:
         share_of(0, *share)
     path = place.url
@@ -104,7 +127,7 @@ def load_sources(
     try:
         whole_place = united is None and directories != [place]
         ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [0])
-        found, kept, errors = _open_all(directories, ranks, leases, strict, pin)
+        found, kept, errors = _open_all(directories, ranks, leases, strict, request.pin)
         lacking += _absent_above(place, [item.source for item in found]) if whole_place else []
         if (strict is not False and (lacking or errors)) or not found:
             raise _all_of([*lacking, *errors], path)

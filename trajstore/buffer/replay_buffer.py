@@ -17,10 +17,11 @@ from trajstore.arguments import (
     whole,
     whole_or_none,
 )
-from trajstore.buffer.backing import Backing, MemoryBacking, ReaderBacking, StoreBacking
+from trajstore.buffer.backing import Backing, ReaderBacking, StoreBacking
+from trajstore.buffer.loading import LoadRequest
 from trajstore.buffer.restorable import RestorableBuffer
 from trajstore.buffer.retention import Retention
-from trajstore.buffer.view import LoadRequest, View
+from trajstore.buffer.view import View
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, listed
 from trajstore.files.opening import check_options, directories_above, open_directory
@@ -115,7 +116,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         if not auto_save:
             bounds = window_size or None, cache_bytes
         view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
-        backing: Backing = MemoryBacking(view)
+        backing = Backing(view)
         if auto_save:
             check_options(path, told_storage)
             directory = open_directory(path, **told_storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -9,17 +10,19 @@ from typing import Any, get_args
 from trajstore.arguments import one_of, path_or_url, text, truth, whole
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.checkpoint import CheckpointState, Layout, check_target, save_checkpoint
+from trajstore.buffer.loading import Loaded, LoadRequest
 from trajstore.buffer.mirroring import MirrorOfBuffer
 from trajstore.buffer.readable import ReadableBuffer
-from trajstore.buffer.reloading import load, refresh
 from trajstore.buffer.saved_points import PointsOfBuffer
-from trajstore.buffer.view import LoadRequest, View
+from trajstore.buffer.view import View
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.reading.contents import Contents
 from trajstore.reading.picture import Picture
 from trajstore.sampling.draws import Draws
+
+logger = logging.getLogger(__name__)
 
 
 class RestorableBuffer(ReadableBuffer):
@@ -149,7 +152,7 @@ class RestorableBuffer(ReadableBuffer):
     def _load(self, request: LoadRequest) -> int:
         self._backing.flush()
         with self._view.steady:
-            loaded = load(request, self._view, self._backing)
+            loaded = self._show(request)
         self._view.tell_hidden()
         self._backing.retain()
         state = loaded.state
@@ -161,6 +164,15 @@ class RestorableBuffer(ReadableBuffer):
         else:
             self._draws.begin_for_rank(state.seed, *loaded.new_rank)
         return loaded.skipped
+
+    def _show(self, request: LoadRequest) -> Loaded:
+        """Show what a request names instead of what is shown; the caller holds ``View.steady``."""
+        contents, loaded = self._view.open(request)
+        intake = self._backing.intake
+        with intake.lock:
+            self._view.replace(request, contents, loaded)
+            intake.go_on(loaded.counter, request.first_id(loaded.next_id), request.stride)
+        return loaded
 
     def refresh(self) -> bool:
         """See what a live writer has committed to the loaded directory since; return whether it has committed anything.
@@ -175,4 +187,25 @@ class RestorableBuffer(ReadableBuffer):
             StoreNotFoundError: what was loaded is there no longer, such as a pin that was let go of.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; nothing changed.
         """
-        return refresh(self._view, self._backing)
+        view, intake = self._view, self._backing.intake
+        with view.steady:
+            before = view.generations
+            request = view.request_if_changed()
+            if request is None:
+                return False
+            with intake.lock:
+                next_id = view.follow()
+                if next_id is not None:
+                    intake.go_on(next_id, request.first_id(next_id), request.stride)
+            if next_id is None:
+                if view.contents.added:
+                    kept = self._backing.keeps
+                    logger.warning(
+                        "refresh: loads again, and no longer shows the %d trajectories that were added here since; %s",
+                        view.contents.added,
+                        "they stay in its own store" if kept else "they were in memory only and are lost",
+                    )
+                self._show(request)
+            changed = view.generations != before
+        self._backing.retain()
+        return changed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore import locks
-from trajstore.buffer.loading import Loaded, load_sources
+from trajstore.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore.buffer.retention import Retention
 from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
-from trajstore.files.base import Directory, ReaderLease
+from trajstore.files.base import ReaderLease
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.contents import Contents
 from trajstore.reading.places import is_of_rank, rank_number, ranks_of
@@ -35,36 +34,6 @@ _MAP_LIMIT = 16384
 
 OWN_SOURCE = 0
 """Number of the buffer's own store among the sources of the contents: it is attached first."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
-
-    Attributes:
-        directory: what to load; held, so that it is found again wherever it or the process moves.
-        share: (local_rank, world_size), or None to load everything.
-        strict: refuse an index that names absent files; None = unless it is RLinf's.
-        pin: name of a pin of the store.
-        united: load these in place of what ``directory`` holds, under the ids of a run, by the number of the rank.
-        quiet: who asks tells of all damage; no warnings.
-    """
-
-    directory: Directory
-    share: tuple[int, int] | None
-    strict: bool | None
-    pin: str | None
-    united: Mapping[int, Directory] | None = None
-    quiet: bool = False
-
-    @property
-    def stride(self) -> int:
-        """By how much the ids of one rank's additions grow, so that they stay unique over ranks."""
-        return 1 if self.share is None else self.share[1]
-
-    def first_id(self, next_id: int) -> int:
-        """Return the lowest id of this rank that is at least ``next_id``."""
-        return next_id if self.share is None else next_id + (self.share[0] - next_id) % self.share[1]
 
 
 class View:
@@ -86,7 +55,8 @@ class View:
         self.own_first = 0
         """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
         self._cache_bounds = cache_bounds
-        self._verify_shards = verify_shards
+        self.verify_shards = verify_shards
+        self.cache_bytes = None if cache_bounds is None else cache_bounds[1]
         self._own: Catalog | None = None
         self._own_lost: frozenset[int] = frozenset()
         """Ids in the buffer's own store whose files are missing or cut; they are not shown."""
@@ -99,7 +69,8 @@ class View:
         """Why what is shown may not be what the buffer's own store has, once telling of a change has failed."""
         self._half_followed = False
         """Whether following what was loaded was cut short."""
-        self._request: LoadRequest | None = None
+        self.request: LoadRequest | None = None
+        """What was loaded; None if nothing was."""
         self._ranks: frozenset[str] | None = None
         self._told: set[str] = set()
         self.steady = locks.lock("View.steady")
@@ -110,23 +81,8 @@ class View:
         cache = None if self._cache_bounds is None else TrajectoryCache(*self._cache_bounds)
         contents = Contents(cache, _MAP_LIMIT)
         if self._own is not None:
-            contents.attach(StoreSource(self._own, self._verify_shards))
+            contents.attach(StoreSource(self._own, self.verify_shards))
         return contents
-
-    @property
-    def request(self) -> LoadRequest | None:
-        """What was loaded; None if nothing was."""
-        return self._request
-
-    @property
-    def cache_bytes(self) -> int | None:
-        """Most bytes that the cache keeps; None for no bound."""
-        return None if self._cache_bounds is None else self._cache_bounds[1]
-
-    @property
-    def verify_shards(self) -> bool:
-        """Whether checksums of a shard are compared when it is read for the first time."""
-        return self._verify_shards
 
     def locked(self, call: Callable[[Contents], T]) -> T:
         """Return what ``call`` makes of the contents, whose lock is held meanwhile.
@@ -196,7 +152,7 @@ class View:
         return {rank: source.catalog for rank, source in loaded if isinstance(source, StoreSource)}
 
     def _loaded_by_rank(self) -> dict[int, Source]:
-        request = self._request
+        request = self.request
         if request is None:
             return {}
         run = self._ranks is not None
@@ -206,7 +162,7 @@ class View:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
         self._own = catalog
         with self.contents.lock:
-            self.contents.attach(StoreSource(catalog, self._verify_shards))
+            self.contents.attach(StoreSource(catalog, self.verify_shards))
             self._show_own(self.contents)
 
     def show_own_again(self) -> None:
@@ -250,14 +206,7 @@ class View:
             IncompleteCheckpointError: files are absent (``strict``); lists them.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
         """
-        loaded = load_sources(
-            request.directory,
-            share=request.share,
-            strict=request.strict,
-            pin=request.pin,
-            united=request.united,
-            verify_shards=self._verify_shards,
-        )
+        loaded = load_sources(request, self.verify_shards)
         for text in () if request.quiet else loaded.warnings:
             self._tell(text)
         contents = self._empty()
@@ -281,25 +230,25 @@ class View:
         with self.contents.lock:
             self.contents = contents
             old, self._leases = self._leases, loaded.leases
-        self._request, self._ranks = request, loaded.ranks
+        self.request, self._ranks = request, loaded.ranks
         self._half_followed = False
         for lease in old:
             lease.release()
 
     def loaded(self) -> list[Source]:
         """Return the sources of what was loaded; none before that."""
-        return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self._request is not None else []
+        return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self.request is not None else []
 
     def request_if_changed(self) -> LoadRequest | None:
         """Return what to load again; None if nothing was loaded, or nothing was committed to it and no rank joined."""
         changed = self._half_followed or any(source.changed() for source in self.loaded()) or self._has_joined()
-        return self._request if changed else None
+        return self.request if changed else None
 
     def _has_joined(self) -> bool:
         """Return whether the run that was loaded has ranks that it did not have then, and all below them."""
-        if self._request is None or self._ranks is None:
+        if self.request is None or self._ranks is None:
             return False
-        directory = self._request.directory
+        directory = self.request.directory
         if self._ranks.issuperset(name for name in directory.listing()[1] if is_of_rank(name)):
             return False
         ranks = ranks_of(directory)
@@ -314,7 +263,7 @@ class View:
         Returns:
             One more than the highest id that the store has given.
         """
-        contents, request, loaded = self.contents, self._request, self.loaded()
+        contents, request, loaded = self.contents, self.request, self.loaded()
         source = loaded[0] if len(loaded) == 1 else None
         if request is None or request.share is not None or request.pin is not None or contents.added:
             return None

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.buffer.internals import internals_of
-from trajstore.buffer.loading import load_sources
+from trajstore.buffer.loading import LoadRequest, load_sources
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.distributed.actors import away, first_line, ray
@@ -166,7 +166,7 @@ class StoreDatasource(Datasource):
 
 def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tuple[list[Share], set[str]]:
     """Return every store with its trajectories in the order of their shards, and the kinds of trajectories."""
-    loaded = load_sources(open_directory(path, **options), share=None, strict=None, pin=pin, verify_shards=False)
+    loaded = load_sources(LoadRequest(open_directory(path, **options), pin=pin))
     for lease in loaded.leases:
         lease.release()
     shares, kinds = [], set()

@@ -201,6 +201,16 @@ class HeldFolder:
             raise self._no_file(name, _KINDS.get(stat.S_IFMT(mode), "no file"))
         return found
 
+    @contextmanager
+    def opened(self, name: str, flags: int) -> Iterator[int]:
+        """Give a descriptor as :meth:`open` does, closed when the block ends; failures in it name the file."""
+        descriptor = self.open(name, flags)
+        try:
+            with self.naming(name):
+                yield descriptor
+        finally:
+            os.close(descriptor)
+
     def _no_file(self, name: str, what: str) -> CorruptStoreError:
         return CorruptStoreError(f"{self.path / name}: not a file ({what}); restore it from a copy")
 

@@ -159,23 +159,19 @@ class LocalDirectory(Directory):
 
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         try:
-            descriptor = self._root.open(check_name(name), os.O_RDONLY)
-        except FileNotFoundError as error:
-            fate = self._root.fate()
-            if fate is None and os.getpid() != self._pid:
-                fate = "this process was forked, and its parent may have let go of it since"
-            reason = SEE_VERIFY if fate is None else f"; {fate}; load it again"
-            raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it{reason}") from error
-        try:
-            with self._root.naming(name):
+            with self._root.opened(check_name(name), os.O_RDONLY) as descriptor:
                 found = os.fstat(descriptor).st_size
                 if size is not None and found != size:
                     raise CorruptStoreError(
                         f"{self.url}/{name}: has {found:,} bytes, the index says {size:,}; restore it from a copy"
                     )
                 return FileMap(descriptor, found, sequential=sequential)
-        finally:
-            os.close(descriptor)
+        except FileNotFoundError as error:
+            fate = self._root.fate()
+            if fate is None and os.getpid() != self._pid:
+                fate = "this process was forked, and its parent may have let go of it since"
+            reason = SEE_VERIFY if fate is None else f"; {fate}; load it again"
+            raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it{reason}") from error
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -226,13 +222,9 @@ class LocalDirectory(Directory):
         self._sync(folders)
 
     def _write_file(self, name: str, pieces: Iterable[Buffer]) -> None:
-        descriptor = self._root.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            with self._root.naming(name):
-                write_all(descriptor, pieces)
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._root.opened(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+            write_all(descriptor, pieces)
+            os.fsync(descriptor)
 
     def _make_folders(self, names: Iterable[str]) -> list[str]:
         """Make the folders of files where they are absent; return all folders whose names are to be synced then.
@@ -278,29 +270,25 @@ class LocalDirectory(Directory):
         known = self._segments.get(name)
         # The name of a segment is made durable by whoever appends first: its maker may have been killed before.
         folders = self._make_folders([name]) if known is None else []
-        descriptor = self._root.open(name, os.O_WRONLY | (os.O_CREAT if known is None else 0))
-        try:
-            with self._root.naming(name):
-                self._sync(folders)
-                end = self._uncut.get(name)
-                if end is None:
-                    end = os.lseek(descriptor, 0, os.SEEK_END)
-                else:
+        with self._root.opened(name, os.O_WRONLY | (os.O_CREAT if known is None else 0)) as descriptor:
+            self._sync(folders)
+            end = self._uncut.get(name)
+            if end is None:
+                end = os.lseek(descriptor, 0, os.SEEK_END)
+            else:
+                self._cut(descriptor, name, end)
+            if known not in (None, end):
+                text = f"has {end:,} bytes, {known:,} after the last commit: somebody else has changed it"
+                raise OSError(errno.ESTALE, text)
+            try:
+                write_all(descriptor, [memoryview(data)])
+                os.fdatasync(descriptor)
+            except OSError:
+                # Nothing may follow a half-written record: cut it off before anybody appends again.
+                with contextlib.suppress(OSError):  # if this fails too, the next append begins with it
                     self._cut(descriptor, name, end)
-                if known not in (None, end):
-                    text = f"has {end:,} bytes, {known:,} after the last commit: somebody else has changed it"
-                    raise OSError(errno.ESTALE, text)
-                try:
-                    write_all(descriptor, [memoryview(data)])
-                    os.fdatasync(descriptor)
-                except OSError:
-                    # Nothing may follow a half-written record: cut it off before anybody appends again.
-                    with contextlib.suppress(OSError):  # if this fails too, the next append begins with it
-                        self._cut(descriptor, name, end)
-                    raise
-                self._segments[name] = end + memoryview(data).nbytes
-        finally:
-            os.close(descriptor)
+                raise
+            self._segments[name] = end + memoryview(data).nbytes
 
     def cut(self, name: str, end: int) -> None:
         self._uncut[check_name(name)] = end
@@ -308,12 +296,8 @@ class LocalDirectory(Directory):
 
     def clear_failed_appends(self) -> None:
         for name, end in list(self._uncut.items()):
-            descriptor = self._root.open(name, os.O_WRONLY)
-            try:
-                with self._root.naming(name):
-                    self._cut(descriptor, name, end)
-            finally:
-                os.close(descriptor)
+            with self._root.opened(name, os.O_WRONLY) as descriptor:
+                self._cut(descriptor, name, end)
 
     def _cut(self, descriptor: int, name: str, end: int) -> None:
         self._uncut[name] = end

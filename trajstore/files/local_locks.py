@@ -72,12 +72,8 @@ class LocalWriterLock(WriterLock):
 
     def _refusal(self) -> StoreLockedError:
         holder = b""
-        with contextlib.suppress(OSError):
-            descriptor = self._root.open(LOCK_NAME, os.O_RDONLY)
-            try:
-                holder = os.pread(descriptor, 4096, 0)
-            finally:
-                os.close(descriptor)
+        with contextlib.suppress(OSError), self._root.opened(LOCK_NAME, os.O_RDONLY) as descriptor:
+            holder = os.pread(descriptor, 4096, 0)
         return StoreLockedError(
             f"{self._root.path} is being written by {describe_holder(holder)}; "
             "close that writer, or open the directory for reading"
@@ -190,18 +186,15 @@ class LocalReaderLease(ReaderLease):
 def read_lease(root: HeldFolder, name: str, tidy: bool) -> Reader | None:
     """Return the live reader that a lease is of; that of a dead one is removed if it is to be tidied."""
     try:
-        descriptor = root.open(name, os.O_RDONLY)
-    except (FileNotFoundError, CorruptStoreError):  # gone, or a pipe or folder, which no reader has made
-        return None
-    try:
-        with root.naming(name):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # enough to meet the reader's, which is exclusive
-    except BlockingIOError:
-        return reader_of(name, os.pread(descriptor, 4096, 0))
-    else:
-        if tidy:
-            with contextlib.suppress(FileNotFoundError):
+        with root.opened(name, os.O_RDONLY) as descriptor:
+            try:
+                fcntl.flock(
+                    descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
+                )  # enough to meet the reader's, which is exclusive
+            except BlockingIOError:
+                return reader_of(name, os.pread(descriptor, 4096, 0))
+            if tidy:
                 root.unlink(name)
-        return None
-    finally:
-        os.close(descriptor)
+    except (FileNotFoundError, CorruptStoreError):  # gone, or a pipe or folder, which no reader has made
+        pass
+    return None

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trajstore.buffer.loading import left_out_in_words
+from trajstore.buffer.loading import LoadRequest, left_out_in_words
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.buffer.view import LoadRequest
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
 from trajstore.files.base import Directory
 from trajstore.files.opening import nested, open_directory

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from trajstore.arguments import one_of, whole
 from trajstore.buffer.checkpoint import CheckpointState, check_target, save_checkpoint
 from trajstore.buffer.internals import internals_of
+from trajstore.buffer.loading import LoadRequest
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.buffer.view import LoadRequest
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
 from trajstore.files.base import Directory
 from trajstore.files.folders import publish_folder

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
+from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.columns.schema import Extent
-from trajstore.columns.steps import acting_rows, version_range
+from trajstore.columns.steps import versions_of
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
-    InvalidTrajectoryError,
     UnsafeContentError,
     listed,
 )
@@ -31,10 +30,13 @@ from trajstore.formats.torch_zip import damaged_members
 from trajstore.reading.residency import MappedShard
 from trajstore.reading.rlinf_contents import read_contents
 from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
+from trajstore.reading.shard_access import flat_of
 from trajstore.reading.sources import Source
+from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ids_in_words
 from trajstore.store.lost_records import Damage
+from trajstore.store.new_entries import NewEntries, columns_of
 from trajstore.store.rlinf_layout import INDEX_NAMES, RLinfEntry
 from trajstore.store.sealed import METADATA_NAME
 
@@ -213,13 +215,10 @@ class RLinfSource(Source):
 
     def _tell(self, file: RLinfFile) -> None:
         """Say once for each field what of it is not sampled or not kept."""
-        for fields, outcome in ((file.content.left_out, "left out"), (file.content.kept, "kept, but never sampled")):
-            for name, reason in fields.items():
-                if name not in self._told:
-                    self._told.add(name)
-                    logger.warning(
-                        "%s: field %s is %s: %s (said once for this field)", file.source, name, outcome, reason
-                    )
+        for name, message in file.unrepresented():
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning("%s: field %s %s (said once for this field)", file.source, name, message)
 
     def unrepresented(self, row: int) -> list[str]:
         """Return what of a trajectory's file is not sampled or not kept, and why."""
@@ -266,28 +265,11 @@ class RLinfSource(Source):
 
     def flat(self, row: int) -> FlatTrajectory:
         """Return a trajectory as columns."""
-        file, entry = self.file(row), self.entries[row]
-        content, reader = file.content, RLinfFileReader(file)
-        tensors = {
-            column.name: reader.rows(number, 0, content.extent.rows(column.axis))
-            for number, column in enumerate(content.schema.columns)
-        }
-        told = tensors.get("versions")
-        if told is not None:
-            told = told.reshape(-1, content.extent.batch, *told.shape[1:])
-        try:
-            versions = version_range(acting_rows(told, content.extent.steps))
-        except InvalidTrajectoryError:  # RLinf takes NaN; the rest of the trajectory is as good as ever
-            versions = None
-        return FlatTrajectory(
-            content.schema,
-            content.extent,
-            tuple(tensors.values()),
-            entry.num_samples,
-            entry.max_episode_length,
-            entry.model_weights_id,
-            versions,
-        )
+        file = self.file(row)
+        entry = self.index.entry(len(self.before) + row)
+        found = flat_of(RLinfFileReader(file), file.content.schema, file.content.extent, Home(row), entry)
+        found.versions = versions_of(found)
+        return found
 
 
 def _opened(directory: Directory, name: str, entry: RLinfEntry) -> RLinfFile:
@@ -313,30 +295,14 @@ def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfE
     """Return the entries as an index, those before without a shard; extra rows are told when a file is opened."""
     index = TrajectoryIndex()
     entries = before + there
-    count = len(entries)
-    if not count:
+    if not entries:
         return index
-    uuids = b"".join(uuid.uuid5(uuid.NAMESPACE_URL, f"{directory.url}/{e.trajectory_id}").bytes for e in entries)
-    zeros = np.zeros(count, np.int64)
-    index.append(
-        {
-            "trajectory_id": np.array([e.trajectory_id for e in entries], np.int64),
-            "num_samples": np.array([e.num_samples for e in entries], np.int64),
-            "steps": np.array([e.shape[0] for e in entries], np.int32),
-            "batch": np.array([e.shape[1] for e in entries], np.int32),
-            "extra": zeros,
-            "document": zeros,
-            "nbytes": zeros,
-            "max_episode_length": np.array([e.max_episode_length for e in entries], np.int64),
-            "version_low": np.full(count, UNKNOWN_VERSION),
-            "version_high": np.full(count, UNKNOWN_VERSION),
-            "committed": np.full(count, UNKNOWN_TIME),
-            "weights": np.array([index.texts.add(e.model_weights_id) for e in entries], np.int32),
-            "uuid": np.frombuffer(uuids, "V16"),
-            "shard": np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD),
-            "start_samples": zeros,
-            "start_extra": zeros,
-            "start_document": zeros,
-        }
-    )
+    unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
+    numbers = [(e.num_samples, *e.shape[:2], 0, 0, 0, e.max_episode_length, *unknown) for e in entries]
+    told = NewEntries(np.array(numbers, np.int64), [e.model_weights_id for e in entries], [None] * len(entries))
+    ids = [e.trajectory_id for e in entries]
+    uuids = b"".join(uuid.uuid5(uuid.NAMESPACE_URL, f"{directory.url}/{number}").bytes for number in ids)
+    rows = np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD)
+    starts = dict.fromkeys(STARTS, np.zeros(len(entries), np.int64))
+    index.append({**columns_of(told, ids, uuids, index.texts), "shard": rows, **starts})
     return index

@@ -9,7 +9,7 @@ import torch
 
 from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.flat import Block
+from trajstore.columns.flat import Block, FlatTrajectory
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Buffer, Directory
@@ -17,7 +17,7 @@ from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore.store.catalog import Catalog
 from trajstore.store.home import START_OF, Home
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index import TrajectoryEntry, TrajectoryIndex
 from trajstore.trajectory import AnyTrajectory
 
 
@@ -170,6 +170,15 @@ def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, home: H
         reader.rows(number, start, start + extent.rows(column.axis))
         for number, (column, start) in enumerate(zip(schema.columns, starts, strict=True))
     ]
+
+
+def flat_of(
+    reader: ShardReader | Block, schema: Schema, extent: Extent, home: Home, entry: TrajectoryEntry
+) -> FlatTrajectory:
+    """Return one trajectory as columns, decoded; ``extent`` may say more than the entry does."""
+    tensors = tuple(rows_of(reader, schema, extent, home))
+    known = entry.num_samples, entry.max_episode_length, entry.model_weights_id, entry.versions
+    return FlatTrajectory(schema, extent, tensors, *known)
 
 
 def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buffer:

@@ -189,6 +189,14 @@ class Catalog(Committed):
             raise CorruptStoreError(f"{without_advice(str(error))}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
         self.snapshot_bytes = len(data)
         del data
+        self._take_snapshot(value, source)
+
+    def _take_snapshot(self, value: Any, source: str) -> None:
+        """Take in what the file of the index says.
+
+        Raises:
+            CorruptStoreError: it does not fit together; names the file.
+        """
         try:
             self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
             self.next_id = natural(value["next_id"], MAX_ID // 2)

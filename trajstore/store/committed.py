@@ -26,7 +26,8 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.store.index_file import index_to_json
 from trajstore.store.lifetimes import Lifetimes
 from trajstore.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
-from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
+from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json
+from trajstore.store.new_entries import starts_of
 from trajstore.store.notes import Noted, Notes
 from trajstore.store.packing import StringTable
 from trajstore.store.pin_names import aside_name
@@ -280,7 +281,7 @@ class Committed:
         self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
     ) -> Moved:
         """Take in a shard that holds trajectories of others, which are read from it from now on."""
-        moved = Moved(self.shards.add(number, manifest), ids, starts_in(extents, manifest))
+        moved = Moved(self.shards.add(number, manifest), ids, starts_of(extents, manifest.schema.kind))
         self.lifetimes.add(moved.row, self.generation + 1)
         self.next_shard = max(self.next_shard, number + 1)
         for index in (self.index, self.pinned):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.store.additions import added_in
-from trajstore.store.log_records import parse_ranges, ranges_of
+from trajstore.store.log_records import lie_in, parse_ranges, ranges_of
 
 _MOST = 1 << 20
 """Wider gaps between ids, together, say nothing: numbers may be forged, or begin anywhere."""
@@ -150,7 +150,7 @@ class LostRecords:
                 hole.high = max(counter, hole.low)
         present = np.unique(present)
         stride = int(np.gcd.reduce(np.diff(present))) if len(present) >= _ENOUGH else 1
-        lows, highs = self._evicted_ranges()
+        evicted = np.concatenate([np.zeros((0, 2), np.int64), *self._evicted])
         most = _MOST
         for hole in self._holes:
             high = hole.low if hole.high is None else hole.high
@@ -161,18 +161,9 @@ class LostRecords:
             ids = np.arange(hole.low, high, dtype=np.int64)
             if stride > 1:
                 ids = ids[(ids - present[0]) % stride == 0]
-            ids = ids[~np.isin(ids, present)]
-            if len(lows):
-                at = np.searchsorted(lows, ids, side="right") - 1
-                ids = ids[(at < 0) | (highs[at] < ids)]
+            ids = ids[~np.isin(ids, present) & ~lie_in(ids, evicted)]
             hole.damage.lost += tuple((low, high) for low, high in ranges_of(ids.tolist()))
         for damage in self._damage:
             damage.lost = _joined(damage.lost)
             nothing = not damage.lost and not damage.uncounted
             damage.message += _NOTHING if nothing else _LEFT_OUT
-
-    def _evicted_ranges(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the first ids of all ranges that were evicted, ascending, and how far those up to each reach."""
-        ranges = np.concatenate([np.zeros((0, 2), np.int64), *self._evicted])
-        ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-        return ranges[:, 0], np.maximum.accumulate(ranges[:, 1]) if len(ranges) else ranges[:, 1]

@@ -15,7 +15,6 @@ from trajstore.formats.base import ShardManifest
 from trajstore.store.home import STARTS
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import natural, parse_ranges, ranges_of
-from trajstore.store.new_entries import starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,3 @@ def check_moved(
     have = np.stack([index.at(name, positions[known]) for name in ("steps", "batch", "extra", "document")], axis=1)
     if not np.array_equal(told, have) or not fitting[index.at("shard", positions[known])].all():
         raise CorruptStoreError("a trajectory would be moved to a shard that does not hold it")
-
-
-def starts_in(extents: Sequence[Extent], manifest: ShardManifest) -> dict[str, npt.NDArray[np.int64]]:
-    """Return the first rows of all trajectories of a shard, in order, by column of the index."""
-    return starts_of(extents, manifest.schema.kind)

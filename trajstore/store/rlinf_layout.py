@@ -19,6 +19,7 @@ from trajstore.columns.document import decode_document
 from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
 from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.leaves import document_of, is_json
+from trajstore.columns.limits import MAX_STEPS
 from trajstore.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.files.base import EncodedFile, check_name
@@ -93,7 +94,8 @@ def parse_index(data: bytes, source: str) -> list[RLinfEntry]:
 def _entry(number: Any, item: Mapping[str, Any]) -> RLinfEntry:
     shape = tuple(int(n) for n in item["shape"])
     samples = int(item["num_samples"])
-    if len(shape) < 2 or min(shape) < 0 or shape[0] * shape[1] != samples or int(number) < 0:
+    fits = len(shape) >= 2 and min(shape) >= 0 and max(shape[:2]) <= MAX_STEPS and shape[0] * shape[1] == samples
+    if not fits or int(number) < 0:
         raise ValueError(f"trajectory {number}: shape {list(shape)}, num_samples {samples}")
     return RLinfEntry(int(number), samples, shape, int(item["max_episode_length"]), str(item["model_weights_id"]))
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
 from trajstore.files.base import Directory
@@ -24,7 +23,6 @@ from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
-from trajstore.store.index_file import index_from_json
 from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import decode_each, natural, record_without_end
 from trajstore.store.lost_records import Damage, LostRecords
@@ -39,7 +37,6 @@ from trajstore.store.sealed import (
     unseal,
     without_advice,
 )
-from trajstore.store.shard_table import ShardTable
 
 _LOST = Schema("step", ())
 """Stands for a schema that a damaged record told; no shard fits it."""
@@ -163,7 +160,6 @@ class SalvagedCatalog(Catalog):
             self.__dict__.update(fresh.__dict__)
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
             self._warn(f"{reason}: worked out again from the log, which has every commit")
-        self._schemas = list(self.shards.schemas)
 
     def _has_first_commits(self, segments: Sequence[tuple[int, str]]) -> bool:
         """Return whether a log begins with the first commit and goes on; fences stay when what is between them goes."""
@@ -181,17 +177,6 @@ class SalvagedCatalog(Catalog):
             data = self.directory.read(METADATA_NAME)
             if is_of_rlinf(data):
                 parse_metadata(data, f"{self.directory.url}/{METADATA_NAME}")
-
-    def _take_snapshot(self, value: Any, source: str) -> None:
-        self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
-        self.next_id = natural(value["next_id"], MAX_ID // 2)
-        self.next_shard = natural(value["next_shard"], MAX_ID // 2)
-        self.store_id = str(value["store_id"])
-        self.shards = ShardTable.from_json(value["shards"])
-        for name in ("live", "pinned"):
-            index = index_from_json(value[name], len(self.shards), self._gate)
-            self._check_rows(index, source)
-            setattr(self, "index" if name == "live" else "pinned", index)
 
     # -- the log ----------------------------------------------------------------------------------
 
