@@ -31,12 +31,12 @@ from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
 from trajstore.reading.late import Late, late_columns, with_notes, without_notes
-from trajstore.reading.late_rows import late_rows, split_late, whole_rows
+from trajstore.reading.late_rows import late_rows, split_late
 from trajstore.reading.picture import Picture, picture_of
 from trajstore.reading.residency import HeldRows, MappedShard, Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
-from trajstore.reading.whole import rows_at
+from trajstore.reading.whole import rows_at, whole_rows
 from trajstore.store.committed import Change, Evicted
 from trajstore.store.facts import NOTE_ROWS, TOLD
 from trajstore.store.home import STARTS, Home
@@ -421,7 +421,7 @@ class Contents:
                 max_episode_length=entry.max_episode_length,
                 model_weights_id=entry.model_weights_id,
             )
-            rows = whole_rows(self.residency, self.sources, self.index, position)
+            rows = whole_rows(self.index, self.residency, self.sources, position)
             found = replace(found, notes=rows) if rows else found
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.flat import Block
-from trajstore.columns.schema import Extent, Schema
+from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.files.partial import PartialMap, PartialMaps
 from trajstore.reading.addresses import Addresses
 from trajstore.reading.column_numbers import ColumnNumbers, axes_of
@@ -79,10 +79,11 @@ class HeldRows:
         self.partial = residency.partial_maps(slots)
         residency.copies.begin(self)
 
-    def addresses_of(self, slot: int) -> list[int]:
+    def addresses_of(self, slot: int) -> dict[ColumnSpec, int]:
         """Return the address of the first row of each column of a slot's schema; with ``Contents.lock`` held."""
-        numbers, _ = self._residency.columns.of(self._residency.schema(slot))
-        return [int(address) for address in self.first[slot, numbers]]
+        schema = self._residency.schema(slot)
+        numbers, _ = self._residency.columns.of(schema)
+        return dict(zip(schema.columns, self.first[slot, numbers].tolist(), strict=True))
 
     def let_go(self) -> None:
         """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""

@@ -19,7 +19,7 @@ from trajstore.files.partial import fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
 from trajstore.reading.late import COLUMNS, LateValues, late_columns, outcomes_given, without_notes
-from trajstore.reading.late_rows import check_given, column_of, homes_of, make_resident, split_late
+from trajstore.reading.late_rows import GivenRows, given_rows, split_late
 from trajstore.reading.residency import HeldRows, Residency
 from trajstore.store.home import START_OF
 from trajstore.store.index import TrajectoryIndex
@@ -158,19 +158,12 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     slots = contents.make_resident(positions)
     residency, index = contents.residency, contents.index
     of_each_one, by_row = split_late(index, of_late)
-    homes = homes_of(index, positions, by_row)
-    of_rows = [given[given >= 0] for given, _ in homes.values()]
-    if of_rows:
-        make_resident(residency, contents.sources, np.concatenate(of_rows), slots)
+    given, needed = given_rows(residency, contents.sources, index, positions, by_row, slots)
     starts = {
         axis: index.at(START_OF[axis], positions).astype(np.int64)
         for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
     }
     ids = index.at("trajectory_id", positions)
-    needed = np.concatenate([slots, *of_rows])
-    specs_of_rows = {
-        name: column_of(residency, contents.sources, index, name, given, needed) for name, (given, _) in homes.items()
-    }
     held = HeldRows(residency, needed)
     by_slot = {slot: _columns_of(residency, held, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
@@ -201,35 +194,21 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     bases = np.array([columns[DOCUMENT][1] if DOCUMENT in columns else 0 for columns in of_each], np.int64)
     documents = np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0)
     late = late_columns(index, positions, of_each_one)
-    for name, (tables, firsts) in homes.items():
-        columns[name] = _given_rows(residency, index, held, positions, name, specs_of_rows[name], tables, firsts)
+    for one in given:
+        columns[one.name] = _given_column(index, held, positions, one)
     rows = TokenRows(index, positions, columns, documents, held, late)
     contents.forget_decoded()
     return rows
 
 
-def _given_rows(
-    residency: Residency,
-    index: TrajectoryIndex,
-    held: HeldRows,
-    positions: IntArray,
-    name: str,
-    column: ColumnSpec,
-    slots: IntArray,
-    starts: IntArray,
-) -> _Column:
-    """Return a column of values by row that came late; NaN stands for those of a trajectory that has none.
-
-    Raises:
-        SchemaMismatchError: there is no NaN.
-    """
+def _given_column(index: TrajectoryIndex, held: HeldRows, positions: IntArray, given: GivenRows) -> _Column:
+    """Return a column of values by row that came late; NaN stands for those of a trajectory that has none."""
+    column, slots = given.column, given.slots
     lacking = slots < 0
-    check_given(name, column, index, positions[lacking])
     sources = np.zeros(len(slots), np.int64)
     for slot in np.unique(slots[~lacking]).tolist():
-        names = [one.name for one in residency.schema(slot).columns]
-        base = held.addresses_of(slot)[names.index(column.name)]
-        sources[slots == slot] = base + starts[slots == slot] * column.row_nbytes
+        here = slots == slot
+        sources[here] = held.addresses_of(slot)[column] + given.starts[here] * column.row_nbytes
     keep = None
     if lacking.any():
         keep = torch.full((int(index.at("steps", positions[lacking]).max()),), float("nan"), dtype=column.torch_dtype)
@@ -249,6 +228,4 @@ def _columns_of(
     for column in schema.columns:
         if column.row_shape:
             raise CorruptStoreError(f"trajectory {int(ids[0])}: column {column.name} has rows of {column.row_shape}")
-    return {
-        column.name: (column, address) for column, address in zip(schema.columns, held.addresses_of(slot), strict=True)
-    }
+    return {column.name: (column, address) for column, address in held.addresses_of(slot).items()}

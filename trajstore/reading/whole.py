@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trajstore.columns.schema import Schema
+from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.files.partial import fetched
+from trajstore.reading.late_rows import column_named, homes_of, make_resident
 from trajstore.reading.residency import HeldRows, Residency
 from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
@@ -39,19 +40,46 @@ def rows_at(
             index.note_extent(position, told)
         return schema, rows_of(sources[source].reader(row), schema, extent, home)
     schema = residency.schema(slot)
-    tensors = [
-        torch.empty((extent.rows(column.axis), *column.row_shape), dtype=column.torch_dtype)
-        for column in schema.columns
-    ]
     held = HeldRows(residency, np.array([slot], np.int64))
-    addresses = [
-        base + home.first(column.axis) * column.row_nbytes
-        for column, base in zip(schema.columns, held.addresses_of(slot), strict=True)
-    ]
+    firsts = [home.first(column.axis) for column in schema.columns]
+    return schema, _copied(held, slot, schema.columns, extent, firsts)
+
+
+def whole_rows(
+    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], position: int
+) -> dict[str, torch.Tensor]:
+    """Return all values by row of the trajectory at a position, by name: ``[T, B, ...]`` or ``[L]`` or ``[R]``.
+
+    Raises:
+        CorruptStoreError: a file is missing or damaged.
+    """
+    found = {}
+    extent = index.entry(position).extent
+    for name in index.row_notes:
+        slots, starts = homes_of(index, np.array([position], np.int64), name)
+        slot = int(slots[0])
+        if slot < 0:
+            continue
+        make_resident(residency, sources, slots)
+        schema = residency.schema(slot)
+        column = column_named(schema, name)
+        (tensor,) = _copied(HeldRows(residency, slots), slot, [column], extent, [int(starts[0])])
+        steps = (extent.steps, extent.batch) if schema.kind == "step" else (extent.rows(column.axis),)
+        found[name] = tensor.reshape(*steps, *column.row_shape)
+    return found
+
+
+def _copied(
+    held: HeldRows, slot: int, columns: Sequence[ColumnSpec], extent: Extent, firsts: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return rows of some columns of a slot, from these first ones on, and let go of them."""
+    tensors = [torch.empty((extent.rows(one.axis), *one.row_shape), dtype=one.torch_dtype) for one in columns]
+    bases = held.addresses_of(slot)
+    addresses = [bases[one] + first * one.row_nbytes for one, first in zip(columns, firsts, strict=True)]
     sizes = [tensor.nbytes for tensor in tensors]
     with fetched(held.partial, lambda: (np.array(addresses, np.int64), np.array(sizes, np.int64))):
         for tensor, address in zip(tensors, addresses, strict=True):
             if tensor.nbytes:
                 ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
     held.let_go()
-    return schema, tensors
+    return tensors
