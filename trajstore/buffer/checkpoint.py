@@ -34,7 +34,7 @@ from trajstore.files.local import LocalDirectory
 from trajstore.files.parallel import in_order
 from trajstore.formats import FORMATS
 from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, ShardReader, StoredFile, TrajectoryFormat
-from trajstore.formats.checksums import manifest_of
+from trajstore.formats.checksums import encoded_shard
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf, store_above
 from trajstore.reading.shard_access import flat_of
@@ -206,25 +206,20 @@ def _write_store(
             taken[at] = row
     for source, names in files.items():
         target.bring(source.directory, names)
-    for at in decoded:
-        name = shard_name(len(catalog.shards))
-        content = _values_at(picture, at)
-        encoded = trajectory_format.encode(name, content)
-        target.publish(encoded.files)
-        manifest = manifest_of(encoded, trajectory_format.name, name, content)
-        taken[at] = catalog.shards.add(len(catalog.shards), manifest)
 
-    def write(
-        task: tuple[int, list[tuple[int, FlatTrajectory]]],
-    ) -> tuple[ShardManifest, list[tuple[int, FlatTrajectory]]]:
+    def write(number: int, content: ShardContent) -> ShardManifest:
+        encoded, manifest = encoded_shard(trajectory_format, shard_name(number), content)
+        target.publish(encoded)
+        return manifest
+
+    def write_group(task: tuple[int, Loose]) -> tuple[ShardManifest, Loose]:
         number, group = task
-        name = shard_name(number)
-        content = ShardContent.of([flat for _, flat in group])
-        encoded = trajectory_format.encode(name, content)
-        target.publish(encoded.files)
-        return manifest_of(encoded, trajectory_format.name, name, content), group
+        return write(number, ShardContent.of([flat for _, flat in group])), group
 
-    for manifest, group in in_order(write, enumerate(_loose_groups(picture, loose), start=len(catalog.shards))):
+    for at in decoded:
+        number = len(catalog.shards)
+        taken[at] = catalog.shards.add(number, write(number, _values_at(picture, at)))
+    for manifest, group in in_order(write_group, enumerate(_loose_groups(picture, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
         _set_homes(picture.index, row, [at for at, _ in group], [flat for _, flat in group])
         rows[[at for at, _ in group]] = row

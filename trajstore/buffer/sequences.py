@@ -13,7 +13,7 @@ from trajstore.arguments import check_instance, columns_or_none, finite, one_of,
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.columns.fields import join_name, nest, walk
+from trajstore.columns.fields import nest, unnest
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.sampling.base import Drawn, IntArray, Sampler, uniform
 from trajstore.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
@@ -138,10 +138,10 @@ def _n_step(
     spans = _spans(buffer, count, n, sampler, ends)
     last = last_of(spans.mask)
     end = spans.rows[np.arange(len(last)), last]
-    values = _flat(buffer.read(spans.first, columns=columns))
+    values = unnest(buffer.read(spans.first, columns=columns))
     after = [name for name in values if name.startswith("next_obs.")]
     if after:
-        values |= _flat(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
+        values |= unnest(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
     rewards = _read(buffer, spans.first, spans.rows, ["rewards"])["rewards"]
     rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch promotes no eight-bit floats
     factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
@@ -203,7 +203,7 @@ def sample_hindsight(
     text("goal", goal), text("achieved", achieved)
     check_instance("reward", reward, Callable, "a function of achieved and goal")
     first = buffer.draw(count, sampler=sampler)
-    values = _flat(buffer.read(first, columns=columns))
+    values = unnest(buffer.read(first, columns=columns))
     for name in (goal, achieved, "rewards"):
         if name not in values:
             raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
@@ -221,7 +221,7 @@ def sample_hindsight(
         later = chance[len(first) :][chosen] * (last + 1)
         pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
         rows = spans.rows[np.arange(len(pick)), pick]
-        goals = _flat(buffer.read(Drawn(some.ids, rows), columns=[achieved]))[achieved]
+        goals = unnest(buffer.read(Drawn(some.ids, rows), columns=[achieved]))[achieved]
         where = torch.from_numpy(chosen)
         if goals.shape[1:] != values[goal].shape[1:]:
             raise ConfigurationError(
@@ -293,9 +293,5 @@ def _read(
 ) -> dict[str, torch.Tensor]:
     """Return columns of rows ``[n, k]`` as tensors ``[n, k, ...]``."""
     drawn = Drawn(np.repeat(first.ids, rows.shape[1]), rows.reshape(-1))
-    values = _flat(buffer.read(drawn, columns=columns))
+    values = unnest(buffer.read(drawn, columns=columns))
     return {name: tensor.reshape(*rows.shape, *tensor.shape[1:]) for name, tensor in values.items()}
-
-
-def _flat(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {join_name(path): tensor for path, tensor in walk(values)}

@@ -120,6 +120,11 @@ def nest(items: Mapping[str, T]) -> dict[str, Any]:
     return result
 
 
+def unnest(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flat dict with dotted names of a nested one; inverse of :func:`nest`."""
+    return {join_name(path): item for path, item in walk(items)}
+
+
 def axis_of(field: str, rows: int, steps: int) -> tuple[Axis, int]:
     """Return the axis of a step column and its number of extra rows E.
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.loading import LoadRequest, load_sources
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.columns.fields import join_name, walk
+from trajstore.columns.fields import unnest
 from trajstore.distributed.actors import away, first_line, ray
 from trajstore.distributed.handle import DistributedReplayBuffer
 from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of
@@ -246,7 +246,7 @@ def _samples(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[st
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:
         found = reader.read(Drawn(own_id(ids), samples), columns=wanted)
-        batch |= {join_name(path): array_of(value) for path, value in walk(found)}
+        batch |= {name: array_of(value) for name, value in unnest(found).items()}
     return batch
 
 

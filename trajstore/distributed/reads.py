@@ -18,7 +18,7 @@ import torch
 from trajstore import locks
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.columns.fields import join_name, nest, walk
+from trajstore.columns.fields import nest, unnest
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
 from trajstore.distributed.packed import Part, pieces_of, request, united
@@ -189,7 +189,7 @@ class Reads:
             return None
         for attempt in range(2):
             with suppress(TrajectoryUnavailableError):
-                return _flat(reader.read(drawn, columns=columns, out=out))
+                return unnest(reader.read(drawn, columns=columns, out=out))
             if not attempt:
                 with self._lock:
                     reader.refresh()
@@ -260,7 +260,3 @@ def _open(about: ServedStore) -> TrajectoryReplayBuffer | None:
         logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
         return None
     return reader
-
-
-def _flat(values: Mapping[str, Any]) -> Columns:
-    return {join_name(path): value for path, value in walk(values)}

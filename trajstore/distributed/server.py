@@ -13,7 +13,7 @@ from trajstore.buffer.checkpoint import check_target
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.runs import save_rank_point
-from trajstore.columns.fields import join_name, walk
+from trajstore.columns.fields import unnest
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
@@ -210,7 +210,7 @@ class StoreServer:
         """
         drawn, columns, pieces = requested(asked)
         found = self._buffer.read(drawn, columns=columns)
-        return pack({join_name(path): value for path, value in walk(found)}, pieces)
+        return pack(unnest(found), pieces)
 
     def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
         """Return whole trajectories.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trajstore.columns.fields import join_name, walk
+from trajstore.columns.fields import unnest
 from trajstore.errors import ConfigurationError
 from trajstore.feeding.device import Arrival, CudaDevice, Device
 
@@ -86,7 +86,7 @@ class ReusedMemory:
         """Return the batch that ``reader`` reads, ``count`` rows, in the memory whose turn it is."""
         if len(self._turns) < self._batches:
             values = reader(None)
-            self._turns.append(_flat(values))
+            self._turns.append(unnest(values))
             return Ready(values)
         target = self._turns.popleft()
         filled = _read_into(reader, target, count)
@@ -122,7 +122,7 @@ class DeviceMemory:
         if values is None:
             fresh = reader(None)
             values = with_tensors(fresh, (self._device.pin(tensor) for tensor in tensors_of(fresh)))
-            pinned = _flat(values) if self._reuse else values
+            pinned = unnest(values) if self._reuse else values
         moved, arrival = self._device.send(list(tensors_of(values)))
         self._busy.append((arrival, pinned))
         return Ready(with_tensors(values, iter(moved)), arrival)
@@ -166,8 +166,4 @@ def _read_into(reader: Reader, target: Tensors, count: int) -> dict[str, Any] | 
         values: dict[str, Any] = reader(target)
     except ConfigurationError:  # a column that the target lacks, or has in another shape
         return None
-    return values if _flat(values).keys() == target.keys() else None
-
-
-def _flat(values: Mapping[str, Any]) -> Tensors:
-    return {join_name(path): tensor for path, tensor in walk(values)}
+    return values if unnest(values).keys() == target.keys() else None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trajstore.buffer.internals import internals_of
-from trajstore.columns.fields import join_name, nest, walk
+from trajstore.columns.fields import nest, unnest
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.feeding.belonging import (
     belonging_of,
@@ -274,9 +274,9 @@ class BatchSource(Source[DrawnBatch]):
     ) -> dict[str, torch.Tensor]:
         """Return rows of one buffer by dotted name; where this rank has none of them, no rows of the same columns."""
         if len(mine):
-            return _flat(buffer.read(mine, columns=self._columns, out=out))
+            return unnest(buffer.read(mine, columns=self._columns, out=out))
         one = buffer.read(whole.at(slice(1)), columns=self._columns)
-        return {name: tensor[:0] for name, tensor in _flat(one).items()}
+        return {name: tensor[:0] for name, tensor in unnest(one).items()}
 
     def _agreed(self, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the columns of a batch with rows of both buffers.
@@ -367,7 +367,3 @@ def joined(first: Drawn, second: Drawn) -> Drawn:
     weights = None if first.weights is None or second.weights is None else np.append(first.weights, second.weights)
     names = None if first.names is None or second.names is None else np.append(first.names, second.names)
     return Drawn(ids, samples, weights, second.buffer, names)
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {join_name(path): value for path, value in walk(values)}

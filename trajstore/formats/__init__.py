@@ -6,31 +6,24 @@ Floor 2 of ``docs/design/house.md``: imports from lower floors only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.formats.base import Fetch, ShardManifest, ShardReader, TrajectoryFormat
 
 
-def _pt(**options: Any) -> TrajectoryFormat:
-    from trajstore.formats.pt import PtFormat
-
-    return PtFormat(**options)
-
-
-def _pkl(**options: Any) -> TrajectoryFormat:
-    from trajstore.formats.pkl import PklFormat
-
-    return PklFormat(**options)
+def _made(module: str, name: str, **options: Any) -> TrajectoryFormat:
+    made: TrajectoryFormat = getattr(import_module(f"trajstore.formats.{module}"), name)(**options)
+    return made
 
 
-def _zarr(**options: Any) -> TrajectoryFormat:
-    from trajstore.formats.zarr import ZarrFormat
-
-    return ZarrFormat(**options)
-
-
-FORMATS: Mapping[str, Callable[..., TrajectoryFormat]] = {"pt": _pt, "pkl": _pkl, "zarr": _zarr}
+FORMATS: Mapping[str, Callable[..., TrajectoryFormat]] = {
+    "pt": partial(_made, "pt", "PtFormat"),
+    "pkl": partial(_made, "pkl", "PklFormat"),
+    "zarr": partial(_made, "zarr", "ZarrFormat"),
+}
 """What ``trajectory_format`` may be, and what makes it."""
 
 

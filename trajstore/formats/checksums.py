@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 from trajstore.files.base import Buffer, EncodedFile
-from trajstore.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile
+from trajstore.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 
 ENVELOPE = "envelope"
 """How the part of a file that is outside mapped columns is called in descriptions of damage."""
@@ -36,6 +36,14 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
             regions[place.file].append((place.offset, place.offset + lengths[column]))
     files = tuple(_stored_file(file, sorted(inside)) for file, inside in zip(encoded.files, regions, strict=True))
     return ShardManifest(name, format_name, schema, files, encoded.places, encoded.column_crc32, rows)
+
+
+def encoded_shard(
+    form: TrajectoryFormat, name: str, content: ShardContent
+) -> tuple[tuple[EncodedFile, ...], ShardManifest]:
+    """Return the files of a shard called ``name``, and its manifest."""
+    encoded = form.encode(name, content)
+    return encoded.files, manifest_of(encoded, form.name, name, content)
 
 
 def check_file(data: Buffer, manifest: ShardManifest, file_index: int) -> list[str]:

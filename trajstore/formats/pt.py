@@ -20,6 +20,7 @@ from trajstore.formats.base import (
     ShardReader,
     TrajectoryFormat,
     crc32_of,
+    rows_from_bytes,
 )
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
 
@@ -83,7 +84,4 @@ class _PtReader(ShardReader):
         spec, place = self._manifest.schema.columns[column], self._columns[column]
         first = place.offset + start * spec.row_nbytes
         data = bytearray(self._data[first : first + (stop - start) * spec.row_nbytes])
-        flat = (
-            torch.frombuffer(data, dtype=torch.uint8).view(place.dtype) if data else torch.empty(0, dtype=place.dtype)
-        )
-        return flat.reshape(stop - start, *spec.row_shape)
+        return rows_from_bytes(data, place.dtype, (stop - start, *spec.row_shape))

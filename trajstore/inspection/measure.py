@@ -17,7 +17,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.guidance.worth import GuidanceRecords
 from trajstore.inspection.statistics import RewardStatistics, Seam, range_of
 from trajstore.reading.late import outcomes_given
-from trajstore.reading.shard_access import ShardAccess, extent_at
+from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.trajectory import AgentTrajectory
@@ -104,7 +104,7 @@ class _Measurement:
         if schema.kind == "agent":
             self._add_agent(access, index, position, schema)
             return
-        if not extent_at(index, position).batch:
+        if not index.extent(position).batch:
             return
         found = access.stacked(index, position, count, ("rewards", "dones"))
         rewards, dones = found.get("rewards"), found.get("dones")
@@ -118,7 +118,7 @@ class _Measurement:
 
     def _seam(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> Seam | None:
         names = seam_names(schema)
-        extent = extent_at(index, position)
+        extent = index.extent(position)
         if not names or not extent.steps:
             return None
         last = (extent.steps - 1) * extent.batch
@@ -138,7 +138,7 @@ class _Measurement:
         else:
             self._nameless += 1
         if trajectory.response_start is not None and not any(c.axis is Axis.RESPONSE for c in schema.columns):
-            self._responses.append(extent_at(index, position).steps - trajectory.response_start)
+            self._responses.append(index.extent(position).steps - trajectory.response_start)
         self._messages += bool(trajectory.messages)
         turns = turns_of(trajectory)
         if turns is not None:

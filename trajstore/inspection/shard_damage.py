@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from trajstore.errors import StoreError
 from trajstore.files.base import Directory
-from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
-from trajstore.reading.shard_access import fetch_file
+from trajstore.reading.shard_access import fetch_file, reader_of
 
 
 def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
@@ -37,7 +34,7 @@ def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, 
 def _damage_in_decoded(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
     """Decode the columns that are not mapped."""
     try:
-        reader = open_shard(partial(fetch_file, directory, manifest), manifest)
+        reader = reader_of(directory, manifest)
         for column, place in enumerate(manifest.places):
             if place is None:
                 reader.rows(column, 0, manifest.rows[column])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from trajstore.columns.schema import DOCUMENT
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Directory
-from trajstore.formats.base import ShardReader
+from trajstore.formats.base import ShardReader, rows_from_bytes
 from trajstore.formats.pickles.safe_pickle import legacy_loads, safe_loads
 from trajstore.formats.torch_zip import TensorPlace, is_torch_zip, locate
 from trajstore.reading.residency import MappedShard
@@ -49,12 +48,11 @@ class RLinfFile:
             ) from error
 
     def _read(self, place: TensorPlace) -> torch.Tensor:
-        return self.bytes_at(place.offset, prod(place.shape) * place.dtype.itemsize, place.dtype).reshape(place.shape)
+        return self.rows_at(place.offset, place.nbytes, place.dtype, place.shape)
 
-    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part of the file as a flat tensor, copied."""
-        data = bytearray(self.map.view[offset : offset + nbytes])
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    def rows_at(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return a part of the file as a tensor, copied."""
+        return rows_from_bytes(bytearray(self.map.view[offset : offset + nbytes]), dtype, shape)
 
     def unrepresented(self) -> Iterator[tuple[str, str]]:
         """Yield the fields that are not sampled or not kept, and why."""
@@ -86,8 +84,8 @@ class RLinfFileReader(ShardReader):
         leaf, spec = content.leaves[column], content.schema.columns[column]
         if isinstance(leaf, TensorPlace):
             width = spec.row_nbytes
-            flat = self._file.bytes_at(leaf.offset + start * width, (stop - start) * width, leaf.dtype)
-            return flat.reshape(stop - start, *spec.row_shape)
+            shape = (stop - start, *spec.row_shape)
+            return self._file.rows_at(leaf.offset + start * width, (stop - start) * width, leaf.dtype, shape)
         return leaf.reshape(content.extent.rows(spec.axis), *spec.row_shape)[start:stop].contiguous()
 
 

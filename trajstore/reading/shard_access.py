@@ -15,6 +15,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Buffer, Directory
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader, rows_from_bytes
+from trajstore.formats.checksums import check_file
 from trajstore.store.catalog import Catalog
 from trajstore.store.home import START_OF, Home
 from trajstore.store.index import TrajectoryEntry, TrajectoryIndex
@@ -124,7 +125,7 @@ class ShardAccess:
     ) -> Iterator[tuple[ColumnSpec, Extent, int, torch.Tensor]]:
         """Yield columns of ``count`` trajectories that follow each other: with extent and rows of the first."""
         manifest = self._open(int(index.at("shard", position)))
-        extent = extent_at(index, position)
+        extent = index.extent(position)
         for number, column in enumerate(manifest.schema.columns):
             if only is None or column.name in only:
                 start, rows = int(index.at(START_OF[column.axis], position)), extent.rows(column.axis)
@@ -145,11 +146,6 @@ class ShardAccess:
         if name not in self._maps:
             self._maps[name] = fetch_file(self._catalog.directory, manifest, name)
         return self._maps[name]
-
-
-def extent_at(index: TrajectoryIndex, position: int) -> Extent:
-    """Return how many rows the trajectory at a position has on each axis."""
-    return Extent(*(int(index.at(name, position)) for name in ("steps", "batch", "extra", "document")))
 
 
 def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, home: Home) -> list[torch.Tensor]:
@@ -179,6 +175,21 @@ def flat_of(
     tensors = tuple(rows_of(reader, schema, extent, home))
     known = entry.num_samples, entry.max_episode_length, entry.model_weights_id, entry.versions
     return FlatTrajectory(schema, extent, tensors, *known)
+
+
+def reader_of(directory: Directory, manifest: ShardManifest) -> ShardReader:
+    """Return a reader of a shard of a directory."""
+    return open_shard(partial(fetch_file, directory, manifest), manifest)
+
+
+def damage_of(directory: Directory, manifest: ShardManifest) -> list[str]:
+    """Return what is wrong with the files of a shard, see :func:`check_file`; empty if all are sound.
+
+    Raises:
+        CorruptStoreError: one is missing, or has another size.
+    """
+    files = enumerate(manifest.files)
+    return [text for at, file in files for text in check_file(fetch_file(directory, manifest, file.name), manifest, at)]
 
 
 def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buffer:

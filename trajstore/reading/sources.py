@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -18,11 +17,9 @@ from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import Directory
 from trajstore.files.partial import PartialMap
-from trajstore.formats import open_shard
 from trajstore.formats.base import SHARDS_FOLDER, ShardManifest, ShardReader
-from trajstore.formats.checksums import check_file
 from trajstore.reading.residency import MappedShard
-from trajstore.reading.shard_access import fetch_file
+from trajstore.reading.shard_access import damage_of, reader_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ids_in_words
@@ -166,10 +163,10 @@ class StoreSource(Source):
         copied = self.directory.copies_files and not in_ranges
         if manifest.name in self._sound or not (self.checked or copied):
             return
-        damage = self._damage(manifest)
+        damage = damage_of(self.directory, manifest)
         if damage and self.directory.drop_copies(file.name for file in manifest.files):
             logger.warning("%s/%s: fetched anew", self.directory.url, "; ".join(damage))
-            damage = self._damage(manifest)
+            damage = damage_of(self.directory, manifest)
         if damage:
             ids = self.index["trajectory_id"][self.index["shard"] == row]
             if not len(ids):
@@ -184,12 +181,6 @@ class StoreSource(Source):
                 "without them"
             )
         self._sound.add(manifest.name)
-
-    def _damage(self, manifest: ShardManifest) -> list[str]:
-        damage: list[str] = []
-        for number, file in enumerate(manifest.files):
-            damage += check_file(self.directory.map(file.name, file.size, sequential=True).view, manifest, number)
-        return damage
 
     def map_shard(self, row: int) -> MappedShard | None:
         manifest = self.manifest(row)
@@ -220,5 +211,5 @@ class StoreSource(Source):
             self._reader = None  # what it decoded goes before more is decoded
             manifest = self.manifest(row)
             self._check(row, manifest)
-            self._reader = (row, open_shard(partial(fetch_file, self.directory, manifest), manifest))
+            self._reader = (row, reader_of(self.directory, manifest))
         return self._reader[1]

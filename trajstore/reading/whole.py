@@ -29,7 +29,7 @@ def rows_at(
     """
     slot = int(index.at("slot", position))
     undecoded = residency.ensure(np.array([slot], np.int64), lambda _, extent: index.note_extent(position, extent))
-    extent = index.entry(position).extent
+    extent = index.extent(position)
     home = index.home(position)
     if undecoded:
         source, row = residency.shard_of(slot)
@@ -54,7 +54,7 @@ def whole_rows(
         CorruptStoreError: a file is missing or damaged.
     """
     found = {}
-    extent = index.entry(position).extent
+    extent = index.extent(position)
     for name in index.row_notes:
         slots, starts = homes_of(index, np.array([position], np.int64), name)
         slot = int(slots[0])

@@ -16,7 +16,7 @@ import orjson
 from trajstore.columns.fields import Axis
 from trajstore.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore.columns.schema import Extent, Kind, Schema
-from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
@@ -245,7 +245,7 @@ class Committed:
         for number, extent in zip(said.ids, () if said.rows is None else said.rows.extents, strict=True):
             for index in (self.index, self.pinned):
                 at = index.find(number)
-                if at is not None and extent != Extent(*(int(index.at(name, at)) for name in _EXTENT)):
+                if at is not None and extent != index.extent(at)._replace(document=0):
                     raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
 
     def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
@@ -320,7 +320,7 @@ class Committed:
         for number in ids:
             at = self.index.find(number)
             index, position = (self.index, at) if at is not None else (self.pinned, self.pinned.position_of(number))
-            extents.append(Extent(*(int(index.at(name, position)) for name in _EXTENT)))
+            extents.append(index.extent(position)._replace(document=0))
             kinds.append(self.shards.schema(int(index.at("shard", position))).kind)
         return extents, kinds
 
@@ -368,11 +368,19 @@ class Committed:
 
     def void_points(self) -> dict[str, int]:
         """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback."""
-        return self.pins.void(self._in_force())
+        asides = sorted(self._in_force(), key=lambda back: back.generation, reverse=True)
+        return {
+            head.name: back.generation
+            for head in self.pins.heads.values()
+            for back in asides
+            if head.is_point and back.generation > head.generation and (back.back_to or 0) < (head.step or 0)
+        }
 
     def points(self) -> list[PinHead]:
         """Return the saved points that are not void, lowest step first."""
-        return self.pins.points(self._in_force())
+        void = self.void_points()
+        points = [head for head in self.pins.heads.values() if head.is_point and head.name not in void]
+        return sorted(points, key=lambda head: head.step or 0)
 
     def point(self, step: int) -> PinHead:
         """Return the saved point of a step.
@@ -380,7 +388,12 @@ class Committed:
         Raises:
             StoreNotFoundError: there is none; names those that there are.
         """
-        return self.pins.point(step, self._in_force())
+        points = self.points()
+        for head in points:
+            if head.step == step:
+                return head
+        steps = ", ".join(str(head.step) for head in points) or "none"
+        raise StoreNotFoundError(f"{self.pins.url}: no saved point of step {step}; there are: {steps}")
 
     def _in_force(self) -> list[PinHead]:
         """Return what rollbacks set aside, none of which has been taken back."""

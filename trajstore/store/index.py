@@ -486,12 +486,16 @@ class TrajectoryIndex:
         return TrajectoryEntry(
             trajectory_id=number,
             num_samples=samples,
-            extent=Extent(*(int(self.at(name, position)) for name in ("steps", "batch", "extra", "document"))),
+            extent=self.extent(position),
             nbytes=nbytes,
             max_episode_length=longest,
             model_weights_id=self.texts[int(self.at("weights", position))],
             versions=None if low == UNKNOWN_VERSION else (low, high),
         )
+
+    def extent(self, position: int) -> Extent:
+        """Return how many rows the trajectory at a position has on each axis."""
+        return Extent(*(int(self.at(name, position)) for name in Extent._fields))
 
     def uuid(self, position: int) -> str:
         """Return the UUID of the trajectory at a position."""

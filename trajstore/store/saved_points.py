@@ -156,6 +156,11 @@ class Pins:
         return value
 
     @property
+    def url(self) -> str:
+        """Of the directory, for messages."""
+        return self._directory.url
+
+    @property
     def names(self) -> list[str]:
         """Names of all pins."""
         return list(self._heads)
@@ -211,38 +216,6 @@ class Pins:
             raise StoreNotFoundError(f"{self._directory.url}: no pin is called {name!r}") from error
 
     # -- saved points -----------------------------------------------------------------------------
-
-    def void(self, asides: Sequence[PinHead]) -> dict[str, int]:
-        """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback.
-
-        Args:
-            asides: what rollbacks that have happened set aside.
-        """
-        return {
-            head.name: back.generation
-            for head in self._heads.values()
-            for back in sorted(asides, key=lambda back: back.generation, reverse=True)
-            if head.is_point and back.generation > head.generation and (back.back_to or 0) < (head.step or 0)
-        }
-
-    def points(self, asides: Sequence[PinHead]) -> list[PinHead]:
-        """Return the saved points that are not void, lowest step first; ``asides`` as for :meth:`void`."""
-        void = self.void(asides)
-        points = [head for head in self._heads.values() if head.is_point and head.name not in void]
-        return sorted(points, key=lambda head: head.step or 0)
-
-    def point(self, step: int, asides: Sequence[PinHead]) -> PinHead:
-        """Return the saved point of a step; ``asides`` as for :meth:`void`.
-
-        Raises:
-            StoreNotFoundError: there is none; names those that there are.
-        """
-        points = self.points(asides)
-        for head in points:
-            if head.step == step:
-                return head
-        steps = ", ".join(str(head.step) for head in points) or "none"
-        raise StoreNotFoundError(f"{self._directory.url}: no saved point of step {step}; there are: {steps}")
 
     def state_of(self, head: PinHead) -> dict[str, Any]:
         """Return the state that was saved with a point; empty if none was.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trajstore.columns.fields import join_name, walk
+from trajstore.columns.fields import join_name, unnest, walk
 from trajstore.trajectory import AnyTrajectory, Trajectory
 
 _ROW_BITS = 20
@@ -89,7 +89,7 @@ def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         WitnessError: a column does not belong to its row's tag.
     """
-    found = {join_name(path): value for path, value in walk(batch)}
+    found = unnest(batch)
     tags: torch.Tensor = found["curr_obs.tag"]
     expected = rows_of(tags)
     for name, value in found.items():

@@ -19,7 +19,14 @@ import numpy as np
 from trajstore import locks
 from trajstore.clock import microseconds
 from trajstore.columns.schema import Extent
-from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError, written
+from trajstore.errors import (
+    StoreClosedError,
+    StoreLockedError,
+    StoreWriteError,
+    TrajstoreError,
+    WriterFencedError,
+    written,
+)
 from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
@@ -313,6 +320,18 @@ class CommitLog:
                     self._tell(lambda: self._listener.moved(moved))
 
             self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), take_in))
+
+    @contextmanager
+    def recording(self, manifest: ShardManifest) -> Iterator[None]:
+        """Record a shard within, whose files go if that fails: no commit names them then."""
+        try:
+            yield
+        except WriterFencedError:  # the store is another writer's, which clears up
+            raise
+        except TrajstoreError:
+            if not self.must_keep_house:  # else half a record may stand in the log, and name them
+                self.directory.remove([file.name for file in manifest.files])
+            raise
 
     def space(self) -> tuple[int, int]:
         """Return bytes of the live trajectories, and bytes of the files that they and the pins need."""

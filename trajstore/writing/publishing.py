@@ -11,7 +11,7 @@ import orjson
 from trajstore.errors import StoreLockedError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.formats.base import TrajectoryFormat
-from trajstore.formats.checksums import manifest_of
+from trajstore.formats.checksums import encoded_shard
 from trajstore.store.additions import entries_to_json
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.assembly import Scratch, content_of
@@ -110,9 +110,9 @@ class Publisher:
             name = shard_name(part.shard)
             entries = part.entries
             content = content_of(part.runs, entries.extents, self._scratch)
-            encoded = self._format.encode(name, content)
-            manifests.append(manifest_of(encoded, self._format.name, name, content))
-            files += encoded.files
+            encoded, manifest = encoded_shard(self._format, name, content)
+            manifests.append(manifest)
+            files += encoded
             part.record = orjson.dumps(entries_to_json(entries, part.ids, part.uuids))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):

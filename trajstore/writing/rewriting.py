@@ -21,10 +21,9 @@ from trajstore.columns.flat import raw_bytes
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
 from trajstore.files.base import Buffer, Directory
-from trajstore.formats import open_shard
 from trajstore.formats.base import ShardContent, ShardManifest, TrajectoryFormat
-from trajstore.formats.checksums import check_file, manifest_of
-from trajstore.reading.shard_access import fetch_file, rows_of
+from trajstore.formats.checksums import encoded_shard
+from trajstore.reading.shard_access import damage_of, reader_of, rows_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.home import STARTS, Home
 from trajstore.store.shard_table import shard_name
@@ -234,11 +233,7 @@ class Rewriter:
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
         """Return a shard that is sound; None for one that is damaged: a copy would carry a new, fitting checksum."""
         try:
-            problems = [
-                problem
-                for number, file in enumerate(manifest.files)
-                for problem in check_file(fetch_file(self._directory, manifest, file.name), manifest, number)
-            ]
+            problems = damage_of(self._directory, manifest)
         except CorruptStoreError as error:
             problems = [str(error)]
         if not problems:
@@ -255,7 +250,6 @@ class Rewriter:
     def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> tuple[int, int]:
         """Write one shard of several; return its number and the bytes of its rows."""
         number = self._new_shard()
-        name = shard_name(number)
         schema = sources[entries[0].home.table].manifest.schema
         pieces: list[list[Buffer]] = [[] for _ in schema.columns]
         for entry in entries:
@@ -263,15 +257,10 @@ class Rewriter:
                 pieces[column].append(piece)
         extents = [entry.extent for entry in entries]
         content = ShardContent(schema, extents, pieces)
-        encoded = self._format.encode(name, content)
-        self._directory.publish(encoded.files)
-        manifest = manifest_of(encoded, self._format.name, name, content)
-        try:
+        files, manifest = encoded_shard(self._format, shard_name(number), content)
+        self._directory.publish(files)
+        with self._log.recording(manifest):
             self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
-        except TrajstoreError:
-            if not self._log.must_keep_house:  # else half a record may stand in the log, and name them
-                self._directory.remove([file.name for file in manifest.files])
-            raise
         return number, sum(memoryview(piece).nbytes for column in pieces for piece in column)
 
 
@@ -315,7 +304,7 @@ class _OpenShard:
 
     def __init__(self, directory: Directory, manifest: ShardManifest) -> None:
         self.manifest = manifest
-        self._reader = open_shard(partial(fetch_file, directory, manifest), manifest)
+        self._reader = reader_of(directory, manifest)
 
     def columns(self, entry: _Entry) -> list[memoryview]:
         """Return the rows of a trajectory, column by column."""

@@ -29,7 +29,7 @@ from trajstore.errors import (
 )
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
-from trajstore.formats.checksums import manifest_of
+from trajstore.formats.checksums import encoded_shard
 from trajstore.interrupts import start_thread, uninterrupted
 from trajstore.store.given import Said
 from trajstore.store.row_notes import Rows, RowShard, content_of_rows
@@ -168,22 +168,14 @@ class StoreWriter:
             known = dict(catalog.notes.kinds)
         content = content_of_rows(rows, said.ids, extents, kinds, known)
         number = self.queue.new_shard()
-        name = shard_name(number)
-        encoded = self._format.encode(name, content)
-        manifest = manifest_of(encoded, self._format.name, name, content)
+        files, manifest = encoded_shard(self._format, shard_name(number), content)
         said = replace(said, rows=RowShard(number, manifest, tuple(content.extents)))
         with self.log.standing_still() as catalog:
             catalog.notes.check(said)  # before anything is written
         with written(": nothing was given to the trajectories"):
-            self.directory.publish(encoded.files)
-        try:
+            self.directory.publish(files)
+        with self.log.recording(manifest):
             self.log.annotate(said)
-        except WriterFencedError:  # the store is another writer's, which clears up
-            raise
-        except TrajstoreError:
-            if not self.log.must_keep_house:  # else half a record may stand in the log, and name them
-                self.directory.remove([file.name for file in manifest.files])
-            raise
 
     def retain(self) -> None:
         """Evict what retention wants evicted; a failure is logged, and tried again by the next commit or flush."""
