@@ -271,9 +271,7 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
     lost = source.lost(index)
     if lost is None:
         return _Opened(source, index, state, left_out, tuple(warnings))
-    first = index.first
-    index = index.slice(0, len(index))
-    index.drop(lost.positions - first)
+    index = index.without(lost.positions)
     skipped = len(lost.ids) + left_out
     return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; they are left out"))
 
@@ -344,11 +342,8 @@ def _by_time(indexes: Sequence[TrajectoryIndex]) -> npt.NDArray[np.intp]:
 
 def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
     """Return the entries that have a shard: what RLinf counts but never wrote is not shared out."""
-    lost = np.flatnonzero(index["shard"] < 0)
-    if len(lost):
-        index = index.slice(0, len(index))
-        index.drop(index.first + lost)
-    return index
+    lost = index.first + np.flatnonzero(index["shard"] < 0)
+    return index.without(lost) if len(lost) else index
 
 
 def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
@@ -366,7 +361,5 @@ def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
     end = 0
     for index in indexes:
         begin, end = end, end + len(index)
-        part = index.slice(0, len(index))
-        part.drop(np.flatnonzero(~fresh[begin:end]))
-        parts.append(part)
+        parts.append(index.without(index.first + np.flatnonzero(~fresh[begin:end])))
     return parts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import numpy as np
@@ -180,38 +181,30 @@ def check_values(options: Mapping[str, Any]) -> None:
         ConfigurationError: names the option.
     """
     for name, value in options.items():
-        if name in ("sampler", "demo_sampler"):
-            check_kind(name, value, Sampler, "a sampler of trajstore.sampling (sampler_of makes one of a dict)")
-        elif name == "demos" and value is not None:
-            check_replay(name, value)
-        elif name in _LEAST and not (value is None and name in _OR_NONE):
-            whole(name, value, _LEAST[name])
-        elif name == "columns":
-            columns_or_none(value)
-        elif name == "timeout":
-            seconds_or_none(name, value)
-        elif name in ("reuse", "common_columns"):
-            truth(name, value)
-        elif name == "demo_share" and value is not None:
-            finite(name, value, 0.0, 1.0)
-        elif name in _KNOWN:
-            one_of(name, value, _KNOWN[name])
+        if name in _CHECKS and not (value is None and name in _OR_NONE):
+            _CHECKS[name](name, value)
 
 
-_LEAST = {
-    "min_size": 0,
-    "min_demo_size": 0,
-    "prefetch": 1,
-    "prefetch_bytes": 1,
-    "lookahead": 1,
-    "batch_size": 1,
-    "pad_id": -(1 << 63),
+_SAMPLER = partial(check_kind, kind=Sampler, wanted="a sampler of trajstore.sampling (sampler_of makes one of a dict)")
+_AT_LEAST_0, _AT_LEAST_1 = partial(whole, least=0), partial(whole, least=1)
+
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("sampler", "demo_sampler"), _SAMPLER),
+    "demos": check_replay,
+    **dict.fromkeys(("min_size", "min_demo_size"), _AT_LEAST_0),
+    **dict.fromkeys(("prefetch", "prefetch_bytes", "lookahead", "batch_size"), _AT_LEAST_1),
+    "pad_id": partial(whole, least=-(1 << 63)),
+    "columns": lambda _, value: columns_or_none(value),
+    "timeout": seconds_or_none,
+    **dict.fromkeys(("reuse", "common_columns"), truth),
+    "demo_share": partial(finite, least=0.0, most=1.0),
+    "stores": partial(one_of, known=get_args(Stores)),
+    "layout": partial(one_of, known=get_args(Layout)),
+    "long": partial(one_of, known=get_args(LongTrajectories)),
 }
-"""Whole numbers, and the lowest that is taken."""
+"""What looks at the value of each option, by its name."""
 
-_OR_NONE = ("prefetch_bytes", "min_demo_size")
-
-_KNOWN = {"stores": get_args(Stores), "layout": get_args(Layout), "long": get_args(LongTrajectories)}
+_OR_NONE = ("prefetch_bytes", "min_demo_size", "demos", "demo_share")
 
 
 def device_of(value: Any) -> torch.device | None:

@@ -363,12 +363,8 @@ class TrajectoryIndex:
         there = positions >= 0
         if not there.any():
             return
-        self.noted += 1
         chosen = self.translated({name: column[there] for name, column in columns.items()}, texts)
-        self._have_facts(chosen)
-        for name, column in chosen.items():
-            self._arrays[name] = self._arrays[name].copy()  # slices that share it stay as they are
-            self._arrays[name][positions[there]] = column
+        self._set(positions[there], chosen)
 
     def forget_notes(self) -> None:
         """Forget all values that came late."""
@@ -383,11 +379,15 @@ class TrajectoryIndex:
         same[same] = self._arrays["uuid"][positions[same]] == uuids[same]
         some = [one for one, there in zip(facts, same.tolist(), strict=True) if there]
         columns = fact_columns([(facts_to_json(some), len(some))], self.texts)
+        self._set(positions[same], columns)
+
+    def _set(self, positions: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set facts of some entries; those that the index has no room for are passed over."""
         self.noted += 1
         self._have_facts(columns)
         for name in columns.keys() & self._arrays.keys():
             self._arrays[name] = self._arrays[name].copy()  # slices that share it stay as they are
-            self._arrays[name][positions[same]] = columns[name]
+            self._arrays[name][positions] = columns[name]
 
     def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
         """Have arrays for the facts among some columns, of scores for a limited number of names."""
@@ -443,6 +443,12 @@ class TrajectoryIndex:
         keep[: self.first] = False
         keep[positions] = False
         self.replace(self.take(np.flatnonzero(keep)))
+
+    def without(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
+        """Return an index of the other entries; what is changed later in either is not shared."""
+        other = self.slice(0, len(self))
+        other.drop(positions - self.first)
+        return other
 
     def take(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return all columns at some positions (copies, of a slice views)."""

@@ -11,7 +11,7 @@ last segment may be torn (a crash in the append); any other bad line is damage.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,23 +198,28 @@ def integers(values: list[Any], width: int | None = None) -> npt.NDArray[np.int6
     return array.reshape(shape)
 
 
+def id_ranges(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return ascending, distinct ids as inclusive ranges ``[n, 2]``."""
+    if not len(ids):
+        return np.zeros((0, 2), np.int64)
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    return np.stack([ids[np.append(0, breaks + 1)], ids[np.append(breaks, len(ids) - 1)]], axis=1)
+
+
 def ranges_of(ids: Sequence[int]) -> list[list[int]]:
-    """Return sorted, distinct ids as inclusive ranges, ``[[first, last], ...]``."""
-    ranges: list[list[int]] = []
-    for number in ids:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = int(number)
-        else:
-            ranges.append([int(number), int(number)])
+    """Return ascending, distinct ids as inclusive ranges, ``[[first, last], ...]``."""
+    ranges: list[list[int]] = id_ranges(np.array(ids, np.int64)).tolist()
     return ranges
 
 
 def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
     """Return ids for a message, runs of them as ranges: ``"3 to 7, 9"``."""
-    ordered = np.unique(np.asarray(ids, np.int64))
-    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-    firsts, lasts = ordered[np.append(0, breaks)], ordered[np.append(breaks, len(ordered)) - 1]
-    pairs = zip(map(shown_id, firsts.tolist()), map(shown_id, lasts.tolist()), strict=True)
+    return ranges_in_words(id_ranges(np.unique(np.asarray(ids, np.int64))).tolist())
+
+
+def ranges_in_words(ranges: Iterable[Sequence[int]]) -> str:
+    """Return inclusive ranges of ids for a message."""
+    pairs = ((shown_id(low), shown_id(high)) for low, high in ranges)
     return listed(low if low == high else f"{low} to {high}" for low, high in pairs)
 
 

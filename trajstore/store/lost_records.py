@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import CorruptStoreError, listed
+from trajstore.errors import CorruptStoreError
 from trajstore.store.additions import added_in
-from trajstore.store.log_records import lie_in, parse_ranges, ranges_of
+from trajstore.store.log_records import lie_in, parse_ranges, ranges_in_words, ranges_of
 
 _MOST = 1 << 20
 """Wider gaps between ids, together, say nothing: numbers may be forged, or begin anywhere."""
@@ -37,7 +37,7 @@ def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
         uncounted: whether more may be lost.
     """
     count = sum(high - low + 1 for low, high in lost)
-    ids = listed(str(low) if low == high else f"{low} to {high}" for low, high in lost)
+    ids = ranges_in_words(lost)
     known = f"trajectory {ids}" if count == 1 else f"{count:,} trajectories, ids {ids}" if count else ""
     if not uncounted:
         return known

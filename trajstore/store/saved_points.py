@@ -18,7 +18,7 @@ from trajstore.columns.limits import MAX_GENERATION
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.files.base import Buffer, Directory, EncodedFile, check_name
 from trajstore.formats.base import crc32_of
-from trajstore.store.log_records import lie_in, natural, parse_ranges
+from trajstore.store.log_records import id_ranges, lie_in, natural, parse_ranges
 from trajstore.store.pin_names import ASIDE, IN_UTF8, STEP, aside_name
 from trajstore.store.sealed import seal, unseal
 from trajstore.store.states import decode_state
@@ -294,13 +294,6 @@ def pin_name(name: str) -> str:
         UnsafeContentError: it would lie elsewhere.
     """
     return check_name(f"{PINS_FOLDER}/{name}.json")
-
-
-def id_ranges(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return ascending ids as inclusive ranges ``[n, 2]``."""
-    breaks = np.flatnonzero(np.diff(ids) != 1)
-    lows, highs = np.append(0, breaks + 1), np.append(breaks, len(ids) - 1)
-    return np.stack([ids[lows], ids[highs]], axis=1) if len(ids) else np.zeros((0, 2), np.int64)
 
 
 def pin_file(name: str, ids: npt.NDArray[np.int64], generation: int, **state: Any) -> EncodedFile:

@@ -8,7 +8,7 @@ shards are a few megabytes this way. Guarded as the catalog that it belongs to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,31 +138,39 @@ class ShardTable:
 
     def of_steps(self) -> npt.NDArray[np.bool_]:
         """Return, per row, whether the shard holds step trajectories."""
-        by_schema = np.array([schema.kind == "step" for schema in self.schemas], np.bool_)
-        return by_schema[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
+        return self._by_schema([schema.kind == "step" for schema in self.schemas])
 
     def with_axis(self, axis: Axis) -> npt.NDArray[np.bool_]:
         """Return, per row, whether the shard has columns along an axis; without one the index counts no rows of it."""
-        by_schema = np.array([any(c.axis is axis for c in schema.columns) for schema in self.schemas], np.bool_)
-        return by_schema[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
+        return self._by_schema([any(c.axis is axis for c in schema.columns) for schema in self.schemas])
+
+    def _by_schema(self, true: Sequence[bool]) -> npt.NDArray[np.bool_]:
+        """Return, per row, what is said of the shard's schema."""
+        return np.array(true, np.bool_)[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
 
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Return, per row, the bytes of the shard's files."""
-        total = np.zeros(self._count, np.int64)
-        for number, family in enumerate(self._families):
-            of_family = self._family[: self._count] == number
-            sums = family.arrays["sizes"][: family.count].sum(axis=1)
-            total[of_family] = sums[self._row[: self._count][of_family]]
-        return total
+        return self._by_family(0, lambda family: family.arrays["sizes"][: family.count].sum(axis=1))
 
     def row_bytes(self) -> npt.NDArray[np.int64]:
         """Return, per row, the bytes of all rows that the shard was written with, whatever of them is live."""
-        total = np.zeros(self._count, np.int64)
+
+        def of(family: _Family) -> npt.NDArray[np.int64]:
+            widths = np.array(self.schemas[family.schema].row_nbytes, np.int64)
+            return family.arrays["rows"][: family.count] @ widths if family.count else np.zeros(0, np.int64)
+
+        return self._by_family(0, of)
+
+    def _by_family(
+        self, otherwise: int, of: Callable[[_Family], npt.NDArray[np.int64] | None]
+    ) -> npt.NDArray[np.int64]:
+        """Return, per row, what ``of`` says of each shard of its family; where that is nothing, ``otherwise``."""
+        total = np.full(self._count, otherwise)
         for number, family in enumerate(self._families):
             of_family = self._family[: self._count] == number
-            widths = np.array(self.schemas[family.schema].row_nbytes, np.int64)
-            sums = family.arrays["rows"][: family.count] @ widths if family.count else np.zeros(0, np.int64)
-            total[of_family] = sums[self._row[: self._count][of_family]]
+            told = of(family) if of_family.any() else None
+            if told is not None:
+                total[of_family] = told[self._row[: self._count][of_family]]
         return total
 
     def manifest(self, row: int) -> ShardManifest:
@@ -193,14 +201,12 @@ class ShardTable:
 
     def rows_on(self, axes: Sequence[Axis]) -> npt.NDArray[np.int64]:
         """Return, per shard, the rows of its columns on one of these axes; the largest integer without one."""
-        total = np.full(self._count, np.iinfo(np.int64).max)
-        for number, family in enumerate(self._families):
-            of_family = self._family[: self._count] == number
-            columns = [i for i, column in enumerate(self.schemas[family.schema].columns) if column.axis in axes]
-            if columns and of_family.any():
-                fewest = family.arrays["rows"][:, columns].min(axis=1)
-                total[of_family] = fewest[self._row[: self._count][of_family]]
-        return total
+
+        def fewest(family: _Family) -> npt.NDArray[np.int64] | None:
+            columns = [at for at, column in enumerate(self.schemas[family.schema].columns) if column.axis in axes]
+            return family.arrays["rows"][:, columns].min(axis=1) if columns else None
+
+        return self._by_family(np.iinfo(np.int64).max, fewest)
 
     def file_sizes(
         self, rows: npt.NDArray[np.int64]

@@ -24,12 +24,12 @@ from trajstore.errors import (
     written,
 )
 from trajstore.files.base import EncodedFile
+from trajstore.store.log_records import id_ranges
 from trajstore.store.pin_names import aside_name, check_pin_name, point_name, removal_order
 from trajstore.store.rollback import RollbackPlan, plan_rollback, set_aside, with_live
 from trajstore.store.saved_points import (
     PinHead,
     SavedPoint,
-    id_ranges,
     pin_file,
     pin_name,
     renamed_pin,
