@@ -94,7 +94,14 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         on_commit: Callable[[Sequence[int]], None] | None = None,
         verify_shards: bool = False,
     ) -> None:
-        _check_kinds(auto_save_path, retention, writer, format_options, storage_options, mirror, on_commit)
+        check_kind("auto_save_path", auto_save_path, str | Path, "a path or URL")
+        hint = f"; write Retention(max_trajectories={retention})" if isinstance(retention, int) else ""
+        check_kind("retention", retention, Retention, f"a Retention{hint}")
+        check_kind("writer", writer, WriterOptions, "WriterOptions")
+        check_kind("format_options", format_options, Mapping, "a dict")
+        check_kind("storage_options", storage_options, Mapping, "a dict")
+        check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
+        check_kind("on_commit", on_commit, Callable, "a function of the ids")
         auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
         cache_size, cache_bytes = whole("cache_size", cache_size, 0), whole_or_none("cache_bytes", cache_bytes, 0)
         window_size = whole("sample_window_size", sample_window_size, 0)
@@ -110,21 +117,21 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
         self.auto_save = auto_save
         self.auto_save_path = path if auto_save else None
-        form = get_format(trajectory_format, **(format_options or {}))
-        told_storage = dict(storage_options or {})
+        self.trajectory_format = trajectory_format
+        self._format = get_format(trajectory_format, **(format_options or {}))
+        self._storage_options = options = dict(storage_options or {})
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = window_size or None, cache_bytes
         view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
         backing = Backing(view)
         if auto_save:
-            check_options(path, told_storage)
-            directory = open_directory(path, **told_storage)
-            check_no_store_above(directory, directories_above(directory, **told_storage))
-            backing = StoreBacking(
-                view, draws, directory, form, writer or WriterOptions(), on_commit, as_mirror(mirror)
-            )
-        super().__init__(view, draws, backing, window_size, trajectory_format, form, told_storage)
+            check_options(path, options)
+            directory = open_directory(path, **options)
+            check_no_store_above(directory, directories_above(directory, **options))
+            writer, target = writer or WriterOptions(), as_mirror(mirror)
+            backing = StoreBacking(view, draws, directory, self._format, writer, on_commit, target)
+        super().__init__(view, draws, backing, window_size)
 
     @classmethod
     def open(
@@ -322,22 +329,3 @@ def _reopened(
             )
     buffer.load_state_dict(pickle.loads(state))
     return buffer
-
-
-def _check_kinds(
-    auto_save_path: Any,
-    retention: Any,
-    writer: Any,
-    format_options: Any,
-    storage_options: Any,
-    mirror: Any,
-    on_commit: Any,
-) -> None:
-    check_kind("auto_save_path", auto_save_path, str | Path, "a path or URL")
-    hint = f"; write Retention(max_trajectories={retention})" if isinstance(retention, int) else ""
-    check_kind("retention", retention, Retention, f"a Retention{hint}")
-    check_kind("writer", writer, WriterOptions, "WriterOptions")
-    check_kind("format_options", format_options, Mapping, "a dict")
-    check_kind("storage_options", storage_options, Mapping, "a dict")
-    check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
-    check_kind("on_commit", on_commit, Callable, "a function of the ids")

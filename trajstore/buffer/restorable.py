@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trajstore.arguments import one_of, path_or_url, text, truth, whole
-from trajstore.buffer.backing import Backing
 from trajstore.buffer.checkpoint import CheckpointState, Layout, check_target, save_checkpoint
 from trajstore.buffer.loading import Loaded, LoadRequest
 from trajstore.buffer.mirroring import MirrorOfBuffer
 from trajstore.buffer.readable import ReadableBuffer
 from trajstore.buffer.saved_points import PointsOfBuffer
-from trajstore.buffer.view import View
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.reading.contents import Contents
 from trajstore.reading.picture import Picture
-from trajstore.sampling.draws import Draws
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +25,15 @@ logger = logging.getLogger(__name__)
 class RestorableBuffer(ReadableBuffer):
     """What a buffer shows can be saved, and replaced by what was saved. Users make a ``TrajectoryReplayBuffer``.
 
-    Args:
-        view, draws, backing, sample_window_size: as of :class:`~trajstore.buffer.readable.ReadableBuffer`.
+    Attributes:
         trajectory_format: name of the format of new shards.
-        form: the format itself, with its options.
-        storage_options: passed on to the fsspec file system.
     """
 
-    def __init__(
-        self,
-        view: View,
-        draws: Draws,
-        backing: Backing,
-        sample_window_size: int,
-        trajectory_format: str,
-        form: TrajectoryFormat,
-        storage_options: Mapping[str, Any],
-    ) -> None:
-        super().__init__(view, draws, backing, sample_window_size)
-        self.trajectory_format = trajectory_format
-        self._format = form
-        self._storage_options = storage_options
+    trajectory_format: str
+    _format: TrajectoryFormat
+    """The same, with its options."""
+    _storage_options: Mapping[str, Any]
+    """Passed on to the fsspec file system."""
 
     # -- state ------------------------------------------------------------------------------------
 

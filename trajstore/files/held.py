@@ -166,10 +166,11 @@ class HeldFolder:
     # -- calls to the system -----------------------------------------------------------------------
 
     @contextmanager
-    def naming(self, name: str) -> Iterator[None]:
-        """Raise failures with the path of a file in them: calls by descriptor do not know it."""
+    def naming(self, name: str) -> Iterator[int]:
+        """Give the folder's descriptor; failures have the path of a file in them, which calls by it do not know."""
+        number = self.number
         try:
-            yield
+            yield number
         except OSError as error:
             raise self.named(error, name) from error
 
@@ -188,13 +189,8 @@ class HeldFolder:
         Raises:
             CorruptStoreError: it is a folder, a pipe, a socket, a device or a symbolic link in a circle.
         """
-        root = self.number
-        try:
+        with self._naming_file(name) as root:
             found = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644, dir_fd=root)
-        except OSError as error:
-            if error.errno in _NOT_A_FILE:
-                raise self._no_file(name, os.strerror(error.errno)) from error
-            raise self.named(error, name) from error
         mode = os.fstat(found).st_mode
         if not stat.S_ISREG(mode):
             os.close(found)
@@ -211,6 +207,17 @@ class HeldFolder:
         finally:
             os.close(descriptor)
 
+    @contextmanager
+    def _naming_file(self, name: str) -> Iterator[int]:
+        """Do as :meth:`naming`, where the name must be that of a file."""
+        with self.naming(name) as number:
+            try:
+                yield number
+            except OSError as error:
+                if error.errno in _NOT_A_FILE:
+                    raise self._no_file(name, os.strerror(error.errno)) from error
+                raise
+
     def _no_file(self, name: str, what: str) -> CorruptStoreError:
         return CorruptStoreError(f"{self.path / name}: not a file ({what}); restore it from a copy")
 
@@ -220,13 +227,8 @@ class HeldFolder:
         Raises:
             CorruptStoreError: it is none.
         """
-        root = self.number
-        try:
+        with self._naming_file(name) as root:
             found = os.stat(name, dir_fd=root)
-        except OSError as error:
-            if error.errno in _NOT_A_FILE:
-                raise self._no_file(name, os.strerror(error.errno)) from error
-            raise self.named(error, name) from error
         if not stat.S_ISREG(found.st_mode):
             raise self._no_file(name, _KINDS.get(stat.S_IFMT(found.st_mode), "no file"))
         return found
@@ -253,18 +255,15 @@ class HeldFolder:
 
     def has_folder(self, name: str) -> bool:
         """Return whether there is a folder of this name."""
-        root = self.number
-        try:
-            return stat.S_ISDIR(os.stat(name, dir_fd=root).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise self.named(error, name) from error
+        with self.naming(name) as root:
+            try:
+                return stat.S_ISDIR(os.stat(name, dir_fd=root).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def open_folder(self, name: str = "") -> int:
         """Return a descriptor of a folder in it, or one of its own."""
-        root = self.number
-        with self.naming(name):
+        with self.naming(name) as root:
             return os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
 
     def make_folder(self, name: str, *, shared: bool = False) -> None:
@@ -274,8 +273,7 @@ class HeldFolder:
             name: of the folder.
             shared: a new one belongs to whom this one belongs, and may be used by whoever may use this one.
         """
-        root = self.number
-        with self.naming(name):
+        with self.naming(name) as root:
             try:
                 os.mkdir(name, dir_fd=root)
             except FileExistsError:
@@ -291,20 +289,17 @@ class HeldFolder:
 
     def rename(self, name: str, new: str) -> None:
         """Give a file or folder another name."""
-        root = self.number
-        with self.naming(name):
+        with self.naming(name) as root:
             os.rename(name, new, src_dir_fd=root, dst_dir_fd=root)
 
     def unlink(self, name: str) -> None:
         """Take a file's name away."""
-        root = self.number
-        with self.naming(name):
+        with self.naming(name) as root:
             os.unlink(name, dir_fd=root)
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder."""
-        root = self.number
-        with self.naming(name):
+        with self.naming(name) as root:
             os.rmdir(name, dir_fd=root)
 
     def sync(self, name: str = "") -> None:

@@ -65,9 +65,8 @@ class ObjectStore:
         """Return an object's bytes from ``start`` to its end; empty if it ends before ``start``."""
         if start and start >= self.info(name).size:
             return b""  # object stores refuse such a range
-        fs, root = self._filesystem()
-        with self._naming(name):
-            return bytes(fs.cat_file(root + name, start=start) if start else fs.cat_file(root + name))
+        with self._at(name) as (fs, path):
+            return bytes(fs.cat_file(path, start=start) if start else fs.cat_file(path))
 
     def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer], None, None]:
         """Yield the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, with their places in ``pieces``.
@@ -139,12 +138,11 @@ class ObjectStore:
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, replacing it if it is there."""
-        fs, root = self._filesystem()
-        with self._naming(name):
+        with self._at(name) as (fs, path):
             if self.takes_conditions:
-                upload(fs, root + name, data)
+                upload(fs, path, data)
             else:
-                fs.pipe_file(root + name, data)
+                fs.pipe_file(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object if it is absent; return whether it was.
@@ -152,34 +150,30 @@ class ObjectStore:
         Decided by the store itself on S3 (``If-None-Match``) and other backends that know fsspec's mode ``create``;
         elsewhere by looking first. That check is racy: two callers at once can both pass it.
         """
-        fs, root = self._filesystem()
-        with self._naming(name):
+        with self._at(name) as (fs, path):
             if not self.keeps_create:
                 fs.invalidate_cache()
-                if fs.exists(root + name):
+                if fs.exists(path):
                     return False
             try:
                 if self.takes_conditions:
                     with conflicts(may_be_gone=False):
-                        upload(fs, root + name, data, IfNoneMatch="*")
+                        upload(fs, path, data, IfNoneMatch="*")
                 else:
-                    fs.pipe_file(root + name, data, mode="create")
+                    fs.pipe_file(path, data, mode="create")
             except (FileExistsError, ConflictError):
                 return False
             return True
 
     def copy(self, name: str, target: str) -> None:
         """Let the store copy an object to another name below this URL."""
-        fs, root = self._filesystem()
-        with self._naming(name):
-            fs.cp_file(root + name, root + target)
+        with self._at(name) as (fs, path):
+            fs.cp_file(path, path.removesuffix(name) + target)
 
     def info(self, name: str) -> ObjectInfo:
         """Return what the store says about an object."""
-        fs, root = self._filesystem()
-        with self._naming(name):
-            fs.invalidate_cache()
-            found = fs.info(root + name)
+        with self._at(name, fresh=True) as (fs, path):
+            found = fs.info(path)
             if found["type"] != "file":
                 raise FileNotFoundError(errno.ENOENT, f"is a {found['type']}")
             return info_of(found)
@@ -208,10 +202,9 @@ class ObjectStore:
         """
         if not self.takes_conditions:
             return
-        fs, root = self._filesystem()
-        with self._naming(name):
-            self.keeps_create = refuses(lambda: upload(fs, root + name, data, IfNoneMatch="*"))
-            self.keeps_match = refuses(lambda: upload(fs, root + name, data, IfMatch=NEVER))
+        with self._at(name) as (fs, path):
+            self.keeps_create = refuses(lambda: upload(fs, path, data, IfNoneMatch="*"))
+            self.keeps_match = refuses(lambda: upload(fs, path, data, IfMatch=NEVER))
 
     def stamped(self, name: str) -> Stamped:
         """Return an object with its version and age, of one moment."""
@@ -219,9 +212,8 @@ class ObjectStore:
             return Stamped(self.read(name), "", None)
         from fsspec.asyn import sync
 
-        fs, root = self._filesystem()
-        bucket, key, _ = fs.split_path(root + name)
-        with self._naming(name):
+        with self._at(name) as (fs, path):
+            bucket, key, _ = fs.split_path(path)
             found = fs.call_s3("get_object", Bucket=bucket, Key=key)
             data = sync(fs.loop, found["Body"].read)  # a body is read in the event loop that fetched it
             now = unix_time(found["ResponseMetadata"]["HTTPHeaders"].get("date"))
@@ -230,11 +222,9 @@ class ObjectStore:
 
     def version(self, name: str) -> str | None:
         """Return an object's version, for :meth:`put_if`; None if it is absent."""
-        fs, root = self._filesystem()
-        with self._naming(name):
-            fs.invalidate_cache()
+        with self._at(name, fresh=True) as (fs, path):
             try:
-                return str(fs.info(root + name).get("ETag", ""))
+                return str(fs.info(path).get("ETag", ""))
             except FileNotFoundError:
                 return None
 
@@ -250,9 +240,8 @@ class ObjectStore:
             self.put(name, data)
             return ""
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
-        fs, root = self._filesystem()
-        with self._naming(name), conflicts(may_be_gone=version is not None):
-            return upload(fs, root + name, data, **condition)
+        with self._at(name) as (fs, path), conflicts(may_be_gone=version is not None):
+            return upload(fs, path, data, **condition)
 
     def delete_if(self, name: str, version: str) -> None:
         """Remove an object if it has this version; an absent one is no error.
@@ -263,9 +252,8 @@ class ObjectStore:
         if not self.takes_conditions:
             self.delete(name)
             return
-        fs, root = self._filesystem()
-        bucket, key, _ = fs.split_path(root + name)
-        with self._naming(name), suppress(FileNotFoundError), conflicts():
+        with self._at(name) as (fs, path), suppress(FileNotFoundError), conflicts():
+            bucket, key, _ = fs.split_path(path)
             fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
 
     # -- many objects -----------------------------------------------------------------------------
@@ -279,58 +267,50 @@ class ObjectStore:
         return {name: int(found["size"]) for name, found in self._find(below).items()}
 
     def _find(self, below: str) -> dict[str, Any]:
-        fs, root = self._filesystem()
-        prefix = f"{root}{below}/" if below else root
-        with self._naming(below):
-            fs.invalidate_cache()
+        with self._at(below, fresh=True) as (fs, folder):
             try:
-                found = fs.find(prefix.rstrip("/"), detail=True)
+                found = fs.find(folder.rstrip("/"), detail=True)
             except FileNotFoundError:  # the bucket is absent
                 return {}
+        prefix = f"{folder}/" if below else folder
         chosen = sorted(path for path in found if path.startswith(prefix) and not path.endswith("/"))
-        return {path[len(root) :]: found[path] for path in chosen}
+        return {path[len(folder) - len(below) :]: found[path] for path in chosen}
 
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
         """Return the names of the objects and of the folders right below a folder, each sorted."""
-        fs, root = self._filesystem()
-        prefix = f"{root}{below}/" if below else root
-        with self._naming(below):
-            fs.invalidate_cache()
+        with self._at(below, fresh=True) as (fs, folder):
             try:
-                found = fs.ls(prefix.rstrip("/"), detail=True)
+                found = fs.ls(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
                 return [], []
+        prefix = f"{folder}/" if below else folder
         kinds: dict[str, list[str]] = {"file": [], "directory": []}
         for item in found:
             path = item["name"].rstrip("/")
             if path.startswith(prefix) and item["type"] in kinds:
-                kinds[item["type"]].append(path[len(root) :])
+                kinds[item["type"]].append(path[len(folder) - len(below) :])
         return sorted(kinds["file"]), sorted(kinds["directory"])
 
     def any(self) -> bool:
         """Return whether there is any object."""
-        fs, root = self._filesystem()
-        with self._naming(""):
-            fs.invalidate_cache()
+        with self._at("", fresh=True) as (fs, path):
             try:
-                return bool(fs.ls(root.rstrip("/"), detail=False))
+                return bool(fs.ls(path.rstrip("/"), detail=False))
             except FileNotFoundError:
                 return False
 
     def delete(self, name: str) -> None:
         """Remove an object; an absent one is no error."""
-        fs, root = self._filesystem()
-        with self._naming(name):
+        with self._at(name) as (fs, path):
             try:
-                fs.rm_file(root + name)
+                fs.rm_file(path)
             except FileNotFoundError:
                 return
 
     def download(self, name: str, size: int, target: Path) -> None:
         """Copy an object, which has ``size`` bytes, to a local file."""
-        fs, root = self._filesystem()
-        with self._naming(name):
-            fs.get_file(root + name, str(target))
+        with self._at(name) as (fs, path):
+            fs.get_file(path, str(target))
             found = target.stat().st_size
             if found != size:
                 raise OSError(errno.EIO, f"{found:,} bytes arrived of {size:,}")
@@ -340,6 +320,15 @@ class ObjectStore:
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = (os.getpid(), *_connect(self.url, self._options))
         return self._opened[1:]
+
+    @contextmanager
+    def _at(self, name: str, *, fresh: bool = False) -> Iterator[tuple[Any, str]]:
+        """Give the file system and an object's path; ``fresh``: as it is now. What goes wrong names the object."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            if fresh:
+                fs.invalidate_cache()
+            yield fs, root + name
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:

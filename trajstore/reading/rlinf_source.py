@@ -37,8 +37,7 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ids_in_words
 from trajstore.store.lost_records import Damage
 from trajstore.store.new_entries import NewEntries, columns_of
-from trajstore.store.rlinf_layout import INDEX_NAMES, RLinfEntry
-from trajstore.store.sealed import METADATA_NAME
+from trajstore.store.rlinf_layout import RLinfEntry
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +97,6 @@ class RLinfSource(Source):
             f"{len(self.unwritten):,} trajectories, the oldest of the index, have no file (ids {ids}), as in RLinf's "
             "checkpoints of a buffer in memory; where all had been written, they were deleted"
         )
-
-    @staticmethod
-    def exists(directory: Directory) -> bool:
-        """Return whether RLinf's files are in a directory."""
-        for name in (METADATA_NAME, *INDEX_NAMES):
-            try:
-                directory.size(name)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            return True
-        return False
 
     @classmethod
     def open(cls, directory: Directory, strict: bool | None) -> RLinfSource:
