@@ -287,6 +287,14 @@ def test_values_stay_with_pins_and_go_into_checkpoints(path: Path, tmp_path: Pat
     assert values_of(tmp_path / "checkpoint", 1) == [("tag", "live", ""), ("tag", "again", "")]
 
 
+def test_a_store_with_damaged_metadata_keeps_its_values(path: Path) -> None:
+    with writer_to(path) as writer:
+        annotate(writer, [1, 2], {"score": [1.5, 2.5]})
+    (path / "metadata.json").write_bytes(b"{")
+    with TrajectoryReplayBuffer.open(path, strict=False) as reader:
+        assert column(reader, "score") == [None, 1.5, 2.5, None]
+
+
 def test_a_name_keeps_its_kind_but_in_stores_that_are_made_of_its_store(path: Path, tmp_path: Path) -> None:
     with writer_to(path) as writer:
         annotate(writer, 0, {"tag": "x"})

@@ -21,7 +21,6 @@ from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, flatten_all
 from trajstore.buffer.listener import ViewListener
 from trajstore.buffer.retention import Retention
-from trajstore.buffer.rlinf_guard import check_not_rlinf
 from trajstore.buffer.view import View
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import StoreError, TrajectoryUnavailableError
@@ -31,7 +30,7 @@ from trajstore.formats.base import TrajectoryFormat
 from trajstore.interrupts import uninterrupted
 from trajstore.mirroring.mirror import StoreMirror, mirror_directory
 from trajstore.mirroring.options import Mirror
-from trajstore.reading.places import check_no_ranks
+from trajstore.reading.places import check_no_ranks, check_not_rlinf
 from trajstore.sampling.draws import Draws
 from trajstore.store.given import Said
 from trajstore.store.log_records import ids_in_words

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, listed
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
 from trajstore.files.base import Directory, is_safe_name
 from trajstore.files.opening import open_directory
 from trajstore.formats.base import SHARDS_FOLDER
@@ -18,7 +18,7 @@ from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.rlinf_layout import INDEX_NAMES
 from trajstore.store.run_ids import RANK_LIMIT
-from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed
+from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
 
@@ -271,6 +271,28 @@ def check_no_ranks(directory: Directory) -> None:
             f"would hide; continue one of them (auto_save_path={directory.url}/{ranks[0]}), or write elsewhere and "
             "read all of them with load_checkpoint"
         )
+
+
+def check_not_rlinf(directory: Directory) -> None:
+    """Refuse to write into a directory of RLinf.
+
+    Raises:
+        ConfigurationError: it is one.
+        CorruptStoreError: it is a store into which RLinf has written.
+    """
+    try:
+        data = directory.read(METADATA_NAME)
+    except OSError:  # absent, or not to be read: said by whoever opens the directory next
+        return
+    if not is_of_rlinf(data):
+        return
+    if kind_of(directory) == "rlinf":
+        raise ConfigurationError(
+            f"auto_save_path {directory.url}: holds a replay buffer of RLinf, which trajstore reads and never "
+            "writes to. Give another directory, then load_checkpoint this one: the next save_checkpoint holds both"
+        )
+    parse_metadata(data, f"{directory.url}/{METADATA_NAME}")
+    raise CorruptStoreError(f"{directory.url}: RLinf has written into it")
 
 
 def mixed_sentence(url: str, ranks: Collection[str]) -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest, ShardReader, StoredFile
 from trajstore.formats.torch_zip import damaged_members
 from trajstore.reading.residency import MappedShard
-from trajstore.reading.rlinf_contents import read_contents
+from trajstore.reading.rlinf_contents import RLinfContents, read_contents
 from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.reading.shard_access import flat_of
 from trajstore.reading.sources import Source
@@ -49,30 +47,38 @@ OR_WITHOUT_IT = "; strict=False loads the rest, and `trajstore repair` makes a s
 NO_SHARD = -1
 
 
-@dataclass(eq=False)
 class RLinfSource(Source):
     """A directory that RLinf wrote; each trajectory is a shard of its own.
 
     Attributes:
         metadata: RLinf's ``metadata.json``.
+        suffix: of the trajectories' files.
         entries: trajectories whose files are there, by row.
         missing: trajectories that the index names, but whose files are absent.
         before: those of them that are older than all that are there; ``index`` has them too, without a shard.
         damaged: what is damaged of metadata and index, and was worked out again.
     """
 
-    directory: Directory
-    metadata: Mapping[str, Any]
-    entries: list[RLinfEntry]
-    missing: list[RLinfEntry]
-    before: list[RLinfEntry]
-    damaged: Sequence[Damage] = ()
-
     linkable = False
 
-    def __post_init__(self) -> None:
+    def __init__(self, directory: Directory, contents: RLinfContents) -> None:
+        self.directory = directory
+        self.metadata = contents.metadata
+        self.damaged = contents.damage
         self.suffix = str(self.metadata.get("trajectory_format") or "pt")
-        self.index = _index_of(self.directory, self.before, self.entries)
+        try:
+            names = [entry.file_name(self.suffix) for entry in contents.entries]
+        except UnsafeContentError as error:
+            raise UnsafeContentError(f"{directory.url}: {error}") from error
+        present = {name for name in directory.names() if "/" not in name}
+        self.entries: list[RLinfEntry] = []
+        self.missing: list[RLinfEntry] = []
+        self.before: list[RLinfEntry] = []
+        for entry, name in zip(contents.entries, names, strict=True):
+            (self.entries if name in present else self.missing).append(entry)
+            if not self.entries:
+                self.before.append(entry)
+        self.index = _index_of(directory, self.before, self.entries)
         self._files: OrderedDict[int, RLinfFile] = OrderedDict()
         self._sound: set[int] = set()
         self._told: set[str] = set()
@@ -113,28 +119,18 @@ class RLinfSource(Source):
             CorruptStoreError: metadata or index are not RLinf's, or torn.
             UnsafeContentError: a file name leaves the directory.
         """
-        contents = read_contents(directory, lenient=strict is False)
-        entries = contents.entries
-        suffix = str(contents.metadata.get("trajectory_format") or "pt")
-        try:
-            names = [entry.file_name(suffix) for entry in entries]
-        except UnsafeContentError as error:
-            raise UnsafeContentError(f"{directory.url}: {error}") from error
-        present = {name for name in directory.names() if "/" not in name}
-        missing = [name for name in names if name not in present]
-        if missing and strict:
+        found = cls(directory, read_contents(directory, lenient=strict is False))
+        if found.missing and strict:
+            total = len(found.missing) + len(found.entries)
             raise IncompleteCheckpointError(
-                f"{len(missing)} of {len(names)} trajectories of {directory.url} are not there: {listed(missing)}; "
-                "copy the files there, or load with strict=False to do without them"
+                f"{len(found.missing)} of {total} trajectories of {directory.url} are not there: "
+                f"{found.names_of(found.missing)}; copy the files there, or load with strict=False to do without them"
             )
-        there: list[RLinfEntry] = []
-        absent: list[RLinfEntry] = []
-        before: list[RLinfEntry] = []
-        for entry, name in zip(entries, names, strict=True):
-            (there if name in present else absent).append(entry)
-            if not there:
-                before.append(entry)
-        return cls(directory, contents.metadata, there, absent, before, contents.damage)
+        return found
+
+    def names_of(self, entries: Iterable[RLinfEntry]) -> str:
+        """Return the files of some trajectories, for a message."""
+        return listed(entry.file_name(self.suffix) for entry in entries)
 
     def missing_in_words(self) -> list[str]:
         """Return a sentence on each kind of trajectory that the index names and that is not there.
@@ -142,16 +138,15 @@ class RLinfSource(Source):
         Raises:
             IncompleteCheckpointError: none is there.
         """
-        names = listed(entry.file_name(self.suffix) for entry in self.missing)
         if self.missing and not self.entries:
             raise IncompleteCheckpointError(
-                f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: {names}; "
-                "copy the files there"
+                f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: "
+                f"{self.names_of(self.missing)}; copy the files there"
             )
         total = len(self.missing) + len(self.entries)
         return [
             f"{self.directory.url}: {len(entries)} of {total} trajectories of its index are not there, {what}: "
-            f"{listed(entry.file_name(self.suffix) for entry in entries)} (strict=True refuses this)"
+            f"{self.names_of(entries)} (strict=True refuses this)"
             for entries, what in (
                 (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),
                 (self.gone, "though older ones are: the directory is damaged; copy the files there"),

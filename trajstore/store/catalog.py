@@ -20,11 +20,10 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.committed import NONSENSE, Change, Committed
 from trajstore.store.index_file import index_from_json
-from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
 from trajstore.store.notes import Notes
 from trajstore.store.packing import declared_rows
-from trajstore.store.saved_points import Pins
+from trajstore.store.saved_points import Pins, pin_name
 from trajstore.store.sealed import (
     FROM_A_COPY,
     INDEX_NAME,
@@ -70,7 +69,7 @@ class Catalog(Committed):
         self.segment = ""
         self.segment_end = 0
         self.segment_torn = 0
-        self._told_ids = 0
+        self.told_ids = 0
         """How far ids had come by ``metadata.json``, which was read before the log."""
 
     @staticmethod
@@ -107,8 +106,8 @@ class Catalog(Committed):
             catalog._load_snapshot()
             # A snapshot may have been taken and older segments deleted between the two reads: then start again.
             if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
-                check_pins(catalog, directory.url)
-                check_ids(catalog, directory.url, catalog._told_ids)
+                for check in catalog.end_checks():
+                    check()
                 return catalog
         raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
 
@@ -154,12 +153,43 @@ class Catalog(Committed):
             raise CorruptStoreError(f"{source}: trajectory_format: {values['trajectory_format']!r}, not a text")
         return values
 
+    # -- whether the log ends where it ended --------------------------------------------------------
+
+    def end_checks(self) -> tuple[Callable[[], None], ...]:
+        """Return what refuses a log that lost its end between two records: it looks like the store at an earlier time.
+
+        Pins say after which commit they were made, and ``metadata.json``, which was read before the log, how far ids
+        had come when it was last renewed; both tell of durable commits only. Each raises :class:`CorruptStoreError`.
+        """
+        return self._check_pins, self._check_ids
+
+    def _note_told(self, metadata: Mapping[str, Any]) -> None:
+        counter = metadata.get("trajectory_counter")
+        self.told_ids = counter if isinstance(counter, int) else 0
+
+    def _check_pins(self) -> None:
+        for head in self.pins.heads.values():
+            if head.back_to is None and head.generation > self.generation:
+                raise self._cut(
+                    f"ends with generation {self.generation}, and {pin_name(head.name)} was made at generation "
+                    f"{head.generation}"
+                )
+
+    def _check_ids(self) -> None:
+        if self.told_ids > self.next_id:
+            ends = f"ends with id {self.next_id - 1}" if self.next_id else "has no trajectory"
+            raise self._cut(f"{ends}, and by {METADATA_NAME} all ids up to {self.told_ids - 1} were committed")
+
+    def _cut(self, what: str) -> CorruptStoreError:
+        where = f"{self.directory.url}/{LOG_FOLDER}"
+        return CorruptStoreError(f"{where}: {what}: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}")
+
     # -- loading ----------------------------------------------------------------------------------
 
     def _load_snapshot(self) -> None:
         source = f"{self.directory.url}/{INDEX_NAME}"
         try:
-            self._told_ids = ids_told(self.metadata())
+            self._note_told(self.metadata())
             data = self.directory.read(INDEX_NAME)
         except StoreNotFoundError:
             raise  # it was there when it was opened

@@ -11,7 +11,6 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
-from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import decode_each, natural, record_without_end
 from trajstore.store.lost_records import Damage, LostRecords
 from trajstore.store.sealed import (
@@ -91,20 +89,21 @@ class SalvagedCatalog(Catalog):
         newest = metadata["generation"] - catalog.generation
         if newest > 0:
             catalog._lost.missing(catalog._warn(f"{directory.url}: the newest {newest:,} commits are missing"))
-        for check in (check_pins, partial(check_ids, told=ids_told(metadata))):
+        catalog._note_told(metadata)
+        for check in catalog.end_checks():
             try:
-                check(catalog, directory.url)
+                check()
             except CorruptStoreError as error:
                 if not catalog.damage:  # else it is what that damage has made
                     catalog._lost.missing(catalog._warn(without_advice(str(error))))
-        catalog._settle(metadata)
+        catalog._settle()
         return catalog
 
-    def _settle(self, metadata: Mapping[str, Any]) -> None:
+    def _settle(self) -> None:
         """Find out what is lost, also of the end of the log: by how far the metadata and the pins say that ids went."""
         present = [index["trajectory_id"] for index in (self.index, self.pinned)]
         named = [int(head.ids.max()) + 1 for head in self.pins.heads.values() if len(head.ids)]
-        self._lost.settle(np.concatenate(present), max([ids_told(metadata), *named]))
+        self._lost.settle(np.concatenate(present), max([self.told_ids, *named]))
 
     def _warn(self, text: str) -> Damage:
         for damage in self.damage:
