@@ -105,9 +105,14 @@ class Source(ABC, Generic[D]):
             ConfigurationError: it is no state, or of a source with other parts, of other batches or other trajectories.
         """
 
+    @property
     @abstractmethod
+    def told(self) -> dict[str, Any]:
+        """What the sequence of batches depends on besides the draws."""
+
     def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state as if it were of batches as these are."""
+        return {**state, "batches": self.told}
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,8 +183,7 @@ class BatchSource(Source[DrawnBatch]):
         self._drawn_demos: Drawn | None = None
 
     @property
-    def _told(self) -> dict[str, Any]:
-        """What the sequence of batches depends on besides the draws."""
+    def told(self) -> dict[str, Any]:
         windows = [None if one is None else one.sample_window_size for one in (self.replay, self.demos)]
         return {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
 
@@ -311,7 +315,7 @@ class BatchSource(Source[DrawnBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "batches": self._told,
+            "batches": self.told,
             "of": [belonging_of(self.replay), belonging_of(self.demos)],
             "replay": self.replay.state_dict(),
             "demos": None if self.demos is None else self.demos.state_dict(),
@@ -333,12 +337,9 @@ class BatchSource(Source[DrawnBatch]):
             check_rows(state["drawn_demos"], self.demos)
         if "of" not in state:
             return tell_unnamed()
-        check_batches(state["batches"], self._told)
+        check_batches(state["batches"], self.told)
         told = check_belonging("replay buffer", self.replay, state["of"][0])
         return told if self.demos is None else told + check_belonging("demonstrations", self.demos, state["of"][1])
-
-    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {**state, "batches": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)  # once more: it is taken up later, in another process maybe

@@ -92,8 +92,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._skipped = 0
 
     @property
-    def _told(self) -> dict[str, Any]:
-        """What the sequence of batches depends on besides the draws."""
+    def told(self) -> dict[str, Any]:
         return {
             "tokens": self._tokens,
             "layout": self._layout,
@@ -237,7 +236,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
             "waiting": [[one.number, one.tokens, one.weight] for one in self._waiting],
             "skipped": self._skipped,
-            "batches": self._told,
+            "batches": self.told,
         }
 
     def check(self, state: Any) -> list[str]:
@@ -249,16 +248,13 @@ class TokenSource(Source[tuple[Drawn, ...]]):
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
                 f" {'none' if self._sampler is None else 'one'}"
             )
-        check_batches(state["batches"], self._told)
+        check_batches(state["batches"], self.told)
         if "of" not in state:
             return tell_unnamed()
         waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
         then = np.asarray(state["waiting_names"], np.int64)
         check_names("what waits for a pack", waiting, then, internals_of(self._buffer).names_of(waiting))
         return check_belonging("buffer", self._buffer, state["of"])
-
-    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {**state, "batches": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)  # once more: it is taken up later, in another process maybe

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
 
@@ -16,18 +18,28 @@ def holder_document() -> dict[str, object]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
 
 
+def parse_holder(holder: bytes) -> dict[str, Any]:
+    """Return what a lock or lease says; nothing if it is no JSON object."""
+    try:
+        document = orjson.loads(holder)
+    except orjson.JSONDecodeError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def may_live(holder: bytes) -> bool:
     """Return whether the process that the lock of a local directory names may live; an empty text names none."""
-    if not holder:
-        return False
+    said = parse_holder(holder)
+    return bool(holder) and (said.get("host") != socket.gethostname() or process_may_live(said))
+
+
+def process_may_live(said: Mapping[str, Any]) -> bool:
+    """Return whether a process of this machine may live; what names none may be of something else that does."""
     try:
-        value = orjson.loads(holder)
-        if value["host"] != socket.gethostname():
-            return True
-        os.kill(int(value["pid"]), 0)
+        os.kill(int(said["pid"]), 0)
     except ProcessLookupError:
         return False
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, OverflowError, PermissionError):
+    except (KeyError, TypeError, ValueError, OverflowError, PermissionError):
         return True
     return True
 
@@ -35,16 +47,13 @@ def may_live(holder: bytes) -> bool:
 def describe_holder(holder: bytes) -> str:
     """Return what a lock's text says about its holder, for people."""
     try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(orjson.loads(holder)["since"]))
-        return f"{process_of(holder)} since {since}"
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(parse_holder(holder)["since"]))
+    except (KeyError, TypeError):
         return "another process"
+    return f"{process_of(holder)} since {since}"
 
 
 def process_of(holder: bytes) -> str:
     """Return which process a lock's text names."""
-    try:
-        value = orjson.loads(holder)
-        return f"process {value['pid']} on {value['host']}"
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return "another process"
+    said = parse_holder(holder)
+    return f"process {said['pid']} on {said['host']}" if {"pid", "host"} <= said.keys() else "another process"

@@ -13,10 +13,9 @@ import orjson
 from trajstore import locks
 from trajstore.files.answers import ObjectInfo
 from trajstore.files.base import Reader, ReaderLease
-from trajstore.files.holder import LOCK_NAME, holder_document
+from trajstore.files.holder import LOCK_NAME, holder_document, parse_holder
 from trajstore.files.leases import LEASE_DIGITS, READERS_FOLDER, lease_head, reader_of
 from trajstore.files.object_store import ObjectStore
-from trajstore.files.remote_lock import parse_holder
 from trajstore.interrupts import start_thread
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import uuid
-from typing import Any
 
 import orjson
 
@@ -16,7 +15,7 @@ from trajstore import locks
 from trajstore.errors import StoreLockedError, WriterFencedError
 from trajstore.files.answers import ConflictError, Stamped
 from trajstore.files.base import WriterLock
-from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document
+from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document, parse_holder, process_may_live
 from trajstore.files.object_store import ObjectStore
 from trajstore.interrupts import start_thread
 
@@ -267,15 +266,6 @@ def is_held(objects: ObjectStore) -> bool:
         return False
 
 
-def parse_holder(holder: bytes) -> dict[str, Any]:
-    """Return what a lock or lease says; nothing if it is no JSON object."""
-    try:
-        document = orjson.loads(holder)
-    except orjson.JSONDecodeError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def _is_over(holder: Stamped) -> bool:
     """Return whether a lock was released, has had no heartbeat for too long, or its holder is known to be gone."""
     document = parse_holder(holder.data)
@@ -286,15 +276,11 @@ def _is_over(holder: Stamped) -> bool:
         # Stores tell the time of writing in whole seconds.
         if (holder.age - 1.0 if holder.age is not None else time.time() - heartbeat) > ttl:
             return True
-        here = holder_document()["host"], _pid_namespace()
-        if here[1] is None or (document["host"], document["pid_namespace"]) != here:
-            return False
-        os.kill(int(document["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (KeyError, TypeError, ValueError, OverflowError, PermissionError):
-        return False  # written by something else, or by another user's process: let people decide
-    return False
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return False  # written by something else: let people decide
+    here = holder_document()["host"], _pid_namespace()
+    is_here = here[1] is not None and (document.get("host"), document.get("pid_namespace")) == here
+    return is_here and not process_may_live(document)
 
 
 def _pid_namespace() -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +221,7 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
             }
         )
     return {
-        "saved_points": [
-            {name: getattr(point, name) for name in ("step", "generation", "trajectories", "state_bytes", "ranks")}
-            for point in map(SavedPoint.of, catalog.points())
-        ],
+        "saved_points": [asdict(SavedPoint.of(head)) for head in catalog.points()],
         "aside": reports,
         "pins": [head.name for head in pins.heads.values() if head.step is None and head.back_to is None],
     }
