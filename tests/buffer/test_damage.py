@@ -21,7 +21,7 @@ from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back
 from trajstore.inspection.verify import verify
-from trajstore.reading import sources
+from trajstore.reading import shard_access
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
@@ -417,9 +417,9 @@ def test_a_changed_byte_is_refused_when_shards_are_verified(
     victim = next(path for path in files if "00000001" in str(path) and (path.suffix or path.parts[-2] == "c"))
     flip(victim)
     checks: list[str] = []
-    honest = sources.check_file
+    honest = shard_access.check_file
     monkeypatch.setattr(
-        sources, "check_file", lambda *arguments: checks.append(arguments[1].name) or honest(*arguments)
+        shard_access, "check_file", lambda *arguments: checks.append(arguments[1].name) or honest(*arguments)
     )
     options = {"auto_save": True, "auto_save_path": store} if own else {}
     with TrajectoryReplayBuffer(sample_window_size=0, verify_shards=True, **options) as buffer:

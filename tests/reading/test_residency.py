@@ -66,7 +66,7 @@ def test_a_shard_is_mapped_once_and_what_cannot_be_is_told() -> None:
         assert residency.ensure(slots, lambda *said: told.append(said)) == [1]
     assert shards.opened == residency.mapped == 2
     assert told == [(0, TOLD), (2, TOLD)]
-    assert [[*HeldRows(residency, np.array([slot])).addresses_of(slot).values()] for slot in (0, 2)] == [[3000], [4000]]
+    assert [HeldRows(residency, np.array([slot])).addresses_of(slot) for slot in (0, 2)] == [[3000], [4000]]
     assert residency.partial_maps(slots) == ["file 3", "file 4"]
     assert residency.table.signature[slots].tolist() == [0, -1, 0]
 
@@ -98,7 +98,7 @@ def test_memory_is_resident_when_it_is_first_asked_for() -> None:
     slot = residency.add_memory(rows, 2)
     assert residency.table.signature[slot] == -1
     residency.ensure(np.array([slot]), nothing)
-    assert [*HeldRows(residency, np.array([slot])).addresses_of(slot).values()] == [77]
+    assert HeldRows(residency, np.array([slot])).addresses_of(slot) == [77]
     residency.leave(np.array([slot]))
     assert residency.table.signature[slot] >= 0
     residency.leave(np.array([slot]))
@@ -135,7 +135,7 @@ def test_after_an_interrupt_what_is_resident_is_known_to_be_partly_there() -> No
         assert len(residency.partial_maps(np.array(resident, np.int64))) == len(resident)
         assert set(resident) <= set(told)
         residency.ensure(slots[1:], nothing)
-        assert [*HeldRows(residency, slots).addresses_of(int(slots[1])).values()] == [2000]
+        assert HeldRows(residency, slots).addresses_of(int(slots[1])) == [2000]
         return tracer.count
 
     for at in range(interrupted(None)):

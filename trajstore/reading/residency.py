@@ -79,11 +79,15 @@ class HeldRows:
         self.partial = residency.partial_maps(slots)
         residency.copies.begin(self)
 
-    def addresses_of(self, slot: int) -> dict[ColumnSpec, int]:
+    def addresses_of(self, slot: int) -> list[int]:
         """Return the address of the first row of each column of a slot's schema; with ``Contents.lock`` held."""
-        schema = self._residency.schema(slot)
-        numbers, _ = self._residency.columns.of(schema)
-        return dict(zip(schema.columns, self.first[slot, numbers].tolist(), strict=True))
+        numbers, _ = self._residency.columns.of(self._residency.schema(slot))
+        addresses: list[int] = self.first[slot, numbers].tolist()
+        return addresses
+
+    def address_of(self, slot: int, column: ColumnSpec) -> int:
+        """Return the address of the first row of one column of a slot's schema; with ``Contents.lock`` held."""
+        return self.addresses_of(slot)[self._residency.schema(slot).columns.index(column)]
 
     def let_go(self) -> None:
         """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""

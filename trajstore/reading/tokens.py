@@ -208,7 +208,7 @@ def _given_column(index: TrajectoryIndex, held: HeldRows, positions: IntArray, g
     sources = np.zeros(len(slots), np.int64)
     for slot in np.unique(slots[~lacking]).tolist():
         here = slots == slot
-        sources[here] = held.addresses_of(slot)[column] + given.starts[here] * column.row_nbytes
+        sources[here] = held.address_of(slot, column) + given.starts[here] * column.row_nbytes
     keep = None
     if lacking.any():
         keep = torch.full((int(index.at("steps", positions[lacking]).max()),), float("nan"), dtype=column.torch_dtype)
@@ -228,4 +228,6 @@ def _columns_of(
     for column in schema.columns:
         if column.row_shape:
             raise CorruptStoreError(f"trajectory {int(ids[0])}: column {column.name} has rows of {column.row_shape}")
-    return {column.name: (column, address) for column, address in held.addresses_of(slot).items()}
+    return {
+        column.name: (column, address) for column, address in zip(schema.columns, held.addresses_of(slot), strict=True)
+    }

@@ -41,8 +41,11 @@ def rows_at(
         return schema, rows_of(sources[source].reader(row), schema, extent, home)
     schema = residency.schema(slot)
     held = HeldRows(residency, np.array([slot], np.int64))
-    firsts = [home.first(column.axis) for column in schema.columns]
-    return schema, _copied(held, slot, schema.columns, extent, firsts)
+    addresses = [
+        base + home.first(column.axis) * column.row_nbytes
+        for column, base in zip(schema.columns, held.addresses_of(slot), strict=True)
+    ]
+    return schema, _copied(held, schema.columns, addresses, extent)
 
 
 def whole_rows(
@@ -63,19 +66,19 @@ def whole_rows(
         make_resident(residency, sources, slots)
         schema = residency.schema(slot)
         column = column_named(schema, name)
-        (tensor,) = _copied(HeldRows(residency, slots), slot, [column], extent, [int(starts[0])])
+        held = HeldRows(residency, slots)
+        address = held.address_of(slot, column) + int(starts[0]) * column.row_nbytes
+        (tensor,) = _copied(held, [column], [address], extent)
         steps = (extent.steps, extent.batch) if schema.kind == "step" else (extent.rows(column.axis),)
         found[name] = tensor.reshape(*steps, *column.row_shape)
     return found
 
 
 def _copied(
-    held: HeldRows, slot: int, columns: Sequence[ColumnSpec], extent: Extent, firsts: Sequence[int]
+    held: HeldRows, columns: Sequence[ColumnSpec], addresses: Sequence[int], extent: Extent
 ) -> list[torch.Tensor]:
-    """Return rows of some columns of a slot, from these first ones on, and let go of them."""
+    """Return the rows of some columns that begin at these addresses, and let go of them."""
     tensors = [torch.empty((extent.rows(one.axis), *one.row_shape), dtype=one.torch_dtype) for one in columns]
-    bases = held.addresses_of(slot)
-    addresses = [bases[one] + first * one.row_nbytes for one, first in zip(columns, firsts, strict=True)]
     sizes = [tensor.nbytes for tensor in tensors]
     with fetched(held.partial, lambda: (np.array(addresses, np.int64), np.array(sizes, np.int64))):
         for tensor, address in zip(tensors, addresses, strict=True):
