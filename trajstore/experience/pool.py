@@ -363,8 +363,8 @@ class ExperienceManager:
     def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
         """Return up to ``num_trajectories_per_task`` histories of each task, task by task, best first, none twice.
 
-        The rules' ``sampler`` chooses. Without one the best by ``exp_select_mode`` come, on the entropy under the
-        current policy if the rules want it and :attr:`current_entropy` gives it, else on the saved one. Only those that
+        The best by ``exp_select_mode`` come (with ``in_turns`` of those that came least often), by the entropy under
+        the current policy if the rules want it and :attr:`current_entropy` gives it, else by the saved one. Only those that
         nothing else decides about are scored (``choice.undecided``): those of a task that has more than come. Each call
         counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
 
@@ -765,7 +765,6 @@ class ExperienceManager:
             self.rules,
             uses=self._state.uses_of(entries),
             entropies=[scores.get(entry.trajectory_id, entry.entropy) for entry in entries],
-            global_steps=self.global_steps,
             generator=generator,
             versions_drawn=versions,
         )
