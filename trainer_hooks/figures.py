@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -53,9 +52,6 @@ EMPTY_STEPS = 10
 ZERO_LOSS_STEPS = 10
 """Steps in a row with a loss of exactly 0 on replayed tokens after which there is a warning."""
 
-STARVING_STEPS = 20
-"""A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
-
 
 @checked
 def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
@@ -101,7 +97,7 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
 
 
 class ReplayFigures:
-    """Gathers what one step shows of replay, and what the last steps drew from the pool."""
+    """Gathers what one step shows of replay."""
 
     def __init__(self, manager: ExperienceManager) -> None:
         self.times = metrics.StepTimes()
@@ -115,25 +111,17 @@ class ReplayFigures:
         self._demonstrations = 0
         self._asked = 0.0
 
-    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool, asked: float) -> None:
-        """Remember which buckets could be replayed in this step, and which were; before replay begins, none could.
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], asked: float) -> None:
+        """Remember what is replayed in this step, and how hard its tasks are.
 
         Args:
             histories: what was drawn, by task.
-            replaying: whether replay has begun.
             asked: share of the batch's rows that the configuration would have replayed.
         """
         self._asked = asked
         self._histories = [one for held in histories.values() for one in held]
-        tasks = [task for task, held in histories.items() if held]
         buckets = self._manager.difficulty2task_dict
         self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
-        if not replaying:
-            return
-        valid = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
-        drawn = Counter(self._difficulty[task] for task in tasks)
-        # With the pool, so that a resumed run goes on counting; plain, since a checkpoint has it.
-        self._manager.draws = [*self._manager.draws, (dict(valid), dict(drawn))][-STARVING_STEPS:]
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Take figures of log-probs; :meth:`take` returns each name's mean."""
@@ -188,11 +176,6 @@ class ReplayFigures:
         result |= metrics.batch_metrics(
             task_ids, is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
         )
-        draws = self._manager.draws
-        if len(draws) == STARVING_STEPS:
-            valid: Counter[int] = sum((Counter(could) for could, _ in draws), Counter())
-            drawn: Counter[int] = sum((Counter(did) for _, did in draws), Counter())
-            result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
         self._figures, self._losses = [], StepLosses()
         return result
 

@@ -232,9 +232,7 @@ class ReplayHook(Closing, Generic[Task]):
 
     def regularizer_masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return which tokens of a batch count in the entropy term and in the KL term: ``masks.regularizer_masks``."""
-        return regularizer_masks(
-            batch.tensors["response_mask"], batch.tensors["exp_mask"], self.config.regularize_replayed
-        )
+        return regularizer_masks(batch.tensors["response_mask"], batch.tensors["exp_mask"])
 
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float

@@ -178,17 +178,6 @@ def named(name: str, by_label: Mapping[Label, float]) -> dict[str, float]:
     return {f"{PREFIX}{name}/{label}": value for label, value in by_label.items()}
 
 
-@checked
-def starving_buckets(replayable: Mapping[int, int], drawn: Mapping[int, int]) -> list[int]:
-    """Return the buckets that could be replayed but were not, in ascending order.
-
-    Args:
-        replayable: difficulty -> number of its tasks that could have been drawn in the period looked at.
-        drawn: difficulty -> number of draws from it in that period.
-    """
-    return sorted(bucket for bucket, tasks in replayable.items() if tasks > 0 and not drawn.get(bucket))
-
-
 class StepTimes:
     """Sums up the seconds spent in each named part of a step.
 

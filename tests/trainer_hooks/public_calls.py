@@ -57,8 +57,6 @@ from trajstore.guidance import (
     UpdateQueue,
     Worth,
     WorthLedger,
-    allocate_add_exp,
-    allocate_train_mode,
     as_text,
     plain_messages,
     strip_template,
@@ -188,7 +186,6 @@ def good(folder: Path) -> dict[str, Any]:
         "policy_versions": [1, None],
         "prompt_length": 2,
         "query": "go",
-        "regularize_replayed": "both",
         "render": str,
         "response_length": 4,
         "rows": batch_rows(),
@@ -283,7 +280,7 @@ EXPERIENCE = (
     " mean_entropy of_earlier_run newest_pool"
 )
 GUIDANCE = (
-    "AllocationRules EMClient EndpointSummarizer Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
+    "AllocationRules EMClient Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
     " LocalMaker RetirementRule Retrieved TaskExpConfig TrajExpConfig UpdateQueue Worth WorthLedger count_worth put_in"
     " take_out with_guidance"
 )
@@ -301,8 +298,6 @@ def special_functions(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[
     yield made.to_trajectory, {"step": 1}
     yield TEMPLATE.fill, {"experience": "x"}
     yield ExperienceWorker, {"maker": None, "template": TEMPLATE}
-    yield allocate_train_mode, {"tasks": 2, "mode": "hybrid"}
-    yield allocate_add_exp, {"rollouts": [2], "mode": "mixed"}
     yield as_text, {"experiences": [made]}
     yield plain_messages, {"trajectory": dataclasses.replace(rollouts()[0], messages=MESSAGES)}
     yield strip_template, {"template": TEMPLATE}

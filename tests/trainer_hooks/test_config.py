@@ -14,7 +14,6 @@ from trajstore.experience import PoolRules, RatioSchedule
 DEFAULTS = {
     "drop_negative_off_policy": False,
     "clip_off_policy": True,
-    "regularize_replayed": "entropy",
     "pool_path": None,
     "pool_save_freq": None,
     "enable": False,

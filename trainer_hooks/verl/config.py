@@ -169,11 +169,6 @@ class ReplayBlock:
                 f"{REPLAY_SECTION}.use_current_policy_entropy: {replay['use_current_policy_entropy']!r}, must be false:"
                 " it would need a pass of the actor while the rollout engine holds the memory"
             )
-        if replay.setdefault("regularize_replayed", "both") != "both":
-            raise ConfigurationError(
-                f"{REPLAY_SECTION}.regularize_replayed: {replay['regularize_replayed']!r}, must be both: verl's KL and"
-                " entropy terms count every token"
-            )
         rollout = config.actor_rollout_ref.rollout
         n_rollout = int(rollout.n)
         result = ReplayBlock(

@@ -327,11 +327,11 @@ def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     """Return a Hugging Face tokenizer, with a chat template of a file if one is given.
 
     Args:
-        path: folder, or name in a model hub; of a name, what lies in the hub's cache on this machine is taken first.
+        path: folder, or name in the cache of a model hub on this machine.
         chat_template: file with a template in Jinja.
 
     Raises:
-        ConfigurationError: it cannot be loaded, or there is no chat template; says what was tried.
+        ConfigurationError: it cannot be loaded, or there is no chat template.
         MissingDependencyError: transformers is not installed.
     """
     tokenizer = tokenizer_at(path)

@@ -2,34 +2,25 @@
 
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
-Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
-``summary``, ``json_client`` → ``maker``, ``experience``, ``metadata`` → ``allocation``,
-``context``.
+Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client`` →
+``summary`` → ``maker``, ``experience``, ``metadata`` → ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
 
-from trajstore.guidance.allocation import (
-    RolloutExpMode,
-    SampleExpMode,
-    TaskExpConfig,
-    TrainMode,
-    allocate_add_exp,
-    allocate_train_mode,
-)
 from trajstore.guidance.client import EMClient
 from trajstore.guidance.context import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
     Insertion,
+    TrainMode,
     put_in,
     strip_template,
     take_out,
 )
-from trajstore.guidance.endpoint import EndpointSummarizer
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.local import LocalMaker, as_text
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
-from trajstore.guidance.manager import AllocationRules, GuidanceManager
+from trajstore.guidance.manager import AllocationRules, GuidanceManager, RolloutExpMode, SampleExpMode, TaskExpConfig
 from trajstore.guidance.metadata import Guidance, plain_messages, with_guidance
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
@@ -41,7 +32,6 @@ __all__ = [
     "EXPERIENCE_TEMPLATE",
     "AllocationRules",
     "EMClient",
-    "EndpointSummarizer",
     "Experience",
     "ExperienceMaker",
     "ExperienceTemplate",
@@ -65,8 +55,6 @@ __all__ = [
     "UpdateQueue",
     "Worth",
     "WorthLedger",
-    "allocate_add_exp",
-    "allocate_train_mode",
     "as_text",
     "count_worth",
     "plain_messages",

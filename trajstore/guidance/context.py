@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from trajstore.arguments import whole
 from trajstore.checked import checked
@@ -17,6 +17,9 @@ EXPERIENCE_TEMPLATE = "\n\nSome Related Experience to help you to complete the t
 _PLACE = "{}"
 
 Message = Mapping[str, Any]
+
+TrainMode = Literal["keep", "discard"]
+"""Whether training keeps the experience in the prompt, or discards it."""
 
 Content = TypeVar("Content", str, list[Any])
 

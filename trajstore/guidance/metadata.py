@@ -9,8 +9,7 @@ from typing import Any
 
 from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.guidance.allocation import TrainMode
-from trajstore.guidance.context import Insertion, take_out
+from trajstore.guidance.context import Insertion, TrainMode, take_out
 from trajstore.trajectory import AgentTrajectory
 
 GUIDANCE = "guidance"
