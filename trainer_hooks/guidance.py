@@ -30,6 +30,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.contract import task_id_of
 from trajstore.experience.control_tokens import ControlTokens
 from trajstore.experience.conversation import ChatTemplate, with_prompt
+from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance import (
     EMClient,
     ExperienceMaker,
@@ -216,12 +217,8 @@ class GuidanceHook(Closing):
         self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
         for name, side in (("guided", True), ("unguided", False)):
-            outcomes = [
-                one.reward.outcome
-                for one, is_guided in zip(fresh, guided, strict=True)
-                if is_guided is side and one.reward is not None and one.reward.outcome is not None
-            ]
-            if outcomes:
+            sided = (known_outcome(one) for one, is_guided in zip(fresh, guided, strict=True) if is_guided is side)
+            if outcomes := [outcome for outcome in sided if outcome is not None]:
                 figures[f"guidance/outcome/{name}"] = sum(outcomes) / len(outcomes)
         return figures | self.metrics()
 

@@ -39,7 +39,7 @@ from trajstore.checked import Offered, checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.experience import CurrentEntropy, ExperienceManager
 from trajstore.experience.contract import task_id_of
-from trajstore.experience.cut import PoolCut
+from trajstore.experience.ledger import PoolCut
 from trajstore.experience.message_rows import MessageTokenizer
 from trajstore.experience.prompts import Message, RowPrompts, prompts_of_tasks
 from trajstore.trajectory import AgentTrajectory
@@ -380,14 +380,12 @@ class ReplayHook(Closing, Generic[Task]):
         It raises as :meth:`load_state_dict`.
         """
         whole("step", step, 0)
-        if self._replay is None:
-            return
-        self._handed_over.forget()
         if state:
-            self._replay.files.load_cut(state)
-        else:
+            self.load_state_dict(state)
+        elif self._replay is not None:
+            self._handed_over.forget()
             self._replay.files.load_newest(step)
-        self._replay.collate.check_tasks()
+            self._replay.collate.check_tasks()
 
     @property
     def _replay(self) -> ReplayParts[Task] | None:

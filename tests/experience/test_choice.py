@@ -18,8 +18,8 @@ from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.entry import PoolEntry
+from trajstore.experience.selection import choose_histories, undecided
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]

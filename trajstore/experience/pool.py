@@ -21,9 +21,7 @@ from trajstore.checked import Offered, checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_tasks
-from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories, task_id_of
-from trajstore.experience.cut import PoolCut
 from trajstore.experience.entry import (
     Departure,
     PoolEntry,
@@ -33,8 +31,7 @@ from trajstore.experience.entry import (
     of_earlier_run,
     with_reward_fingerprint,
 )
-from trajstore.experience.facts import with_pool_facts
-from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.ledger import PoolCut, PoolLedger, with_pool_facts
 from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
@@ -42,10 +39,12 @@ from trajstore.experience.prompts import Prompt, RowPrompts
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import (
     LeftOut,
+    choose_histories,
     is_worth_keeping,
     outcome_refusal,
     plan_admissions,
     rollouts_to_keep,
+    undecided,
     worthy,
 )
 from trajstore.experience.store import MemoryStore, PoolStore

@@ -32,24 +32,21 @@ import torch
 
 from trajstore.arguments import finite
 from trajstore.checked import checked
-from trajstore.columns.limits import shown
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
     StoreNotFoundError,
 )
-from trajstore.experience.contract import fingerprint_of
-from trajstore.experience.control_tokens import ControlTokens
 from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_trained, with_tokens
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
 from trajstore.experience.exchange import Exchanged, check_is_pool
+from trajstore.experience.message_rows import MessageTokenizer, tokenizer_at
 from trajstore.experience.outcomes import is_success, outcome_of
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rows import turns_as_rows
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import is_worth_keeping
 from trajstore.experience.store import BufferStore
-from trajstore.experience.tokenizers import tokenizer_at
 from trajstore.trajectory import AgentTrajectory, Reward
 
 AT_ONCE = 64
@@ -95,7 +92,7 @@ class TranscriptReader:
         success_threshold: outcome from which on a line's conversation is a success.
 
     Raises:
-        ConfigurationError: no such context, or an option that has no effect in it.
+        ConfigurationError: no tokenizer, no such context, or an option that has no effect in it.
     """
 
     tokenizer: Any
@@ -103,24 +100,20 @@ class TranscriptReader:
     think_hint: str = ""
     outcome: float | None = None
     success_threshold: float = 1.0
+    messages: MessageTokenizer = field(init=False, repr=False)
+    """Made of these."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.tokenizer, "get_vocab"):
-            raise ConfigurationError(
-                f"tokenizer: {shown(self.tokenizer)} is a {type(self.tokenizer).__name__}, must be a tokenizer of"
-                " Hugging Face (load_tokenizer returns one). Conversations that bring token_ids need it too: the pool"
-                " keeps its fingerprint, and ids are compared with its vocabulary"
-            )
+        made = MessageTokenizer.of(self.tokenizer, self.context, self.think_hint)
+        object.__setattr__(self, "messages", made)
         finite("success_threshold", self.success_threshold)
         if self.outcome is not None:
             finite("outcome", self.outcome)
-        if self.think_hint and self.context != "linear_think":
-            raise ConfigurationError(f"think_hint: {self.think_hint!r}, has no effect with context {self.context}")
 
     @property
     def fingerprint(self) -> str:
         """Tells tokenizers and chat templates apart."""
-        return fingerprint_of(self.tokenizer)
+        return self.messages.fingerprint
 
     def read(self, path: str | Path, progress: Progress | None = None) -> Iterator[AgentTrajectory | BadLine]:
         """Yield what each line of a file holds, in order; empty lines are passed over.
@@ -132,8 +125,7 @@ class TranscriptReader:
         Raises:
             OSError: the file cannot be read.
         """
-        fingerprint, name = self.fingerprint, Path(path).name
-        control = ControlTokens.of(self.tokenizer, in_messages=True)
+        name = Path(path).name
         total, done = Path(path).stat().st_size, 0
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -142,15 +134,13 @@ class TranscriptReader:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     try:
-                        yield self._demonstration(line, fingerprint, control, {"file": name, "line": number})
+                        yield self._demonstration(line, {"file": name, "line": number})
                     except InvalidTrajectoryError as error:
                         yield BadLine(number, str(error))
                 if progress is not None:
                     progress(done, total)
 
-    def _demonstration(
-        self, line: bytes, fingerprint: str, control: ControlTokens, place: dict[str, Any]
-    ) -> AgentTrajectory:
+    def _demonstration(self, line: bytes, place: dict[str, Any]) -> AgentTrajectory:
         """Return the demonstration of a line.
 
         Raises:
@@ -165,7 +155,7 @@ class TranscriptReader:
         messages = _messages_of(said.get("messages"))
         if all(message.get(TOKEN_IDS) is None for message in messages):
             texts = {"messages": messages} | {name: said[name] for name in ("tools",) if name in said}
-            changed, apart = control.taken_out_of(texts)
+            changed, apart = self.messages.control.taken_out_of(texts)
             said |= changed
             messages = changed["messages"]
             place |= {CONTROL_TOKENS: apart} if apart else {}
@@ -179,7 +169,7 @@ class TranscriptReader:
             task_id=_text_at(said, "task_id"),
             rollout_id=_text_at(said, "rollout_id", f"{place['file']}:{place['line']}"),
             query=_text_at(said, "query", _first_query(messages)),
-            tokenizer_fingerprint=fingerprint,
+            tokenizer_fingerprint=self.fingerprint,
             metadata={
                 DEMONSTRATION: True,
                 TRANSCRIPT: {**{name: value for name, value in said.items() if name not in _OWN}, **place},

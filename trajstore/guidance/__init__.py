@@ -3,7 +3,7 @@
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
 Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client`` →
-``summary`` → ``maker``, ``experience``, ``metadata`` → ``context``.
+``summary`` → ``maker``, ``experience`` → ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
 
@@ -11,17 +11,19 @@ from trajstore.guidance.client import EMClient
 from trajstore.guidance.context import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
+    Guidance,
     Insertion,
     TrainMode,
+    plain_messages,
     put_in,
     strip_template,
     take_out,
+    with_guidance,
 )
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.local import LocalMaker, as_text
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
 from trajstore.guidance.manager import AllocationRules, GuidanceManager, RolloutExpMode, SampleExpMode, TaskExpConfig
-from trajstore.guidance.metadata import Guidance, plain_messages, with_guidance
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig

@@ -1,6 +1,4 @@
-"""``GuidanceManager``: which rollouts are guided, which tasks keep what was put into their prompts, and when rollouts
-become experience.
-"""
+"""``GuidanceManager``: which rollouts are guided, which tasks keep experience, when rollouts become experience."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class UpdateQueue:
 
     Args:
         maker: makes experiences of them.
-        capacity: steps that may wait; what comes when they do is dropped, counted and logged.
+        capacity: steps of which rollouts may wait; what comes when they do is dropped, counted and logged.
         batch_size: rollouts in a call of the maker, roughly: a task's rollouts stay together.
         workers: calls at the same time. With 1 experiences come in the order of the rollouts.
         template: taken out of messages of which it is not recorded what was put in.
@@ -45,8 +45,9 @@ class UpdateQueue:
         self._batch_size = whole("batch_size", batch_size, 1)
         self._workers = whole("workers", workers, 1)
         self._template = template
-        self._steps: deque[list[AgentTrajectory]] = deque()
-        self._batches: deque[list[AgentTrajectory]] = deque()
+        self._batches: deque[tuple[int, list[AgentTrajectory]]] = deque()
+        """What waits, by the number of the step that brought it."""
+        self._steps = 0
         self._trouble = Trouble("summarizing rollouts")
         self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
         self._busy = 0
@@ -63,7 +64,7 @@ class UpdateQueue:
         with self._idle:
             if self._closing:
                 return False
-            if len(self._steps) == self._capacity:
+            if len({step for step, _ in self._batches}) >= self._capacity:
                 self._figures["dropped"] += len(rollouts)
                 if not self._dropping:
                     logger.warning(
@@ -81,7 +82,8 @@ class UpdateQueue:
                     start_thread(thread)
             self._dropping = False
             self._figures["submitted"] += len(rollouts)
-            self._steps.append(list(rollouts))
+            self._steps += 1
+            self._batches += [(self._steps, batch) for batch in self._in_batches(rollouts)]
             self._idle.notify_all()
             return True
 
@@ -89,16 +91,15 @@ class UpdateQueue:
         """Return whether everything submitted was summarized, or failed, within ``timeout`` seconds."""
         seconds("timeout", timeout)
         with self._idle:
-            return self._idle.wait_for(lambda: not (self._busy or self._batches or self._steps), timeout)
+            return self._idle.wait_for(lambda: not (self._busy or self._batches), timeout)
 
     def close(self, timeout: float = 10.0) -> None:
         """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
         seconds("timeout", timeout)
         with self._idle:
             already, self._closing = self._closing, True
-            self._idle.wait_for(lambda: not (self._busy or self._batches or self._steps), timeout)
-            left = sum(map(len, [*self._steps, *self._batches]))
-            self._steps.clear()
+            self._idle.wait_for(lambda: not (self._busy or self._batches), timeout)
+            left = sum(len(batch) for _, batch in self._batches)
             self._batches.clear()
             self._figures["dropped"] += left
             running = self._busy
@@ -123,21 +124,15 @@ class UpdateQueue:
     def _run(self) -> None:
         while True:
             with self._idle:
-                self._idle.wait_for(lambda: self._closing or self._batches or self._steps)
-                if not self._batches and not self._steps:
+                self._idle.wait_for(lambda: self._closing or self._batches)
+                if not self._batches:
                     return
-                is_step = not self._batches
-                held = self._steps.popleft() if is_step else self._batches.popleft()
+                _, batch = self._batches.popleft()
                 self._busy += 1
-            batches: list[list[AgentTrajectory]] = []
             try:
-                if is_step:
-                    batches = self._in_batches(held)
-                else:
-                    self._summarize(held)
+                self._summarize(batch)
             finally:
                 with self._idle:
-                    self._batches += batches
                     self._busy -= 1
                     self._idle.notify_all()
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
-from trainer_hooks.verl.background import Background
 from trainer_hooks.verl.config import OnError, OutcomeRule
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
-from trainer_hooks.verl.recorder import RolloutRecorder
+from trainer_hooks.verl.recorder import Background, RolloutRecorder
 from trainer_hooks.verl.rows import trajectories_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreWriteError

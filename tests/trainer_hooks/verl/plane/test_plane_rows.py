@@ -317,7 +317,6 @@ def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSessio
             assert not torch.equal(after[key], current)
     assert kept == 4
     assert figures["experience_replay/demonstration_rows"] == 4
-    assert figures["experience_replay/demonstration_row_share"] == 0.5
 
 
 # ---- one session key for two rows ----
