@@ -152,10 +152,6 @@ class GuidanceHook(Closing):
         """Return the messages to send to the model; see ``ExperienceWorker.manage_rollout_context``."""
         return self._worker.manage_rollout_context(messages, config)
 
-    def training_messages(self, messages: Sequence[Mapping[str, Any]], config: TrajExpConfig) -> list[dict[str, Any]]:
-        """Return the messages to train on; see ``ExperienceWorker.manage_training_context``."""
-        return self._worker.manage_training_context(messages, config)[1]
-
     def finished(self, trajectory: AgentTrajectory, config: TrajExpConfig) -> AgentTrajectory:
         """Return the rollout, which says what it was shown, and with the messages that it is trained on.
 
@@ -182,7 +178,8 @@ class GuidanceHook(Closing):
                     " it; give GuidanceHook the tokenizer, or set train_sample_expmode=allkeep"
                 )
             try:
-                trajectory = self._without(trajectory, self.training_messages(trajectory.messages, config))
+                _, messages = self._worker.manage_training_context(trajectory.messages, config)
+                trajectory = self._without(trajectory, messages)
             except InvalidTrajectoryError:
                 self._refused += 1
                 raise

@@ -41,7 +41,7 @@ from trajstore.experience import CurrentEntropy, ExperienceManager
 from trajstore.experience.contract import task_id_of
 from trajstore.experience.ledger import PoolCut
 from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.experience.prompts import Message, RowPrompts, prompts_of_tasks
+from trajstore.experience.prompts import Message, RowPrompts
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class ReplayHook(Closing, Generic[Task]):
                 ),
                 current_entropy=current_entropy,
                 reward_fingerprint=config.reward_fingerprint or "",
-                rows=None if task_prompt is None else RowPrompts(prompts_of_tasks(get_task, task_prompt)),
+                rows=RowPrompts(get_task, task_prompt),
             )
             self._made = ReplayParts.of(config, manager, get_task, task_text)
         except BaseException:
@@ -339,7 +339,7 @@ class ReplayHook(Closing, Generic[Task]):
             return {}
         self._replay.watch.made(done)
         offered, refused = self._replay.manager.admit(done, asked)
-        return metrics.refused_metrics(refused, offered)
+        return {f"{metrics.PREFIX}refused_share": refused / offered} if offered else {}
 
     # ---- checkpoint and resume ----
 

@@ -143,12 +143,6 @@ def batch_metrics(
     return {PREFIX + name: value for name, value in figures.items()}
 
 
-@checked
-def refused_metrics(refused: int, offered: int) -> dict[str, float]:
-    """Return ``refused_share``: of ``offered`` trajectories, the share that the pool refused; nothing if none was."""
-    return {f"{PREFIX}refused_share": refused / offered} if offered else {}
-
-
 class StepTimes:
     """Sums up the seconds spent in each named part of a step.
 

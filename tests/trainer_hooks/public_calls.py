@@ -230,8 +230,7 @@ def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known:
 METHODS: dict[Callable[[], Any], str] = {
     replay_hook: "tasks_chosen before_rollout batch_rows log_probs_computed replace_log_probs regularizer_masks"
     " loss_computed watch step_done rollouts_done admit load_state_dict resume",
-    guidance_hook: "before_rollout context training_messages finished step_done validated begin wait load_state_dict"
-    " close",
+    guidance_hook: "before_rollout context finished step_done validated begin wait load_state_dict close",
     filled: "update_difficulty2task_dict update_skip_uid_set_and_filter_trajectories admit save_trajectories_to_memory"
     " seed sample_tasks_from_replaypool get_offpolicy_trajectories_from_memory get_offpolicy_batch count_offpolicy"
     " get_all_candidates_batch hold load_state_dict save_experience_pool_to_disk load_experience_pool_from_disk",
