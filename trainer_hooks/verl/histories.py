@@ -74,7 +74,7 @@ class Histories:
         self._max_prompt_length = max_prompt_length
         self._max_response_length = max_response_length
         self._too_long = FirstTold(logger)
-        self._told_metric = False
+        self._without_metric = FirstTold(logger)
 
     def fitting(self, histories: Sequence[AgentTrajectory]) -> tuple[AgentTrajectory, ...]:
         """Return the histories that may stand beside the rollouts of their task, in their order."""
@@ -272,9 +272,9 @@ class Histories:
         if metric == SCORE_METRIC:
             return held
         has = [one.reward is not None and metric in one.reward.metadata.get("extra", {}) for one in held]
-        if not all(has) and not self._told_metric:
-            self._told_metric = True
-            logger.warning(
+        if not all(has):
+            self._without_metric.add(
+                has.count(False),
                 "experience replay: algorithm.filter_groups.metric: the reward of recorded rollouts had no %r; such"
                 " histories are not replayed (rollout %s is the first)",
                 metric,
