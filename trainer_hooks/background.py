@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -52,33 +51,25 @@ class ComingHistories(Sequence[AgentTrajectory]):
         return self._drawn.result().get(self._task, ())[place]
 
 
-@dataclass(slots=True)
 class ReplayParts(Generic[Task]):
-    """What a hook that is switched on works with."""
+    """What a hook that is switched on works with.
 
-    manager: ExperienceManager
-    collate: ExperienceMixCollateFn[Task]
-    figures: ReplayFigures
-    files: PoolFiles
-    watch: ReplayWatch
-    executor: ThreadPoolExecutor | None = None
-    """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
-    asked: Counter[str] = field(default_factory=Counter)
-    """Rollouts that are to be made in this step, by task."""
-    pending: Future[Drawn] | None = None
-    """Histories that the thread draws; meanwhile nothing else may touch the pool."""
-    drawing: int | None = None
-    """The thread, while it draws."""
+    Args:
+        config: of the hook.
+        manager: the pool.
+        get_task: returns the task of an id; ``None`` if the training data have no such task.
+        task_text: returns what a task asks for.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         config: ExperienceReplayConfig,
         manager: ExperienceManager,
         get_task: Callable[[str], Task | None],
         task_text: Callable[[Task], str] | None,
-    ) -> ReplayParts[Task]:
-        """Return what a hook with this configuration works with."""
-        collate = ExperienceMixCollateFn(
+    ) -> None:
+        self.manager = manager
+        self.collate = ExperienceMixCollateFn(
             manager,
             get_task,
             exp_ratio=config.ratio(),
@@ -87,11 +78,19 @@ class ReplayParts(Generic[Task]):
             unsolved_first=config.unsolved_first,
             text_of=task_text,
         )
-        files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
-        made = ReplayParts(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
+        self.figures = ReplayFigures(manager)
+        self.files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
+        self.watch = ReplayWatch(manager)
+        self.asked: Counter[str] = Counter()
+        """Rollouts that are to be made in this step, by task."""
+        self.pending: Future[Drawn] | None = None
+        """Histories that the thread draws; meanwhile nothing else may touch the pool."""
+        self.drawing: int | None = None
+        """The thread, while it draws."""
+        self.executor: ThreadPoolExecutor | None = None
+        """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
         if config.prepare_in_background:
-            made.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
-        return made
+            self.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
 
     def coming(self, tasks: Sequence[Task]) -> Drawn:
         """Return the histories of tasks, drawn now or by the thread."""

@@ -111,7 +111,7 @@ class ReplayHook(Closing, Generic[Task]):
                 reward_fingerprint=config.reward_fingerprint or "",
                 rows=RowPrompts(get_task, task_prompt),
             )
-            self._made = ReplayParts.of(config, manager, get_task, task_text)
+            self._made = ReplayParts(config, manager, get_task, task_text)
         except BaseException:
             self.close()
             raise

@@ -434,6 +434,5 @@ def _mask_of(
         return [0] * len(tokens)
     asked = list(template.header(messages[:number]))
     first = len(asked) if asked and list(tokens[: len(asked)]) == asked else 0
-    special = [place for place in range(first, len(tokens)) if tokens[place] in template.special_ids]
-    stop = special[-1] + 1 if special else len(tokens)
+    stop = template.end_of_turn(tokens, first, len(tokens))
     return [int(first <= place < stop) for place in range(len(tokens))]
