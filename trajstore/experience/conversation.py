@@ -184,7 +184,11 @@ def with_tokens(
     """
     if trajectory.input_ids is not None:
         return trajectory
-    rows = rows_of_messages(trajectory.messages, template, context, think_hint)
+    return with_rows(trajectory, rows_of_messages(trajectory.messages, template, context, think_hint))
+
+
+def with_rows(trajectory: AgentTrajectory, rows: Sequence[TokenRow]) -> AgentTrajectory:
+    """Return a copy of the trajectory with these rows as its tokens, and with what is recorded of these tokens."""
     masks = [torch.tensor(row.loss_mask[row.response_start :]) for row in rows]
     log_probs, rollout_log_probs, entropys = (_recorded(trajectory, name, masks) for name in _RECORDED)
     parts = [

@@ -19,7 +19,6 @@ A demonstration has no log-probs. It is replayed with those that the current pol
 from __future__ import annotations
 
 import codecs
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from trajstore.arguments import finite
 from trajstore.checked import checked
@@ -37,7 +35,15 @@ from trajstore.errors import (
     InvalidTrajectoryError,
     StoreNotFoundError,
 )
-from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_trained, with_tokens
+from trajstore.experience.conversation import (
+    ChatTemplate,
+    Context,
+    TokenRow,
+    has_thoughts,
+    is_trained,
+    with_rows,
+    with_tokens,
+)
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
 from trajstore.experience.exchange import Exchanged, check_is_pool
 from trajstore.experience.message_rows import MessageTokenizer, tokenizer_at
@@ -229,14 +235,7 @@ class TranscriptReader:
                 start = len(ids)
             ids += tokens
             mask += _mask_of(messages, number, tokens, template)
-        loss_mask = torch.tensor(mask)
-        row = dataclasses.replace(
-            one,
-            input_ids=torch.tensor(ids),
-            loss_mask=loss_mask,
-            response_mask=loss_mask[start:],
-            response_start=start,
-        )
+        row = with_rows(one, [TokenRow(ids, mask, start or 0)])
         return row if self.context == "linear" else turns_as_rows(row)
 
 
