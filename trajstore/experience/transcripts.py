@@ -96,6 +96,7 @@ class TranscriptReader:
         think_hint: ``linear_think``: see :func:`~trajstore.experience.conversation.rows_of_messages`.
         outcome: of lines that say neither ``reward`` nor ``success``; ``None`` = such a line is bad.
         success_threshold: outcome from which on a line's conversation is a success.
+        messages: makes the tokens; made of the others.
 
     Raises:
         ConfigurationError: no tokenizer, no such context, or an option that has no effect in it.
@@ -107,7 +108,6 @@ class TranscriptReader:
     outcome: float | None = None
     success_threshold: float = 1.0
     messages: MessageTokenizer = field(init=False, repr=False)
-    """Made of these."""
 
     def __post_init__(self) -> None:
         made = MessageTokenizer.of(self.tokenizer, self.context, self.think_hint)
