@@ -81,7 +81,11 @@ def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]
     fields = foreign.fields
     metadata = dict(fields.get("metadata") or {})
     reward = fields.get("reward")
-    columns = {name: metadata.pop(name) for name in _COLUMNS if metadata.get(name) is not None}
+    columns: dict[str, Any] = {
+        name: torch.as_tensor(metadata.pop(name), dtype=dtype)
+        for name, dtype in _COLUMNS.items()
+        if metadata.get(name) is not None
+    }
     stated_task = metadata.pop("task_id", fields.get("task_id"))
     return AgentTrajectory(
         messages=messages,
@@ -94,7 +98,7 @@ def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]
         entropy=_optional(float, metadata.pop("entropy", None)),
         policy_version=_optional(int, metadata.pop("policy_version", None)),
         metadata=metadata,
-        **{name: torch.as_tensor(value, dtype=_COLUMNS[name]) for name, value in columns.items()},
+        **columns,
     )
 
 

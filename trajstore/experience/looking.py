@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
 from trajstore.experience.buckets import DifficultyBuckets
-from trajstore.experience.entry import PoolEntry, Refusal, entry_of, is_demonstration, token_digest
+from trajstore.experience.entry import PoolEntry, Refusal, entry_of, token_digest
 from trajstore.experience.journal import JOURNAL_KEY, PoolState, recover, trajectory_of_entry
 from trajstore.experience.ledger import with_pool_facts
 from trajstore.experience.persistence import read_pool
@@ -152,7 +152,4 @@ def _entry(one: AgentTrajectory, number: int) -> PoolEntry:
     found = entry_of(one, number)
     if isinstance(found, PoolEntry):
         return found
-    demonstrated = is_demonstration(one)
-    return PoolEntry(
-        number, one.task_id, one.entropy, None, one.policy_version, token_digest(one), is_demonstration=demonstrated
-    )
+    return PoolEntry.of_record(one, number, token_digest(one))
