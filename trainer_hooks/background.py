@@ -1,4 +1,4 @@
-"""What a hook works with, and histories that a thread reads, scores and chooses while the rollouts are made."""
+"""What a hook works with: histories that a thread may draw while the rollouts are made, and the pool's files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar, overload
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
-from trainer_hooks.poolfiles import PoolFiles
-from trajstore.experience import ExperienceManager, ExperienceMixCollateFn
+from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, newest_pool
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -52,33 +51,25 @@ class ComingHistories(Sequence[AgentTrajectory]):
         return self._drawn.result().get(self._task, ())[place]
 
 
-@dataclass(slots=True)
 class ReplayParts(Generic[Task]):
-    """What a hook that is switched on works with."""
+    """What a hook that is switched on works with.
 
-    manager: ExperienceManager
-    collate: ExperienceMixCollateFn[Task]
-    figures: ReplayFigures
-    files: PoolFiles
-    watch: ReplayWatch
-    executor: ThreadPoolExecutor | None = None
-    """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
-    asked: Counter[str] = field(default_factory=Counter)
-    """Rollouts that are to be made in this step, by task."""
-    pending: Future[Drawn] | None = None
-    """Histories that the thread draws; meanwhile nothing else may touch the pool."""
-    drawing: int | None = None
-    """The thread, while it draws."""
+    Args:
+        config: of the hook.
+        manager: the pool.
+        get_task: returns the task of an id; ``None`` if the training data have no such task.
+        task_text: returns what a task asks for.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         config: ExperienceReplayConfig,
         manager: ExperienceManager,
         get_task: Callable[[str], Task | None],
         task_text: Callable[[Task], str] | None,
-    ) -> ReplayParts[Task]:
-        """Return what a hook with this configuration works with."""
-        collate = ExperienceMixCollateFn(
+    ) -> None:
+        self.manager = manager
+        self.collate = ExperienceMixCollateFn(
             manager,
             get_task,
             exp_ratio=config.ratio(),
@@ -87,17 +78,25 @@ class ReplayParts(Generic[Task]):
             unsolved_first=config.unsolved_first,
             text_of=task_text,
         )
-        files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
-        made = ReplayParts(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
+        self.figures = ReplayFigures(manager)
+        self.files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
+        self.watch = ReplayWatch(manager)
+        self.asked: Counter[str] = Counter()
+        """Rollouts that are to be made in this step, by task."""
+        self.pending: Future[Drawn] | None = None
+        """Histories that the thread draws; meanwhile nothing else may touch the pool."""
+        self.drawing: int | None = None
+        """The thread, while it draws."""
+        self.executor: ThreadPoolExecutor | None = None
+        """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
         if config.prepare_in_background:
-            made.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
-        return made
+            self.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
 
     def coming(self, tasks: Sequence[Task]) -> Drawn:
         """Return the histories of tasks, drawn now or by the thread."""
         if self.executor is None:
             drawn = self.collate.get_histories(tasks)
-            self.figures.note_drawn(drawn, replaying=self.collate.replaying, asked=self.collate.asked_share)
+            self.figures.note_drawn(drawn, self.collate.asked_share)
             return {task: tuple(held) for task, held in drawn.items()}
         counts = self.collate.count_histories(tasks)
         self.pending = pending = self.executor.submit(self._draw, tasks)
@@ -123,7 +122,7 @@ class ReplayParts(Generic[Task]):
         finally:
             if pending.done():  # not so if Ctrl-C came
                 self.pending = None
-        self.figures.note_drawn(drawn, replaying=self.collate.replaying, asked=self.collate.asked_share)
+        self.figures.note_drawn(drawn, self.collate.asked_share)
 
     def close(self) -> None:
         """End the thread; say what waits at the end of the run."""
@@ -136,3 +135,73 @@ class ReplayParts(Generic[Task]):
             except Exception as error:  # of the trainer's function or the store; nobody waits for the histories
                 logger.warning("experience replay: histories that were under way at the end failed: %r", error)
         self.watch.closed()
+
+
+class PoolFiles:
+    """Writes and loads a pool's files, and says what a resume did.
+
+    Args:
+        manager: the pool.
+        path: the folder ``experience_pool``; ``None`` = no files.
+        save_freq: steps between two copies; ``None`` = none is written.
+    """
+
+    def __init__(self, manager: ExperienceManager, path: str | None, save_freq: int | None) -> None:
+        self.begun = False
+        """Whether it was decided where the pool begins."""
+        self._manager = manager
+        self._path = None if path is None else Path(path)
+        self._save_freq = save_freq
+
+    def save_if_due(self) -> None:
+        """Write ``step_N`` if the step that is going on is one of those.
+
+        Raises:
+            StoreWriteError: it did not reach the disk.
+        """
+        step = self._manager.global_steps
+        if self._path is not None and self._save_freq is not None and step % self._save_freq == 0:
+            self._manager.save_experience_pool_to_disk(self._path / f"step_{step}")
+
+    def load_cut(self, state: Mapping[str, Any]) -> None:
+        """Go back to the cut of a checkpoint."""
+        before = len(self._manager)
+        self._manager.load_state_dict(dict(state))
+        self.begun = True
+        logger.info(
+            "experience pool: back at step %d of the checkpoint with %s; the store held %d, and what entered since the"
+            " checkpoint is not used. Without the checkpoint's cut these %d would have been used as they are",
+            self._manager.global_steps,
+            self._size(),
+            before,
+            before,
+        )
+
+    def load_newest(self, step: int) -> None:
+        """Load the newest copy that is not after a step; without one the pool stays as it lies in its store."""
+        self.begun = True
+        found = None if self._path is None else newest_pool(self._path, step)
+        if found is not None:
+            before = len(self._manager)
+            self._manager.load_experience_pool_from_disk(found, global_steps=step)
+            logger.info(
+                "experience pool: loaded %s with %s; the store held %d, which it replaces. Without pool_path these"
+                " would have been used",
+                found,
+                self._size(),
+                before,
+            )
+            return
+        later = None if self._path is None else newest_pool(self._path)
+        if later is not None:
+            logger.warning(
+                "experience pool: %s is after step %d, where this run begins, and is not loaded; resume from a"
+                " checkpoint of that step, give another pool_path, or import it (`trajstore pool import`)",
+                later,
+                step,
+            )
+        if len(self._manager):
+            logger.info("experience pool: used as it lies in its store, with %s", self._size())
+
+    def _size(self) -> str:
+        return f"{len(self._manager)} trajectories of {len(self._manager.get_task_ids())} tasks"

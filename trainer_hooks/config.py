@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from trainer_hooks.batch import GroupOffPolicy
-from trainer_hooks.masks import RegularizeReplayed
 from trajstore.arguments import finite, share, text_or_none, whole, whole_or_none
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, MissingDependencyError
@@ -63,8 +62,6 @@ class ExperienceReplayConfig(PoolOptions):
             does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
         clip_off_policy: whether replayed tokens are clipped at all.
-        regularize_replayed: which regularizers count replayed tokens: ``entropy``, ``both`` (KL too) or ``none``. In
-            verl always ``both``, since its own terms count every token.
         pool_path: folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read.
         pool_save_freq: steps between two ``step_N``; ``None`` = none is written.
 
@@ -88,7 +85,6 @@ class ExperienceReplayConfig(PoolOptions):
     off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True
-    regularize_replayed: RegularizeReplayed = "entropy"
     pool_path: Annotated[str | None, text_or_none] = None
     pool_save_freq: Annotated[int | None, partial(whole_or_none, least=1)] = None
 

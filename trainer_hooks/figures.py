@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
+from trajstore.experience.entry import is_demonstration
 from trajstore.experience.outcomes import known_outcome
+from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -52,9 +54,6 @@ EMPTY_STEPS = 10
 
 ZERO_LOSS_STEPS = 10
 """Steps in a row with a loss of exactly 0 on replayed tokens after which there is a warning."""
-
-STARVING_STEPS = 20
-"""A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
 
 @checked
@@ -101,39 +100,28 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
 
 
 class ReplayFigures:
-    """Gathers what one step shows of replay, and what the last steps drew from the pool."""
+    """Gathers what one step shows of replay."""
 
     def __init__(self, manager: ExperienceManager) -> None:
         self.times = metrics.StepTimes()
         self._manager = manager
         self._figures: list[Mapping[str, float]] = []
         self._losses = StepLosses()
-        self._difficulty: dict[str, int] = {}
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
         self._histories: list[AgentTrajectory] = []
         self._demonstrations = 0
         self._asked = 0.0
 
-    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool, asked: float) -> None:
-        """Remember which buckets could be replayed in this step, and which were; before replay begins, none could.
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], asked: float) -> None:
+        """Remember what is replayed in this step.
 
         Args:
             histories: what was drawn, by task.
-            replaying: whether replay has begun.
             asked: share of the batch's rows that the configuration would have replayed.
         """
         self._asked = asked
         self._histories = [one for held in histories.values() for one in held]
-        tasks = [task for task, held in histories.items() if held]
-        buckets = self._manager.difficulty2task_dict
-        self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
-        if not replaying:
-            return
-        valid = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
-        drawn = Counter(self._difficulty[task] for task in tasks)
-        # With the pool, so that a resumed run goes on counting; plain, since a checkpoint has it.
-        self._manager.draws = [*self._manager.draws, (dict(valid), dict(drawn))][-STARVING_STEPS:]
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Take figures of log-probs; :meth:`take` returns each name's mean."""
@@ -158,25 +146,19 @@ class ReplayFigures:
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
         self._losses.add(loss, response_mask, exp_mask)
-        ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
-        for name, labels in self._labels(batch, rows).items():
-            sums = label_sums(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high)
-            self._losses.add_labels(name, sums)
+        ages = [self._age(batch.non_tensors["extras"][row]) for row in rows]
+        off_policy = exp_mask * response_mask
+        self._losses.add_ages(
+            label_sums(ages, loss["importance_ratio"], advantages, off_policy, cliprange_low, off_cliprange_high)
+        )
 
-    def _labels(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[int | None]]:
-        """Return the age of each replayed row's policy in steps, and the bucket from which its task was drawn.
-
-        ``None`` for other rows, and where it is not known.
-        """
-        ages: list[int | None] = []
-        difficulties: list[int | None] = []
-        for row in rows:
-            extras, task = batch.non_tensors["extras"][row], batch.non_tensors["task_ids"][row]
-            replayed, version = extras["is_experience_replay"], extras["policy_version"]
-            age = None if version is None else self._manager.global_steps - version
-            ages.append(age if replayed and age is not None and age >= 0 else None)
-            difficulties.append(self._difficulty.get(task) if replayed else None)
-        return {"age": ages, "difficulty": difficulties}
+    def _age(self, extras: Mapping[str, Any]) -> int | None:
+        """Return the age of a replayed row's policy in steps; ``None`` of other rows, and where it is not known."""
+        version = extras["policy_version"]
+        if not extras["is_experience_replay"] or version is None:
+            return None
+        age: int = self._manager.global_steps - version
+        return age if age >= 0 else None
 
     def take(
         self, task_ids: Sequence[str], is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]
@@ -188,18 +170,13 @@ class ReplayFigures:
         result |= metrics.batch_metrics(
             task_ids, is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
         )
-        draws = self._manager.draws
-        if len(draws) == STARVING_STEPS:
-            valid: Counter[int] = sum((Counter(could) for could, _ in draws), Counter())
-            drawn: Counter[int] = sum((Counter(did) for _, did in draws), Counter())
-            result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
         self._figures, self._losses = [], StepLosses()
         return result
 
     def rollouts(
         self, fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory] | None
     ) -> dict[str, float]:
-        """Return what ``metrics.rollout_metrics`` and ``demonstration_metrics`` say.
+        """Return what ``metrics.rollout_metrics`` says, and how many rows are of demonstrations.
 
         Args:
             fresh: the rollouts made.
@@ -207,9 +184,11 @@ class ReplayFigures:
         """
         histories = self._histories if replayed is None else replayed
         self._histories = []
-        demonstrations = metrics.demonstration_metrics(histories)
-        self._demonstrations = int(demonstrations.get(f"{metrics.PREFIX}demonstration_rows", 0))
-        return metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold) | demonstrations
+        figures = metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
+        self._demonstrations = sum(row_count(one) for one in histories if is_demonstration(one))
+        if histories:
+            figures[f"{metrics.PREFIX}demonstration_rows"] = float(self._demonstrations)
+        return figures
 
     def warn(self, figures: Mapping[str, float]) -> None:
         """Log what a step's figures warn of; each kind not again within :data:`WARN_EVERY` steps."""
@@ -234,7 +213,7 @@ class StepLosses:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._by: dict[tuple[str, int], LabelSums] = {}
+        self._by_age: dict[int, LabelSums] = {}
         self._losses: list[float] = []
         self._kl = 0.0
 
@@ -246,11 +225,10 @@ class StepLosses:
         self._kl += kl * (sums["on_tokens"] + sums["off_tokens"])
         self._sums = added([self._sums, sums])
 
-    def add_labels(self, kind: str, sums: Mapping[int, LabelSums]) -> None:
-        """Take the sums of rows by ``kind`` of label: their age, or the difficulty of their task."""
-        for label, one in sums.items():
-            before = self._by.get((kind, label))
-            self._by[kind, label] = one if before is None else before.plus(one)
+    def add_ages(self, sums: Mapping[int, LabelSums]) -> None:
+        """Take the sums of replayed rows by age."""
+        for age, one in sums.items():
+            self._by_age[age] = self._by_age[age].plus(one) if age in self._by_age else one
 
     def figures(self) -> dict[str, float]:
         """Return the figures of all losses so far; nothing if there was none."""
@@ -259,10 +237,10 @@ class StepLosses:
             result[f"{metrics.PREFIX}pg_loss"] = fmean(self._losses)
         if total := self._sums.get("on_tokens", 0.0) + self._sums.get("off_tokens", 0.0):
             result[f"{metrics.PREFIX}ppo_kl"] = self._kl / total
-        for (kind, label), one in self._by.items():
-            result |= metrics.named(f"off_clipped_by_{kind}", {label: one.clip_fraction})
+        for age, one in self._by_age.items():
+            result[f"{metrics.PREFIX}off_clipped_by_age/{age}"] = one.clip_fraction
             if (size := one.effective_sample_size) is not None:
-                result |= metrics.named(f"off_effective_sample_size_by_{kind}", {label: size})
+                result[f"{metrics.PREFIX}off_effective_sample_size_by_age/{age}"] = size
         return result
 
 

@@ -30,6 +30,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.contract import task_id_of
 from trajstore.experience.control_tokens import ControlTokens
 from trajstore.experience.conversation import ChatTemplate, with_prompt
+from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance import (
     EMClient,
     ExperienceMaker,
@@ -151,10 +152,6 @@ class GuidanceHook(Closing):
         """Return the messages to send to the model; see ``ExperienceWorker.manage_rollout_context``."""
         return self._worker.manage_rollout_context(messages, config)
 
-    def training_messages(self, messages: Sequence[Mapping[str, Any]], config: TrajExpConfig) -> list[dict[str, Any]]:
-        """Return the messages to train on; see ``ExperienceWorker.manage_training_context``."""
-        return self._worker.manage_training_context(messages, config)[1]
-
     def finished(self, trajectory: AgentTrajectory, config: TrajExpConfig) -> AgentTrajectory:
         """Return the rollout, which says what it was shown, and with the messages that it is trained on.
 
@@ -181,7 +178,8 @@ class GuidanceHook(Closing):
                     " it; give GuidanceHook the tokenizer, or set train_sample_expmode=allkeep"
                 )
             try:
-                trajectory = self._without(trajectory, self.training_messages(trajectory.messages, config))
+                _, messages = self._worker.manage_training_context(trajectory.messages, config)
+                trajectory = self._without(trajectory, messages)
             except InvalidTrajectoryError:
                 self._refused += 1
                 raise
@@ -216,12 +214,8 @@ class GuidanceHook(Closing):
         self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
         for name, side in (("guided", True), ("unguided", False)):
-            outcomes = [
-                one.reward.outcome
-                for one, is_guided in zip(fresh, guided, strict=True)
-                if is_guided is side and one.reward is not None and one.reward.outcome is not None
-            ]
-            if outcomes:
+            sided = (known_outcome(one) for one, is_guided in zip(fresh, guided, strict=True) if is_guided is side)
+            if outcomes := [outcome for outcome in sided if outcome is not None]:
                 figures[f"guidance/outcome/{name}"] = sum(outcomes) / len(outcomes)
         return figures | self.metrics()
 

@@ -39,9 +39,9 @@ from trajstore.checked import Offered, checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.experience import CurrentEntropy, ExperienceManager
 from trajstore.experience.contract import task_id_of
-from trajstore.experience.cut import PoolCut
+from trajstore.experience.ledger import PoolCut
 from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.experience.prompts import Message, RowPrompts, prompts_of_tasks
+from trajstore.experience.prompts import Message, RowPrompts
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ class ReplayHook(Closing, Generic[Task]):
                 ),
                 current_entropy=current_entropy,
                 reward_fingerprint=config.reward_fingerprint or "",
-                rows=None if task_prompt is None else RowPrompts(prompts_of_tasks(get_task, task_prompt)),
+                rows=RowPrompts(get_task, task_prompt),
             )
-            self._made = ReplayParts.of(config, manager, get_task, task_text)
+            self._made = ReplayParts(config, manager, get_task, task_text)
         except BaseException:
             self.close()
             raise
@@ -232,9 +232,7 @@ class ReplayHook(Closing, Generic[Task]):
 
     def regularizer_masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return which tokens of a batch count in the entropy term and in the KL term: ``masks.regularizer_masks``."""
-        return regularizer_masks(
-            batch.tensors["response_mask"], batch.tensors["exp_mask"], self.config.regularize_replayed
-        )
+        return regularizer_masks(batch.tensors["response_mask"], batch.tensors["exp_mask"])
 
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
@@ -341,7 +339,7 @@ class ReplayHook(Closing, Generic[Task]):
             return {}
         self._replay.watch.made(done)
         offered, refused = self._replay.manager.admit(done, asked)
-        return metrics.refused_metrics(refused, offered)
+        return {f"{metrics.PREFIX}refused_share": refused / offered} if offered else {}
 
     # ---- checkpoint and resume ----
 
@@ -382,14 +380,12 @@ class ReplayHook(Closing, Generic[Task]):
         It raises as :meth:`load_state_dict`.
         """
         whole("step", step, 0)
-        if self._replay is None:
-            return
-        self._handed_over.forget()
         if state:
-            self._replay.files.load_cut(state)
-        else:
+            self.load_state_dict(state)
+        elif self._replay is not None:
+            self._handed_over.forget()
             self._replay.files.load_newest(step)
-        self._replay.collate.check_tasks()
+            self._replay.collate.check_tasks()
 
     @property
     def _replay(self) -> ReplayParts[Task] | None:

@@ -6,8 +6,6 @@ log-probabilities of the response [B, R].
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -15,28 +13,20 @@ from trajstore.arguments import whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
-RegularizeReplayed = Literal["entropy", "both", "none"]
-
 
 @checked
-def regularizer_masks(
-    response_mask: Tensor, exp_mask: Tensor, regularize_replayed: RegularizeReplayed
-) -> tuple[Tensor, Tensor]:
+def regularizer_masks(response_mask: Tensor, exp_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return which tokens count in the entropy term and in the KL term, both [B, R] in the dtype of ``response_mask``.
 
-    The entropy at a position is that of the whole distribution there, whoever wrote the token; a KL estimated
-    from the token itself is of the policy that wrote it, and needs fresh tokens. So ``entropy``: replayed tokens count
-    in the entropy term only; ``both``: in both; ``none``: in neither.
+    The entropy at a position is that of the whole distribution there, whoever wrote the token: all tokens count. A KL
+    estimated from the token itself is of the policy that wrote it: only fresh tokens count.
 
     Args:
         response_mask: [B, R].
         exp_mask: [B, P + R] (its response part counts) or [B, R], nonzero on off-policy tokens.
-        regularize_replayed: as above.
     """
     off_policy = compute_response_mask(exp_mask, response_mask.shape[1]) != 0
-    fresh = torch.where(off_policy, torch.zeros_like(response_mask), response_mask)
-    entropy = fresh if regularize_replayed == "none" else response_mask
-    return entropy, response_mask if regularize_replayed == "both" else fresh
+    return response_mask, torch.where(off_policy, torch.zeros_like(response_mask), response_mask)
 
 
 @checked

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,9 +18,8 @@ from torch import Tensor
 from trajstore.checked import Offered, checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import is_success
-from trajstore.experience.entry import is_demonstration, llm_mask
 from trajstore.experience.outcomes import known_outcome
-from trajstore.experience.rows import response_length, row_count
+from trajstore.experience.rows import response_length
 from trajstore.experience.wellformed import field_problem
 from trajstore.trajectory import AgentTrajectory
 
@@ -72,27 +70,6 @@ def _length_of(rollout: AgentTrajectory) -> int | None:
         return response_length(rollout)
     except InvalidTrajectoryError:  # the pool refuses it as malformed, and tells why
         return None
-
-
-@checked
-def demonstration_metrics(replayed: Sequence[AgentTrajectory]) -> dict[str, float]:
-    """Return how much of what was replayed had no recorded log-probs, and got those of the current policy.
-
-    ``demonstration_rows``; ``demonstration_row_share``, ``demonstration_token_share``: of all replayed rows, and of the
-    tokens in them that the model wrote. Nothing if nothing was replayed.
-    """
-    if not replayed:
-        return {}
-    rows, tokens = Counter[bool](), Counter[bool]()
-    for one in replayed:
-        kind = is_demonstration(one)
-        mask = llm_mask(one)
-        rows[kind] += row_count(one)
-        tokens[kind] += 0 if mask is None else int(mask.sum())
-    figures = {"demonstration_rows": float(rows[True]), "demonstration_row_share": rows[True] / rows.total()}
-    if tokens.total():
-        figures["demonstration_token_share"] = tokens[True] / tokens.total()
-    return {PREFIX + name: value for name, value in figures.items()}
 
 
 @checked
@@ -166,29 +143,6 @@ def batch_metrics(
     return {PREFIX + name: value for name, value in figures.items()}
 
 
-@checked
-def refused_metrics(refused: int, offered: int) -> dict[str, float]:
-    """Return ``refused_share``: of ``offered`` trajectories, the share that the pool refused; nothing if none was."""
-    return {f"{PREFIX}refused_share": refused / offered} if offered else {}
-
-
-@checked
-def named(name: str, by_label: Mapping[Label, float]) -> dict[str, float]:
-    """Return ``{"experience_replay/<name>/<label>": value}``, e.g. shares by age."""
-    return {f"{PREFIX}{name}/{label}": value for label, value in by_label.items()}
-
-
-@checked
-def starving_buckets(replayable: Mapping[int, int], drawn: Mapping[int, int]) -> list[int]:
-    """Return the buckets that could be replayed but were not, in ascending order.
-
-    Args:
-        replayable: difficulty -> number of its tasks that could have been drawn in the period looked at.
-        drawn: difficulty -> number of draws from it in that period.
-    """
-    return sorted(bucket for bucket, tasks in replayable.items() if tasks > 0 and not drawn.get(bucket))
-
-
 class StepTimes:
     """Sums up the seconds spent in each named part of a step.
 
@@ -212,4 +166,4 @@ class StepTimes:
     def take(self) -> dict[str, float]:
         """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and begin anew."""
         seconds, self._seconds = self._seconds, {}
-        return named("seconds", seconds)
+        return {f"{PREFIX}seconds/{name}": value for name, value in seconds.items()}

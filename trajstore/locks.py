@@ -22,7 +22,7 @@ ORDER = (
     "StoreServer._rolling",
     "LocalMaker._adding",
     "RetrievalIndex._using",
-    "UpdateQueue._idle",
+    "UpdateQueue._lock",
     "ExperienceWorker._lock",
     "EMClient._lock",
     "Trouble._lock",

@@ -307,7 +307,6 @@ def test_tokens_as_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = agent_store(tmp_path / "agents", metadata={"tokenizer": str(tmp_path)})
     code, out, _ = run("inspect", path, "--trajectory", 0)
     assert code == 0

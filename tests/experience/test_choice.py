@@ -18,8 +18,8 @@ from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.entry import PoolEntry
+from trajstore.experience.selection import choose_histories, undecided
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -56,35 +56,30 @@ def test_the_best_comes_however_often_it_came(make: Make, mode: Any, best: int) 
     st.randoms(use_true_random=False),
     st.sampled_from(["argmin", "argmax", "reward", "random"]),
     st.sampled_from(["any", "spread"]),
-    st.sampled_from([None, {"name": "least_used"}, {"name": "freshest"}]),
+    st.booleans(),
     st.integers(0, 9),
 )
 def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
-    told: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, sampler: Any, n: int
+    told: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, in_turns: bool, n: int
 ) -> None:
-    if (sampler, versions) == ({"name": "freshest"}, "spread"):
-        return
-    rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, sampler=sampler)
+    rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, in_turns=in_turns)
     saved, current = ([float(one) for one in random.sample(range(100), len(told))] for _ in range(2))
     entries = [PoolEntry(at, "a", saved[at], 1.0, version, b"") for at, (_, version) in enumerate(told)]
     uses = [count for count, _ in told]
     scored = undecided(entries, n, rules, uses)
     some = [current[at] if at in scored else saved[at] for at in range(len(told))]
     by_all, by_some = (
-        choose_histories(
-            entries, n, rules, uses=uses, entropies=values, global_steps=3, generator=np.random.default_rng(0)
-        )
+        choose_histories(entries, n, rules, uses=uses, entropies=values, generator=np.random.default_rng(0))
         for values in (current, some)
     )
     assert set(by_all) == set(by_some)
-    chance = mode == "random" and sampler is None
-    if chance or mode == "reward" or n >= len(told) or sampler == {"name": "freshest"}:
-        assert not scored, "outcome, chance or age decide, or all come out"
+    if mode in ("random", "reward") or n >= len(told):
+        assert not scored, "outcome or chance decide, or all come out"
 
 
 def test_the_policy_scores_only_histories_that_are_equal_in_uses(make: Make) -> None:
     """Two of five come: while all are new all are scored; then of the three that are left; then one is sure to come."""
-    manager = pool(sampler={"name": "least_used"})
+    manager = pool(in_turns=True)
     manager.save_trajectories_to_memory([make(tokens=t, entropy=float(t)) for t in range(5)])
     asked: list[list[int]] = []
 
@@ -114,10 +109,9 @@ def test_in_turns_the_least_used_comes_first_then_the_best_by_entropy(
     chosen = choose_histories(
         entries,
         n,
-        PoolRules(n_rollout=8, exp_select_mode=mode, sampler={"name": "least_used"}),
+        PoolRules(n_rollout=8, exp_select_mode=mode, in_turns=True),
         uses=[uses for uses, _ in told],
         entropies=[entropy for _, entropy in told],
-        global_steps=50,
         generator=generator,
     )
     sign = 1 if mode == "argmin" else -1
@@ -137,39 +131,6 @@ def test_at_random_every_order_is_as_likely_and_the_seed_decides(make: Make) -> 
     assert orders(7, 20) == orders(7, 20)
 
 
-def test_freshest_lets_each_use_make_a_history_older(make: Make) -> None:
-    manager = pool(sampler={"name": "freshest", "decay": 2.0})
-    manager.save_trajectories_to_memory([make(tokens=t, policy_version=t) for t in range(4)])
-    assert [drawn(manager)[0] for _ in range(7)] == [3, 2, 1, 3, 0, 2, 1]
-
-
-def test_recency_by_versions_halves_the_chance(make: Make) -> None:
-    manager = pool(sampler={"name": "weighted", "unit": "trajectory", "recency": {"half_life": 10, "by": "versions"}})
-    manager.save_trajectories_to_memory([make(tokens=t, policy_version=10 * t) for t in range(3)])
-    counts = Counter(drawn(manager)[0] for _ in range(700))
-    assert fits([counts[t] for t in range(3)], [1, 2, 4])
-
-
-def test_staleness_counts_from_this_step_and_its_floor_keeps_the_newest(make: Make) -> None:
-    for floor, expected in ((0, []), (1, [3])):
-        manager = pool(sampler={"name": "weighted", "unit": "trajectory", "staleness": {"max_age": 5, "floor": floor}})
-        manager.save_trajectories_to_memory([make(tokens=t, policy_version=t) for t in range(4)])
-        manager.global_steps = 6
-        assert sorted(drawn(manager, 9)) == [1, 2, 3]
-        manager.global_steps = 100
-        assert drawn(manager, 9) == expected
-
-
-def test_priorities_are_outcomes(make: Make) -> None:
-    manager = pool(
-        sampler={"name": "weighted", "unit": "trajectory", "priorities": {"per": "trajectory", "alpha": 1, "eps": 0}}
-    )
-    outcomes = [1.0, 3.0, None, 2.0]
-    manager.save_trajectories_to_memory([make(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
-    counts = Counter(drawn(manager)[0] for _ in range(600))
-    assert fits([counts[t] for t in range(4)], [1, 3, 0, 2])
-
-
 def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make: Make) -> None:
     manager = pool(exp_select_mode="reward", max_trajectories_per_task=3)
     outcomes = [1.5, None, 1.0, 2.0, 1.0, 0.5]
@@ -185,9 +146,7 @@ def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make
 
 @pytest.mark.parametrize(("mode", "first"), [("argmin", 1), ("argmax", 0), ("reward", 2)])
 def test_a_limit_of_uses_leaves_what_is_best_as_it_is(make: Make, mode: Any, first: int) -> None:
-    manager = pool(
-        exp_select_mode=mode, sampler={"name": "least_used", "max_uses": 2}, use_current_policy_entropy=False
-    )
+    manager = pool(exp_select_mode=mode, in_turns=True, max_uses=2, use_current_policy_entropy=False)
     told = [(9.0, 1.0), (1.0, 1.0), (5.0, 3.0)]
     manager.save_trajectories_to_memory(
         [make(tokens=t, entropy=entropy, outcome=outcome) for t, (entropy, outcome) in enumerate(told)]
@@ -215,19 +174,18 @@ def test_policy_versions_spread_over_the_batch(make: Make) -> None:
 @given(
     st.lists(st.sampled_from([None, 1, 2, 3]), min_size=1, max_size=8),
     st.integers(1, 8),
-    st.sampled_from([None, {"name": "least_used"}, {"name": "weighted", "unit": "trajectory"}]),
+    st.sampled_from([{}, {"in_turns": True}, {"exp_select_mode": "random"}]),
 )
 def test_spread_counts_differ_by_one_at_most_where_there_are_enough(
-    versions: list[int | None], n: int, sampler: Any
+    versions: list[int | None], n: int, rules: Any
 ) -> None:
     entries = [PoolEntry(at, "a", 1.0, 1.0, version, b"") for at, version in enumerate(versions)]
     chosen = choose_histories(
         entries,
         n,
-        PoolRules(n_rollout=9, policy_versions="spread", sampler=sampler),
+        PoolRules(n_rollout=9, policy_versions="spread", **rules),
         uses=[0] * len(entries),
         entropies=[1.0] * len(entries),
-        global_steps=5,
         generator=np.random.default_rng(0),
     )
     assert len(set(chosen)) == len(chosen) == min(n, len(entries))
@@ -237,16 +195,10 @@ def test_spread_counts_differ_by_one_at_most_where_there_are_enough(
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [
-        {"name": "best", "max_uses": 2},
-        {"name": "least_used", "max_uses": 2},
-        {"name": "freshest", "max_uses": 2},
-        {"name": "weighted", "unit": "trajectory", "uses": {"max_uses": 2}},
-    ],
+    "rules", [{"max_uses": 2}, {"in_turns": True, "max_uses": 2}, {"exp_select_mode": "random", "max_uses": 2}]
 )
-def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, sampler: dict[str, Any]) -> None:
-    manager = pool(sampler=sampler)
+def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, rules: dict[str, Any]) -> None:
+    manager = pool(**rules)
     rollouts = [make(tokens=t, outcome=float(t < 3)) for t in range(8)]
     manager.admit(rollouts)
     seen = Counter[int]()
@@ -255,7 +207,7 @@ def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, sampl
     assert seen == {0: 2, 1: 2, 2: 2}
     assert drawn(manager, 2) == []
     assert "max_uses = 2" in manager.why_nothing()
-    other = pool(sampler=sampler)
+    other = pool(**rules)
     other.load_state_dict(manager.state_dict())
     assert other.get_valid_replay_task_ids() == []
 
@@ -263,7 +215,7 @@ def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, sampl
 def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp_path: Path) -> None:
     """Whether the run went on, went back to a cut, or crashed: uses do not outlive the entry."""
     store = BufferStore.open(tmp_path)
-    manager = ExperienceManager(PoolRules(n_rollout=8, sampler={"name": "least_used", "max_uses": 2}), store=store)
+    manager = ExperienceManager(PoolRules(n_rollout=8, in_turns=True, max_uses=2), store=store)
     partly, solved = ([make(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (1, 8))
     manager.admit(partly)
     assert [drawn(manager), drawn(manager), drawn(manager)] == [[0], [0], []]
@@ -282,29 +234,18 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp
 
 
 @pytest.mark.parametrize(
-    ("sampler", "others", "message"),
+    ("rules", "message"),
     [
-        ({"name": "oldest"}, {}, "sampler: name 'oldest', must be one of best, least_used, freshest, weighted"),
-        ({"name": "epochs", "unit": "trajectory"}, {}, "name 'epochs', must be one of .*: the pool draws tasks by"),
-        ({"name": "best", "max_uses": 0}, {}, "sampler: best: max_uses: 0, must be at least 1"),
-        ({"name": "best", "best": "lowest"}, {}, "sampler: best has no option 'best'; .* exp_select_mode says what is"),
-        ({"name": "best", "decay": 2, 3: 1}, {}, "sampler: best has no option '3', 'decay'"),
-        ({"name": "best", "max_uses": 3}, {"exp_select_mode": "random"}, "best, .* random, which calls none the best"),
-        ({"name": "weighted"}, {}, "give it unit: trajectory"),
-        ({"name": "weighted", "unit": "trajectory", "uses": {"cooldown": 2}}, {}, "cooldown has no meaning here"),
-        ({"name": "freshest", "decay": -1}, {}, "decay: -1, must be a finite"),
-        ({"name": "freshest"}, {"policy_versions": "spread"}, "policy_versions: spread, with sampler: freshest"),
-        (None, {"policy_versions": "all"}, "policy_versions: 'all', must be one of 'any', 'spread'"),
-        ({"name": "least_used", "best": "first"}, {}, "best: 'first', must be one of 'lowest', 'highest'"),
-        ({"name": "least_used", "best": "lowest"}, {"exp_select_mode": "reward"}, "best: lowest, with exp_select_mode"),
-        ("freshest", {}, "must be a mapping with a name, or null"),
+        ({"max_uses": 0}, "max_uses: 0, must be at least 1"),
+        ({"in_turns": "often"}, "in_turns: 'often' is a str, must be true or false"),
+        ({"policy_versions": "all"}, "policy_versions: 'all', must be one of 'any', 'spread'"),
     ],
 )
-def test_samplers_that_make_no_sense_here_are_refused(sampler: Any, others: dict[str, Any], message: str) -> None:
+def test_choices_that_make_no_sense_are_refused(rules: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        PoolRules(n_rollout=4, sampler=sampler, **others)
+        PoolRules(n_rollout=4, **rules)
     with pytest.raises(ConfigurationError, match=message):
-        ExperienceReplayConfig.from_mapping({"sampler": sampler, **others})
+        ExperienceReplayConfig.from_mapping(rules)
 
 
 def test_what_does_not_come_out_is_not_read(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

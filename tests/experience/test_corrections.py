@@ -113,6 +113,4 @@ def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: P
     other = ExperienceManager(RULES)
     other.load_experience_pool_from_disk(tmp_path / "files")
     assert drawn(other) == ["a/0", "a/1"]
-    assert pool.rerate(lambda one: 1.0) == 3
-    assert drawn(pool) == ["a/0", "a/1", "b/3"]
     pool._ledger.store.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
 from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
-from trajstore.experience.prompts import RowPrompts, prompts_of_tasks
+from trajstore.experience.prompts import RowPrompts
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -210,7 +210,7 @@ def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
     }
     if by_messages:
         asked = {task: [{"role": "user", "content": "go" if task == "a" else task}] for task in asked}
-    rows = RowPrompts(prompts_of_tasks(lambda name: name, lambda name: asked[name]))
+    rows = RowPrompts(lambda name: name, lambda name: asked[name])
     manager = ExperienceManager(PoolRules(n_rollout=4), rows=rows)
     manager.load_state_dict(manager_with(make, ["a", "b", "c"], []).state_dict())
     mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0, exp_ratio=1.0)

@@ -321,7 +321,7 @@ def test_log_probs_above_zero_are_no_log_probs(make: Make) -> None:
 
 def test_uses_survive_a_state_dict_and_a_restart(make: Make) -> None:
     store = MemoryStore()
-    rules = PoolRules(n_rollout=4, sampler={"name": "least_used"})
+    rules = PoolRules(n_rollout=4, in_turns=True)
     manager = ExperienceManager(rules, store=store)
     manager.save_trajectories_to_memory([make(tokens=t, entropy=1.0 + t) for t in range(3)])
     manager.get_offpolicy_batch(["a"], 2)

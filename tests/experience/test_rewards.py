@@ -38,15 +38,3 @@ def test_another_reward_function_is_told(
                 other.load_experience_pool_from_disk(tmp_path / "step_1")
         assert ("4 trajectories have outcomes of another reward function: 'exact:1' (4)" in caplog.text) is told
     assert len(other) == 4
-
-
-def test_outcomes_can_be_given_anew(make: Make) -> None:
-    store = MemoryStore()
-    filled(make, store)
-    manager = ExperienceManager(RULES, store=store, reward_fingerprint="partial:2")
-    assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
-    held = {task: [one.rollout_id for one in found] for task, found in manager.task2trajectories.items()}
-    assert held == {"a": ["a/1"], "b": ["b/2"]}
-    again = ExperienceManager(RULES, store=store)
-    marks = {one.metadata["reward_fingerprint"] for found in again.task2trajectories.values() for one in found}
-    assert marks == {"partial:2"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
 from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, PoolRules
-from trajstore.experience.similarity import SimilarTasks
+from trajstore.experience.mixing import SimilarTasks
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]

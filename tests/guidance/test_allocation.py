@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,17 +13,22 @@ from hypothesis import strategies as st
 from trainer_hooks.batch import build_batch
 from trainer_hooks.masks import replace_recorded_old_log_probs
 from trainer_hooks.plan import PlannedTask, rows_of_plan
-from trajstore.guidance import Guidance, Insertion, allocate_add_exp, allocate_train_mode, with_guidance
+from trajstore.guidance import AllocationRules, Guidance, GuidanceManager, Insertion, with_guidance
 from trajstore.trajectory import AgentTrajectory
 
 RATIOS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1))
+
+
+def manager(seed: int = 0, **rules: Any) -> GuidanceManager:
+    return GuidanceManager(AllocationRules(**rules), seed=seed)
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(tasks=st.integers(0, 60), ratio=RATIOS, seed=st.integers(0, 2**32))
 def test_counts_of_train_modes_are_exact(tasks: int, ratio: float, seed: int) -> None:
     def allocate(mode: str) -> list[str]:
-        return allocate_train_mode(tasks, mode, ratio, np.random.default_rng(seed))  # type: ignore[arg-type]
+        made = manager(seed, train_sample_expmode=mode, train_sample_keepratio=ratio)
+        return [*made.allocate_train_mode(range(tasks))]
 
     assert allocate("allkeep") == ["keep"] * tasks
     assert allocate("alldiscard") == ["discard"] * tasks
@@ -36,7 +41,8 @@ def test_counts_of_train_modes_are_exact(tasks: int, ratio: float, seed: int) ->
 @given(rollouts=st.lists(st.integers(0, 20), max_size=12), ratio=RATIOS, seed=st.integers(0, 2**32))
 def test_counts_of_guided_rollouts_are_exact_per_task(rollouts: list[int], ratio: float, seed: int) -> None:
     def allocate(mode: str) -> list[tuple[bool, ...]]:
-        return allocate_add_exp(rollouts, mode, ratio, np.random.default_rng(seed))  # type: ignore[arg-type]
+        made = manager(seed, train_rollout_expmode=mode, rollout_expratio=ratio)
+        return made.allocate_add_exp(rollouts, "sample")
 
     assert allocate("woexp") == [(False,) * n for n in rollouts]
     assert allocate("all") == [(True,) * n for n in rollouts]
@@ -45,17 +51,19 @@ def test_counts_of_guided_rollouts_are_exact_per_task(rollouts: list[int], ratio
     assert allocate("mixed") == allocate("mixed")
 
 
+HALF = {"rollout_expratio": 0.5, "train_sample_expmode": "hybrid", "train_sample_keepratio": 0.5}
+
+
 def test_which_ones_are_drawn_depends_on_the_seed() -> None:
-    seen = {tuple(allocate_add_exp([8], "mixed", 0.5, np.random.default_rng(seed))[0]) for seed in range(50)}
-    kept = {tuple(allocate_train_mode(8, "hybrid", 0.5, np.random.default_rng(seed))) for seed in range(50)}
+    seen = {manager(seed, **HALF).allocate_add_exp([8], "sample")[0] for seed in range(50)}
+    kept = {tuple(manager(seed, **HALF).allocate_train_mode(range(8))) for seed in range(50)}
     assert len(seen) > 20
     assert len(kept) > 20
 
 
 def test_no_global_random_state_is_touched() -> None:
     states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
-    allocate_add_exp([8, 8], "mixed", 0.5, np.random.default_rng(0))
-    allocate_train_mode(8, "hybrid", 0.5, np.random.default_rng(0))
+    manager(**HALF).get_complete_exp_configs(range(2), [8, 8], "sample")
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tobytes() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])

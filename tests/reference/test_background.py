@@ -28,7 +28,7 @@ CONFIG = replace(SORT, steps=8)
         {"use_current_policy_entropy": True},
         {"exp_select_mode": "random", "policy_versions": "spread"},
         {"exp_select_mode": "reward", "task_sampling": "similar"},
-        {"sampler": {"name": "least_used", "max_uses": 2}, "use_current_policy_entropy": False},
+        {"in_turns": True, "max_uses": 2, "use_current_policy_entropy": False},
     ],
     ids=["scored", "spread", "similar", "used up"],
 )

@@ -57,8 +57,6 @@ from trajstore.guidance import (
     UpdateQueue,
     Worth,
     WorthLedger,
-    allocate_add_exp,
-    allocate_train_mode,
     as_text,
     plain_messages,
     strip_template,
@@ -188,7 +186,6 @@ def good(folder: Path) -> dict[str, Any]:
         "policy_versions": [1, None],
         "prompt_length": 2,
         "query": "go",
-        "regularize_replayed": "both",
         "render": str,
         "response_length": 4,
         "rows": batch_rows(),
@@ -203,7 +200,13 @@ def good(folder: Path) -> dict[str, Any]:
         "task_positions": [0, 0],
         "template": template(),
         "texts": ["go"],
-        "tokenizer": SimpleNamespace(get_vocab=dict),
+        "tokenizer": SimpleNamespace(
+            get_vocab=dict,
+            chat_template="x",
+            all_special_tokens=[],
+            all_special_ids=[],
+            convert_tokens_to_ids=list,
+        ),
         "train_mode": "keep",
         "traj_config": TrajExpConfig(),
         "trajectory": rollouts()[0],
@@ -227,8 +230,7 @@ def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known:
 METHODS: dict[Callable[[], Any], str] = {
     replay_hook: "tasks_chosen before_rollout batch_rows log_probs_computed replace_log_probs regularizer_masks"
     " loss_computed watch step_done rollouts_done admit load_state_dict resume",
-    guidance_hook: "before_rollout context training_messages finished step_done validated begin wait load_state_dict"
-    " close",
+    guidance_hook: "before_rollout context finished step_done validated begin wait load_state_dict close",
     filled: "update_difficulty2task_dict update_skip_uid_set_and_filter_trajectories admit save_trajectories_to_memory"
     " seed sample_tasks_from_replaypool get_offpolicy_trajectories_from_memory get_offpolicy_batch count_offpolicy"
     " get_all_candidates_batch hold load_state_dict save_experience_pool_to_disk load_experience_pool_from_disk",
@@ -283,7 +285,7 @@ EXPERIENCE = (
     " mean_entropy of_earlier_run newest_pool"
 )
 GUIDANCE = (
-    "AllocationRules EMClient EndpointSummarizer Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
+    "AllocationRules EMClient Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
     " LocalMaker RetirementRule Retrieved TaskExpConfig TrajExpConfig UpdateQueue Worth WorthLedger count_worth put_in"
     " take_out with_guidance"
 )
@@ -301,8 +303,6 @@ def special_functions(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[
     yield made.to_trajectory, {"step": 1}
     yield TEMPLATE.fill, {"experience": "x"}
     yield ExperienceWorker, {"maker": None, "template": TEMPLATE}
-    yield allocate_train_mode, {"tasks": 2, "mode": "hybrid"}
-    yield allocate_add_exp, {"rollouts": [2], "mode": "mixed"}
     yield as_text, {"experiences": [made]}
     yield plain_messages, {"trajectory": dataclasses.replace(rollouts()[0], messages=MESSAGES)}
     yield strip_template, {"template": TEMPLATE}

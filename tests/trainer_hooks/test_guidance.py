@@ -302,7 +302,7 @@ def test_experience_stays_inside_of_its_message_whatever_it_holds(tokenizer: Any
         assert figures["guidance/retrieve/cleaned"] == int(any("\ud800" <= one <= "\udfff" for one in text))
         assert marks(read) == marks(plain)
         assert (figures["guidance/retrieve/control_tokens"] > 0) == bool(special & set(ids_of(tokenizer, text)))
-        assert hook.training_messages(read, config) == plain
+        assert hook.finished(AgentTrajectory(messages=read), config).messages == plain
         json.dumps([config.names, read], ensure_ascii=False).encode()
 
 

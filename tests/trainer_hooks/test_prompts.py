@@ -11,7 +11,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trajstore.experience.prompts import prompt_of, prompt_of_row
 from trajstore.guidance import Guidance, put_in
-from trajstore.guidance.metadata import GUIDANCE
+from trajstore.guidance.context import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 

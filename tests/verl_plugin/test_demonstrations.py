@@ -45,7 +45,6 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
         assert {row.response.numel() <= longest for row in rows} == {True}
         return
     assert [record["experience_replay/demonstration_rows"] for record in records] == [2.0, 2.0]
-    assert records[0]["experience_replay/demonstration_row_share"] == 1.0
     assert records[0]["experience_replay/off_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert "experience_replay/recorded_difference_mean" not in records[0], "nothing was recorded"
     groups: dict[str, list[LossRow]] = defaultdict(list)

@@ -90,7 +90,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
         "+exp_manager.experience_replay.enable=true",
         f"{OPTION}replay_start_ratio=0.0",
         f"{OPTION}exp_ratio=1.0",
-        f"{OPTION}sampler={{name:least_used}}",  # so that every history comes
+        f"{OPTION}in_turns=true",  # so that every history comes
         f"data.train_batch_size={len(rows)}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={len(rows)}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={2 * len(rows)}",

@@ -58,7 +58,7 @@ def own_count(task: str) -> int:
 
 
 FEW_TASKS = ("data.train_max_samples=4", f"{OPTION}exp_ratio=1.0")
-TURNS = f"{OPTION}sampler={{name:least_used}}"
+TURNS = f"{OPTION}in_turns=true"
 
 VARIANTS = {
     "argmin": Variant(FEW_TASKS, steps=5, histories=1),

@@ -38,7 +38,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     DEFAULT: {},
     "saved": {"use_current_policy_entropy": False},
     "argmax": {"exp_select_mode": "argmax"},
-    "turns": {"sampler": {"name": "least_used"}},
+    "turns": {"in_turns": True},
     "random": {"exp_select_mode": "random"},
 }
 """What chooses among the histories of a task, by the name of the rule."""

@@ -9,9 +9,8 @@ from typing import Any
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.guidance_config import MAKER
-from trainer_hooks.verl.config import SECTION, ReplayBlock
+from trainer_hooks.verl.config import SECTION, ReplayBlock, is_asked_for
 from trainer_hooks.verl.cuts import check_tracker
-from trainer_hooks.verl.guided_config import is_asked_for
 from trajstore.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

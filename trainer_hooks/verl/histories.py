@@ -1,8 +1,14 @@
-"""Histories on their way into a batch: from their choice until their rows stand beside the rollouts of their prompt."""
+"""Histories on their way into a batch: from their choice until their rows stand beside the rollouts of their prompt.
+
+verl fills a batch up to a multiple of ``ppo_mini_batch_size * n`` rows with rows that count for nothing, and cuts it
+into mini-batches in the order of its rows. A history too many would make a mini-batch, and an optimizer step, of
+padding; histories that stand together would make one of themselves (:func:`surplus`, :func:`spread`).
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,9 +18,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.verl import dataplane
-from trainer_hooks.verl.first_told import FirstTold
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.placement import surplus
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, output_of, replayed_row, session_of
 from trajstore.errors import ConfigurationError
 from trajstore.experience.entry import llm_mask
@@ -33,18 +37,44 @@ SCORE_METRIC = "reward"
 """Name by which verl's group filtering means the score itself."""
 
 
-class Fitting:
-    """Tells of the first history that is refused, and counts them.
+class Histories:
+    """Which histories join which prompt, and which rows of the sampled batch they became.
+
+    Rows join when a batch is sampled; where groups are filtered, before verl judges them (:meth:`join_finished`).
 
     Args:
-        max_prompt_length: tokens; ``None`` = any.
+        n_rollout: sessions that a prompt may have, if it does not say so itself.
+        own_group: each replayed row is a group of its own.
+        max_prompt_length: tokens; longer histories are refused; ``None`` = any.
         max_response_length: tokens; ``None`` = any.
     """
 
-    def __init__(self, max_prompt_length: int | None, max_response_length: int | None) -> None:
+    def __init__(
+        self,
+        n_rollout: int,
+        *,
+        own_group: bool,
+        max_prompt_length: int | None = None,
+        max_response_length: int | None = None,
+    ) -> None:
+        self.expected: dict[str, Sequence[AgentTrajectory]] = {}
+        """By ``uid`` of the prompt, until the prompt is sampled or dropped."""
+        self.joined: dict[str, AgentTrajectory] = {}
+        """Row of a history by key of the row, of the batch sampled last."""
+        self.whole: dict[str, AgentTrajectory] = {}
+        """History by session, of the batch sampled last."""
+        self.asked: dict[str, int] = {}
+        """Rollouts that were to be made, by ``uid``, of the batch sampled last."""
+        self.wanted: dict[str, int] = {}
+        """Sessions of prompts that say so themselves, with histories, by ``uid``; until sampled or dropped."""
+        self.without_room = 0
+        """Histories that were expected, and left out of the batch sampled last."""
+        self._n_rollout = n_rollout
+        self._own_group = own_group
         self._max_prompt_length = max_prompt_length
         self._max_response_length = max_response_length
         self._too_long = FirstTold(logger)
+        self._without_metric = FirstTold(logger)
 
     def fitting(self, histories: Sequence[AgentTrajectory]) -> tuple[AgentTrajectory, ...]:
         """Return the histories that may stand beside the rollouts of their task, in their order."""
@@ -60,8 +90,8 @@ class Fitting:
             )
         return tuple(one for one, fit in zip(histories, fits, strict=True) if fit)
 
-    def take(self) -> dict[str, float]:
-        """Return how many were refused since the last call."""
+    def take_refused(self) -> dict[str, float]:
+        """Return how many were too long since the last call."""
         return {"experience_replay/histories_refused/too_long": float(self._too_long.take())}
 
     def _is_too_long(self, history: AgentTrajectory) -> bool:
@@ -74,36 +104,6 @@ class Fitting:
             if self._max_response_length is not None and length - start > self._max_response_length:
                 return True
         return False
-
-
-class Histories:
-    """Which histories join which prompt, and which rows of the sampled batch they became.
-
-    Rows join when a batch is sampled; where groups are filtered, before verl judges them (:meth:`join_finished`).
-
-    Args:
-        n_rollout: sessions that a prompt may have, if it does not say so itself.
-        fitting: tells which may stand beside the rollouts of a prompt.
-        own_group: each replayed row is a group of its own.
-    """
-
-    def __init__(self, n_rollout: int, fitting: Fitting, *, own_group: bool) -> None:
-        self.expected: dict[str, Sequence[AgentTrajectory]] = {}
-        """By ``uid`` of the prompt, until the prompt is sampled or dropped."""
-        self.joined: dict[str, AgentTrajectory] = {}
-        """Row of a history by key of the row, of the batch sampled last."""
-        self.whole: dict[str, AgentTrajectory] = {}
-        """History by session, of the batch sampled last."""
-        self.asked: dict[str, int] = {}
-        """Rollouts that were to be made, by ``uid``, of the batch sampled last."""
-        self.wanted: dict[str, int] = {}
-        """Sessions of prompts that say so themselves, with histories, by ``uid``; until sampled or dropped."""
-        self.without_room = 0
-        """Histories that were expected, and left out of the batch sampled last."""
-        self._n_rollout = n_rollout
-        self._fitting = fitting
-        self._own_group = own_group
-        self._told_metric = False
 
     def expect(
         self, histories: Mapping[str, Sequence[AgentTrajectory]], wanted: Mapping[str, int] | None = None
@@ -250,7 +250,7 @@ class Histories:
         if not room or not self.expected.get(uid):
             return []
         template = dataplane.read_whole_row(key, tag, partition_id)
-        held = self._fitting.fitting(tuple(self.expected[uid])[:room])
+        held = self.fitting(tuple(self.expected[uid])[:room])
         self.expected[uid] = (*held, *self.expected[uid][room:])
         rows = []
         for number, history in enumerate(held):
@@ -272,12 +272,82 @@ class Histories:
         if metric == SCORE_METRIC:
             return held
         has = [one.reward is not None and metric in one.reward.metadata.get("extra", {}) for one in held]
-        if not all(has) and not self._told_metric:
-            self._told_metric = True
-            logger.warning(
+        if not all(has):
+            self._without_metric.add(
+                has.count(False),
                 "experience replay: algorithm.filter_groups.metric: the reward of recorded rollouts had no %r; such"
                 " histories are not replayed (rollout %s is the first)",
                 metric,
                 held[has.index(False)].rollout_id,
             )
         return tuple(one for one, known in zip(held, has, strict=True) if known)
+
+
+def surplus(rows_of_histories: Sequence[int], fresh: int, planned: int, multiple: int) -> int:
+    """Return how many histories, the last first, have to go so that verl makes no mini-batch for them.
+
+    Args:
+        rows_of_histories: rows that each history has.
+        fresh: rows of the rollouts that were made.
+        planned: rows that the batch has if each rollout, made or replayed, has one.
+        multiple: verl's multiple.
+    """
+    room = math.ceil(max(fresh, planned) / multiple) * multiple - fresh
+    kept, rows = 0, 0
+    for count in rows_of_histories:
+        rows += count
+        if rows > room:
+            break
+        kept += 1
+    return len(rows_of_histories) - kept
+
+
+def spread(kinds: Sequence[int], ranks: int, mini_batches: int) -> list[int]:
+    """Return an order of rows in which each mini-batch has its share of each kind.
+
+    Each rank keeps its rows. The number of rows of kind 0 differs by one between two mini-batches at the most, that of
+    another kind by one on each rank.
+
+    Args:
+        kinds: of each row, 0 for those that count most; the first ``len(kinds) / ranks`` rows are those of the first
+            rank, and so on.
+        ranks: divide the rows.
+        mini_batches: divide the rows of a rank; verl cuts these in their order.
+
+    Returns:
+        Places in ``kinds``; within a rank's part of a mini-batch, rows keep their order.
+    """
+    each = len(kinds) // ranks
+    order: list[int] = []
+    turn = 0
+    for first in range(0, len(kinds), each):
+        places = sorted(range(first, first + each), key=kinds.__getitem__)
+        parts = [sorted(places[(number - turn) % mini_batches :: mini_batches]) for number in range(mini_batches)]
+        order += [place for part in parts for place in part]
+        turn += sum(kinds[place] == 0 for place in places)
+    return order
+
+
+class FirstTold:
+    """Counts what was found; the log is told once.
+
+    Args:
+        logger: of the module that finds it.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._count = 0
+        self._told = False
+
+    def add(self, count: int, message: str, *values: object) -> None:
+        """Count more; of the first ones there is a warning, made of message and values as ``logging`` does."""
+        self._count += count
+        if count and not self._told:
+            self._told = True
+            self._logger.warning(message, *values)
+
+    def take(self) -> int:
+        """Return how many there were since the last call."""
+        count, self._count = self._count, 0
+        return count

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from trainer_hooks.verl.background import Background
 from trainer_hooks.verl.config import OnError
 from trainer_hooks.verl.reading import Scribe
 from trajstore import Retention, TrajectoryReplayBuffer, exits
+from trajstore.background import Background
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreError, StoreWriteError
 from trajstore.trajectory import AgentTrajectory

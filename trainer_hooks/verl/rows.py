@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.metrics import score_of
-from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
@@ -28,7 +28,7 @@ from trajstore.experience import mean_entropy
 from trajstore.experience.compact import with_usual_columns
 from trajstore.experience.entry import EARLIER_RUN, is_demonstration, llm_mask
 from trajstore.experience.rows import pack_rows, row_count
-from trajstore.guidance.metadata import GUIDANCE
+from trajstore.guidance.context import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
@@ -382,3 +382,21 @@ def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     for place, score in placed:
         scores[place] = torch.nan if score is None else float(score)  # JSON has no NaN: it is the text "nan"
     return scores
+
+
+def has_outcome(trajectory: AgentTrajectory) -> bool:
+    """Return whether a rollout's reward told whether it succeeded."""
+    return trajectory.reward is not None and trajectory.reward.outcome is not None
+
+
+def why_no_outcome(trajectory: AgentTrajectory, rule: OutcomeRule) -> str:
+    """Return why a rollout has no outcome, in a clause that names the option."""
+    if trajectory.reward is None:
+        return "it was dropped before it had a reward"
+    extra = trajectory.reward.metadata.get("extra", {})
+    if rule.key is None:
+        return f"its score is {trajectory.reward.metadata.get('score')}"
+    if rule.key in extra:
+        return f"{SECTION}.outcome.key: {rule.key!r} is {extra[rule.key]!r}, no finite number"
+    known = ", ".join(sorted(extra)) or "none"
+    return f"{SECTION}.outcome.key: the reward function gave no {rule.key!r}; it gave: {known}"

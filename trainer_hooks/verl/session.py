@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
@@ -26,13 +27,10 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
-from trainer_hooks.verl.first_told import FirstTold
 from trainer_hooks.verl.guided import GuidedRollouts
-from trainer_hooks.verl.histories import Fitting, Histories
-from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
+from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.outcomes import has_outcome, why_no_outcome
-from trainer_hooks.verl.placement import spread
+from trainer_hooks.verl.offers import is_exchanged
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
 from trainer_hooks.verl.rows import (
@@ -41,14 +39,18 @@ from trainer_hooks.verl.rows import (
     NEEDED_UNRATED,
     WELCOME,
     Row,
+    has_outcome,
     messages_of,
+    recorded_log_probs,
     replayable,
     session_of,
     trajectories_of,
+    why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.experience.entry import is_demonstration
 from trajstore.experience.outcomes import asked_for, is_success, outcome_of
 from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.experience.rows import row_count
@@ -86,9 +88,14 @@ class ReplaySession:
         self._scribe = Scribe(tokenizer, text=recording.text and (recording.enable or self._maker_reads))
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
-        own_group = block.experience_replay.group_offpolicy == "separate"
-        self._fitting = Fitting(block.max_prompt_length, block.max_response_length)
-        self._histories = Histories(block.n_rollout, self._fitting, own_group=own_group)
+        self._histories = Histories(
+            block.n_rollout,
+            own_group=block.experience_replay.group_offpolicy == "separate",
+            max_prompt_length=block.max_prompt_length,
+            max_response_length=block.max_response_length,
+        )
+        self.expect, self.join_finished = self._histories.expect, self._histories.join_finished
+        """Which histories are to join which prompt, and their joining; of :class:`Histories`."""
         self._dropped = self._dropped_successes = self._failures = 0
         self._without_outcome = FirstTold(logger)
         self._recorder: RolloutRecorder | None = None
@@ -146,7 +153,7 @@ class ReplaySession:
         held = planned.histories
         if not held or not isinstance(held, tuple):
             return planned
-        kept = self._fitting.fitting(held)
+        kept = self._histories.fitting(held)
         return PlannedTask(planned.task, planned.fresh_rollouts + len(held) - len(kept), kept)
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
@@ -155,18 +162,7 @@ class ReplaySession:
             raise ConfigurationError(f"task {task_id!r}: there is no table of tasks; nothing is replayed")
         return self._tasks.row(task_id)
 
-    def expect(
-        self, histories: Mapping[str, Sequence[AgentTrajectory]], wanted: Mapping[str, int] | None = None
-    ) -> dict[str, int]:
-        """Remember which histories are to join the rollouts of which prompt; see :meth:`Histories.expect`."""
-        return self._histories.expect(histories, wanted)
-
     # ---- when the rollouts are there ----
-
-    def join_finished(self, uids: set[str], tags: dict[str, dict[str, Any]], metric: str) -> None:
-        """Put histories beside the rollouts of finished prompts; see :meth:`Histories.join_finished`."""
-        if self.replays:
-            self._histories.join_finished(uids, tags, metric)
 
     def join(self, batch: KVBatchMeta, multiple: int | None = None) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows in it; see :meth:`Histories.sampled`.
@@ -212,11 +208,7 @@ class ReplaySession:
         """
         if not self.guided.wants_validations:
             return
-        rows = dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores"))
-        made = trajectories_of(
-            rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=False
-        )
-        self._scribe.introduce(made)
+        made = self._made(dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores")), step, trained=False)
         self._scribe.write(made)
         self.guided.finished(made)
         self.guided.validated(made)
@@ -297,16 +289,13 @@ class ReplaySession:
         for uid, task in task_of_uid.items():
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
         figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
-        figures |= self._fitting.take()
+        figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
         return figures | (taken or {})
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""
-        made = trajectories_of(
-            rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
-        )
-        self._scribe.introduce(made)
+        made = self._made(rows, step, trained=trained)
         if self._maker_reads:
             self._scribe.write(made)
         self.guided.finished(made, trained=trained)
@@ -320,6 +309,13 @@ class ReplaySession:
                 without[0].rollout_id,
                 why_no_outcome(without[0], self._block.outcome),
             )
+        return made
+
+    def _made(self, rows: Sequence[Row], step: int, *, trained: bool) -> list[AgentTrajectory]:
+        made = trajectories_of(
+            rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
+        )
+        self._scribe.introduce(made)
         return made
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
@@ -456,3 +452,42 @@ class ReplaySession:
             steps += 1
         if steps:
             logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)
+
+
+def replace_log_probs(
+    hook: ReplayHook[str], rows: Sequence[Row], histories: Mapping[str, AgentTrajectory], partition_id: str
+) -> None:
+    """Put the recorded log-probs of replayed rows in the place of the actor's.
+
+    Args:
+        hook: says where they are to be replaced.
+        rows: the replayed ones, with ``old_log_probs``, ``exp_mask`` and ``response_mask``.
+        histories: the history of each row, by its key.
+        partition_id: of the rows.
+    """
+    if not rows:
+        return
+    lengths = [row.columns["old_log_probs"].numel() for row in rows]
+    recorded = [recorded_log_probs(histories[row.key], length) for row, length in zip(rows, lengths, strict=True)]
+    current, exp_mask, response_mask = (
+        pad_sequence([row.columns[name] for row in rows], batch_first=True)
+        for name in ("old_log_probs", EXP_MASK, "response_mask")
+    )
+    values, known = (pad_sequence([one[part] for one in recorded], batch_first=True) for part in (0, 1))
+    replaced = hook.replace_log_probs(current, values, known, exp_mask, response_mask)
+    rows_of = [row[:length] for row, length in zip(replaced.to(current.dtype), lengths, strict=True)]
+    dataplane.write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)
+    demonstrations = [row for row in rows if is_demonstration(histories[row.key])]
+    if demonstrations and "rollout_log_probs" in demonstrations[0].columns:
+        # No engine sampled them: with the actor's own, verl's rollout correction weighs them 1.
+        actors = [row.columns["old_log_probs"] for row in demonstrations]
+        dataplane.write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", actors)
+
+
+def forget_log_probs(rows: Sequence[Row], partition_id: str) -> None:
+    """Put the actor's log-probs in the place of the engine's where these are of another prompt: the ratio is 1."""
+    changed = [
+        row for row in rows if "rollout_log_probs" in row.columns and is_exchanged(row.columns.get("extra_fields"))
+    ]
+    values = [row.columns["old_log_probs"].float() for row in changed]
+    dataplane.write_column([row.key for row in changed], partition_id, "rollout_log_probs", values)

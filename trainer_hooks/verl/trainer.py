@@ -235,24 +235,3 @@ class PPOTrainerColocateAsyncReplay(ReplayTrainer, PPOTrainerColocateAsync):  # 
     """verl's asynchronous trainer on shared devices with durable rollouts and replay."""
 
     base_mode = "colocate_async"
-
-
-@register_trainer("separate_async_replay")
-class PPOTrainerSeparateAsyncReplay(PPOTrainer):  # type: ignore[misc]
-    """Says that this mode does not exist.
-
-    Raises:
-        ConfigurationError: always.
-    """
-
-    def __init__(self, config: Any) -> None:
-        raise ConfigurationError(
-            "trainer.v1.trainer_mode: separate_async_replay does not exist: in separate_async weights go from device to"
-            " device (NCCL, NIXL), so replay in it could not be tried. Use sync_replay or colocate_async_replay"
-        )
-
-    def on_sample_end(self) -> None:
-        """Never called."""
-
-    def on_step_end(self) -> None:
-        """Never called."""

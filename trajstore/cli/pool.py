@@ -79,7 +79,9 @@ def _configure(parser: ArgumentParser) -> None:
     transcripts = parser.add_argument_group(
         "messages", "how conversations without token ids become rows: transcripts, and pools or stores of messages"
     )
-    transcripts.add_argument("--tokenizer", metavar="PATH", help="tokenizer of the run: folder, or name in a model hub")
+    transcripts.add_argument(
+        "--tokenizer", metavar="PATH", help="tokenizer of the run: folder, or cached name of a hub"
+    )
     transcripts.add_argument("--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own")
     transcripts.add_argument(
         "--context",

@@ -3,9 +3,9 @@
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` →
-``cut``, ``ledger``, ``notices`` → ``journal`` → ``store``, ``selection``, ``compact`` →
-``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` makes demonstrations of conversations, ``similarity``
-finds tasks that are alike; ``persistence`` and ``agentevolver`` read and write a pool's files,
+``ledger``, ``notices`` → ``journal`` → ``store``, ``selection``, ``compact`` →
+``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` and ``message_rows`` make rows of conversations,
+``persistence`` and ``agentevolver`` read and write a pool's files,
 ``rows`` makes one trajectory of a rollout's rows, ``contract`` compares tokenizers.
 """
 

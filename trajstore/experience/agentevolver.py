@@ -15,13 +15,14 @@ Configuration and tokenizer, which the pickles hold too, are not made.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trajstore.experience.rows import over_rows, pack_rows
+from trajstore.experience.conversation import TokenRow, with_rows
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -68,66 +69,41 @@ def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
     """
     context = foreign.fields.get("full_context")
     if context is None:
-        return _transcript(foreign, task)
+        steps = foreign.fields.get("steps") or []  # replay trains on assistant messages: these get the author ``llm``
+        return _trajectory(foreign, task, [_message(message) for message in steps])
+    made = _trajectory(foreign, task, [_said(message) for message in context])
     rows = _rows(foreign.fields)
-    common = _common(foreign, task)
-    metadata, columns = common.pop("metadata"), common.pop("columns")
-    messages = [_said(message) for message in context]
-    if not rows:
-        return AgentTrajectory(messages=messages, metadata=metadata, **common, **_tensors(columns))
-    masks = [torch.tensor(mask[start:], dtype=torch.int64) for _, mask, start in rows]
-    recorded: Sequence[torch.Tensor | None] = [None] * len(rows)
-    if columns.get("old_log_probs") is not None:
-        whole = torch.tensor([float(value) for value in columns["old_log_probs"]])
-        recorded = over_rows(whole, masks) or ([whole] if len(rows) == 1 else recorded)  # what fits none is refused
-    result = []
-    for (ids, mask, start), response_mask, log_probs in zip(rows, masks, recorded, strict=True):
-        result.append(
-            AgentTrajectory(
-                messages=messages,
-                input_ids=torch.tensor(ids, dtype=torch.int64),
-                loss_mask=torch.tensor(mask, dtype=torch.int64),
-                response_start=start,
-                response_mask=response_mask,
-                old_log_probs=log_probs,
-                metadata=metadata,
-                **common,
-            )
-        )
-    return pack_rows(result)
+    return with_rows(dataclasses.replace(made, response_mask=None), rows) if rows else made
 
 
-def _transcript(foreign: ForeignObject, task: str) -> AgentTrajectory:
-    """Return a rollout without token ids. Replay trains on assistant messages: these get the author ``llm``."""
-    common = _common(foreign, task)
-    columns = common.pop("columns")
-    messages = [_message(message) for message in foreign.fields.get("steps") or []]
-    return AgentTrajectory(messages=messages, **common, **_tensors(columns))
-
-
-def _common(foreign: ForeignObject, task: str) -> dict[str, Any]:
-    """Return what both kinds have, by our names; token columns, as they stand there, under ``columns``."""
+def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]]) -> AgentTrajectory:
+    """Return what both kinds have, by our names, with the token columns as they stand there."""
     fields = foreign.fields
     metadata = dict(fields.get("metadata") or {})
     reward = fields.get("reward")
-    columns = {name: metadata.pop(name) for name in _COLUMNS if metadata.get(name) is not None}
-    stated_task = metadata.pop("task_id", fields.get("task_id"))
-    return {
-        "reward": _reward(reward.fields) if isinstance(reward, ForeignObject) else None,
-        "task_id": str(stated_task) if stated_task else task,
-        "data_id": str(fields.get("data_id", "")),
-        "rollout_id": str(fields.get("rollout_id", "")),
-        "query": str(fields.get("query", "")),
-        "is_terminated": fields.get("is_terminated"),
-        "entropy": _optional(float, metadata.pop("entropy", None)),
-        "policy_version": _optional(int, metadata.pop("policy_version", None)),
-        "metadata": metadata,
-        "columns": columns,
+    columns: dict[str, Any] = {
+        name: torch.as_tensor(metadata.pop(name), dtype=dtype)
+        for name, dtype in _COLUMNS.items()
+        if metadata.get(name) is not None
     }
+    stated_task = metadata.pop("task_id", fields.get("task_id"))
+    return AgentTrajectory(
+        messages=messages,
+        reward=_reward(reward.fields) if isinstance(reward, ForeignObject) else None,
+        task_id=str(stated_task) if stated_task else task,
+        data_id=str(fields.get("data_id", "")),
+        rollout_id=str(fields.get("rollout_id", "")),
+        query=str(fields.get("query", "")),
+        is_terminated=fields.get("is_terminated"),
+        entropy=_optional(float, metadata.pop("entropy", None)),
+        policy_version=_optional(int, metadata.pop("policy_version", None)),
+        metadata=metadata,
+        **columns,
+    )
 
 
-def _rows(fields: Mapping[str, Any]) -> list[tuple[list[int], list[int], int]]:
-    """Return ids, loss mask and start of the response of each row of a conversation; none without recorded ids."""
+def _rows(fields: Mapping[str, Any]) -> list[TokenRow]:
+    """Return the rows of a conversation; none without recorded ids."""
     groups = fields.get("grouped_steps") or [fields["full_context"]]
     prompt = [int(token) for token in fields.get("blackout_token_combo") or []]
     rows = []
@@ -150,7 +126,7 @@ def _rows(fields: Mapping[str, Any]) -> list[tuple[list[int], list[int], int]]:
             else:
                 mask += [0] * len(tokens)
             ids += tokens
-        rows.append((ids, mask, start or 0))
+        rows.append(TokenRow(ids, mask, start or 0))
     return rows
 
 
@@ -159,10 +135,6 @@ def _written(tokens: Sequence[int], prompt: Sequence[int], end: int | None) -> l
     first = len(prompt) if prompt and list(tokens[: len(prompt)]) == list(prompt) else 0
     last = len(tokens) if end is None or end not in tokens[first:] else tokens.index(end, first) + 1
     return [int(first <= place < last) for place in range(len(tokens))]
-
-
-def _tensors(columns: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: torch.as_tensor(value, dtype=_COLUMNS[name]) for name, value in columns.items()}
 
 
 def _said(message: Any) -> dict[str, Any]:

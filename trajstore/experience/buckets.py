@@ -93,7 +93,7 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
     ================= ===========================================================
 
     The last four are the weightings of ExGRPO (arXiv 2510.02245). A weight of zero is never drawn. ``similar`` is no
-    weighting: see :class:`~trajstore.experience.similarity.SimilarTasks`.
+    weighting: see :class:`~trajstore.experience.mixing.SimilarTasks`.
 
     Returns:
         float64 ``[len(sizes)]`` that sums to 1, or zeros if no bucket has any weight.

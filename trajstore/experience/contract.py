@@ -13,7 +13,7 @@ from typing import Any
 
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience.rules import PoolRules, demonstration_problems
+from trajstore.experience.rules import PoolRules
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -71,10 +71,10 @@ def check_demonstrations(count: int, rules: PoolRules) -> None:
     Raises:
         ConfigurationError: there are some, and the rules ask for a policy version; the message names the option.
     """
-    problems = demonstration_problems(rules) if count else []
-    if problems:
+    if count and rules.max_policy_age is not None:
         raise ConfigurationError(
-            f"{count} demonstrations in the experience pool would never be replayed: " + "; ".join(problems)
+            f"{count} demonstrations in the experience pool would never be replayed: max_policy_age:"
+            f" {rules.max_policy_age}, but demonstrations have no policy version: set null"
         )
 
 

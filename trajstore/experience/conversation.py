@@ -76,6 +76,10 @@ class ChatTemplate:
 
         return cls(render, encode, frozenset(tokenizer.all_special_ids))
 
+    def end_of_turn(self, ids: Sequence[int], start: int, end: int) -> int:
+        """Return the place behind the special token that ends the turn ids[start:end]; ``end`` without one."""
+        return next((place + 1 for place in reversed(range(start, end)) if ids[place] in self.special_ids), end)
+
     def header(self, messages: Sequence[Message]) -> Sequence[int]:
         """Return the tokens that ask for the model's turn after these messages; none if they are not told apart."""
         if not messages:
@@ -180,7 +184,11 @@ def with_tokens(
     """
     if trajectory.input_ids is not None:
         return trajectory
-    rows = rows_of_messages(trajectory.messages, template, context, think_hint)
+    return with_rows(trajectory, rows_of_messages(trajectory.messages, template, context, think_hint))
+
+
+def with_rows(trajectory: AgentTrajectory, rows: Sequence[TokenRow]) -> AgentTrajectory:
+    """Return a copy of the trajectory with these rows as its tokens, and with what is recorded of these tokens."""
     masks = [torch.tensor(row.loss_mask[row.response_start :]) for row in rows]
     log_probs, rollout_log_probs, entropys = (_recorded(trajectory, name, masks) for name in _RECORDED)
     parts = [
@@ -266,8 +274,7 @@ def _row(messages: Sequence[Message], trained: Sequence[int], template: ChatTemp
         header = _prefix(messages, turn, True, ids, template)
         end = _prefix(messages, turn + 1, False, ids, template)
         start = min(start, before)
-        special = [place for place in range(header, end) if ids[place] in template.special_ids]
-        stop = special[-1] + 1 if special else end
+        stop = template.end_of_turn(ids, header, end)
         mask[header:stop] = [1] * (stop - header)
     return TokenRow(ids, mask, start)
 

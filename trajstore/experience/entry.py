@@ -241,25 +241,13 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
 def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
     """Return why a trajectory does not enter whatever the pool holds; ``None`` if it may.
 
-    A field that cannot be read comes first, then what its tokens lack, then what its entropy lacks, which is a mean
-    over these tokens, and last what no store could keep.
+    What its tokens lack comes first, then what its entropy lacks, which is a mean over these tokens, and last what no
+    store could keep.
 
     Args:
-        trajectory: what is to enter.
+        trajectory: what is to enter, without a :func:`field_problem`.
         entropy: its mean entropy in nats; ``None`` = unknown. Of a demonstration it does not count.
     """
-    return Refusal.MALFORMED if field_problem(trajectory) else _refusal_of_wellformed(trajectory, entropy)
-
-
-def own_refusal_of(trajectory: AgentTrajectory) -> tuple[float | None, Refusal | None]:
-    """Return the entropy that a trajectory tells of itself, and what :func:`refusal_of` says with it."""
-    if field_problem(trajectory):
-        return None, Refusal.MALFORMED
-    entropy = own_entropy(trajectory)
-    return entropy, _refusal_of_wellformed(trajectory, entropy)
-
-
-def _refusal_of_wellformed(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
     refusal = _replay_refusal(trajectory, entropy)
     if refusal is None and record_problem(as_recorded(trajectory, entropy)):
         return Refusal.MALFORMED
@@ -277,7 +265,7 @@ def new_entry(trajectory: AgentTrajectory, trajectory_id: int, *, is_checked: bo
     Args:
         trajectory: what is to enter.
         trajectory_id: of the entry.
-        is_checked: whether :func:`own_refusal_of` refused it not.
+        is_checked: whether :func:`field_problem` and :func:`refusal_of` found nothing.
     """
     if is_checked:
         return _entry(trajectory, trajectory_id, _entropy_of(trajectory))
@@ -286,7 +274,7 @@ def new_entry(trajectory: AgentTrajectory, trajectory_id: int, *, is_checked: bo
     outcome, entropy = outcome_of(trajectory), _entropy_of(trajectory)
     if outcome is not None and not math.isfinite(outcome):
         return Refusal.OUTCOME_NOT_FINITE
-    return _refusal_of_wellformed(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
+    return refusal_of(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
 
 
 def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:

@@ -11,8 +11,8 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of, token_digest
-from trajstore.experience.facts import with_pool_facts
 from trajstore.experience.journal import JOURNAL_KEY, PoolState, recover, trajectory_of_entry
+from trajstore.experience.ledger import with_pool_facts
 from trajstore.experience.persistence import read_pool
 from trajstore.experience.rules import PoolRules
 from trajstore.store.run_ids import id_from

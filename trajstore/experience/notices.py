@@ -13,7 +13,7 @@ from trajstore.experience.buckets import bucket_probabilities
 from trajstore.experience.entry import PoolEntry, Refusal, problem_of
 from trajstore.experience.journal import PoolState
 from trajstore.experience.message_rows import NEEDS_TOKENIZER
-from trajstore.experience.rules import PoolRules, version_needs
+from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import has_known_age
 from trajstore.trajectory import AgentTrajectory
 
@@ -35,14 +35,13 @@ class PoolNotices:
         held = list(entries)
         self._newer_versions(held, rules, global_steps)
         without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
-        needs = version_needs(rules)
-        if without and needs and self._first("without a version"):
+        if without and rules.max_policy_age is not None and self._first("without a version"):
             logger.warning(
                 "experience pool: %d trajectories have no policy version on this run's count of steps (an earlier run"
-                " made them?) and never come out with %s. If the run goes on from the checkpoint of theirs, import them"
-                " with same_run (--same-run), which keeps their versions",
+                " made them?) and never come out with max_policy_age: %d (set null to replay them). If the run goes on"
+                " from the checkpoint of theirs, import them with same_run (--same-run), which keeps their versions",
                 without,
-                " and ".join(f"{option} ({remedy} to replay them)" for option, remedy in needs),
+                rules.max_policy_age,
             )
 
     def malformed(self, among: Iterable[AgentTrajectory]) -> None:
@@ -88,16 +87,19 @@ class PoolNotices:
 
 
 def warn_of_other_rewards(entries: Iterable[PoolEntry], ours: str) -> None:
-    """Warn of trajectories whose outcome another reward function gave. An empty fingerprint is unknown and passes."""
-    others = Counter(entry.reward_fingerprint for entry in entries)
+    """Warn of trajectories whose outcome another reward function gave, unless a later one was given in its place.
+
+    An empty fingerprint is unknown and passes.
+    """
+    others = Counter(entry.reward_fingerprint for entry in entries if not entry.is_corrected)
     others.pop("", None)
     others.pop(ours, None)
     if ours and others:
         named = ", ".join(f"{name!r} ({count})" for name, count in others.most_common())
         logger.warning(
             "experience pool: %d trajectories have outcomes of another reward function: %s; this run's is %r. Old and"
-            " new rewards are compared within a group: give them new outcomes with ExperienceManager.rerate, or begin"
-            " with an empty pool",
+            " new rewards are compared within a group: give them new outcomes with `trajstore annotate`, or begin with"
+            " an empty pool",
             others.total(),
             named,
             ours,

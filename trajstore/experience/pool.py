@@ -21,11 +21,8 @@ from trajstore.checked import Offered, checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_tasks
-from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories, task_id_of
-from trajstore.experience.cut import Draws, PoolCut
 from trajstore.experience.entry import (
-    REWARD_FINGERPRINT,
     Departure,
     PoolEntry,
     Refusal,
@@ -34,8 +31,7 @@ from trajstore.experience.entry import (
     of_earlier_run,
     with_reward_fingerprint,
 )
-from trajstore.experience.facts import with_pool_facts
-from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.ledger import PoolCut, PoolLedger, with_pool_facts
 from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
@@ -43,14 +39,16 @@ from trajstore.experience.prompts import Prompt, RowPrompts
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import (
     LeftOut,
+    choose_histories,
     is_worth_keeping,
     outcome_refusal,
     plan_admissions,
     rollouts_to_keep,
+    undecided,
     worthy,
 )
 from trajstore.experience.store import MemoryStore, PoolStore
-from trajstore.trajectory import AgentTrajectory, Reward
+from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
     from trajstore.querying import Query
@@ -109,8 +107,6 @@ class ExperienceManager:
         self.reward_fingerprint = reward_fingerprint
         self.refused: Counter[str] = Counter()
         """How many trajectories were refused so far, by reason (see ``Refusal``)."""
-        self.draws: Draws = []
-        """What was drawn in the newest steps. The figures' own; here because it goes with the pool into checkpoints."""
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
         self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
         check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
@@ -363,10 +359,10 @@ class ExperienceManager:
     def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
         """Return up to ``num_trajectories_per_task`` histories of each task, task by task, best first, none twice.
 
-        The rules' ``sampler`` chooses. Without one the best by ``exp_select_mode`` come, on the entropy under the
-        current policy if the rules want it and :attr:`current_entropy` gives it, else on the saved one. Only those that
-        nothing else decides about are scored (``choice.undecided``): those of a task that has more than come. Each call
-        counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
+        The best by ``exp_select_mode`` come (with ``in_turns`` of those that came least often), by the entropy under
+        the current policy if the rules want it and :attr:`current_entropy` gives it, else by the saved one. Only those
+        that nothing else decides about are scored (``choice.undecided``): those of a task that has more than come. Each
+        call counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
             tasks: task ids, or objects with a ``task_id``.
@@ -506,33 +502,6 @@ class ExperienceManager:
 
     # ---- keeping it ----
 
-    def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
-        """Give every trajectory a new outcome, after the reward function has changed; return how many stay.
-
-        What is no longer worth keeping by ``save_filter`` leaves the pool. Buckets and skip set stay as they are:
-        they are of the steps that were, and the next step of a task corrects them.
-
-        Args:
-            outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
-
-        Raises:
-            StoreWriteError: the store could not write; nothing was changed.
-        """
-        rated = []
-        for held in self.task2trajectories.values():
-            for one in held:
-                reward = replace(one.reward or Reward(), outcome=outcome(one))
-                metadata = {**one.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
-                rated.append(replace(one, reward=reward, metadata=metadata))
-        state = self._state
-        fresh = journal.PoolState(
-            DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
-        )
-        plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
-        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
-        self._refuse(plan.refused, rated)
-        return len(self)
-
     def flush(self) -> None:
         """Return when every change so far is in the store as durably as the store can make it.
 
@@ -570,7 +539,6 @@ class ExperienceManager:
             trajectories={} if durable else self._held(),
             uses=self._state.live_uses(),
             waiting=list(self._state.waiting),
-            draws=list(self.draws),
         ).to_dict()
 
     def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
@@ -607,15 +575,7 @@ class ExperienceManager:
             logger.warning(
                 "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
             )
-        plan = plan_admissions(fresh.entries, held, self.rules)
-        found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
-        check_demonstrations(found, self.rules)
-        self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
-        self.refused = Counter(cut.refused)
-        self._refuse(plan.refused, held)
-        warn_of_refusals("the saved pool", plan.refused, len(held))
-        self.draws = list(cut.draws)
-        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
+        self._go_on_with(fresh, held, "the saved pool", cut.global_steps, cut.make_generator(), refused=cut.refused)
         self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
 
     def save_experience_pool_to_disk(self, directory: str | Path) -> None:
@@ -664,26 +624,46 @@ class ExperienceManager:
         if not same_run:
             held = [of_earlier_run(one) for one in held]
         fingerprint = check_trajectories(held, self._fingerprint)
-        check_demonstrations(sum(map(is_demonstration, held)), self.rules)
         fresh = journal.PoolState(
             DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
         )
-        plan = plan_admissions(fresh.entries, held, self.rules)
-        self._ledger.replace(fresh, plan, self.global_steps if global_steps is None else global_steps, self._generator)
+        step = self.global_steps if global_steps is None else global_steps
+        self._go_on_with(fresh, held, directory, step, self._generator, unreadable=contents.unreadable)
         if global_steps is not None:  # not before: the pool that the files replace is no longer of interest
             self._counting = True
             self._notices.ages(self._state.all_entries(), self.rules, global_steps)
-        self._refuse(plan.refused, held)
-        for told in contents.unreadable[:MOST_TOLD]:
-            logger.warning("experience pool: refused as malformed: %s", told)
-        unreadable = +Counter({Refusal.MALFORMED.value: len(contents.unreadable)})
-        self.refused.update(unreadable)
-        warn_of_refusals(directory, plan.refused + unreadable, len(held) + len(contents.unreadable))
-        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = fingerprint
         return len(held) + len(contents.unreadable)
 
     # ---- inside ----
+
+    def _go_on_with(
+        self,
+        fresh: journal.PoolState,
+        held: Sequence[AgentTrajectory],
+        source: object,
+        global_steps: int,
+        generator: np.random.Generator,
+        *,
+        refused: Mapping[str, int] | None = None,
+        unreadable: Sequence[str] = (),
+    ) -> None:
+        """Make a state with some trajectories the pool; tell which of them, and of those not readable, are not in it.
+
+        Raises:
+            ConfigurationError: demonstrations among them could never come out; nothing was changed.
+        """
+        plan = plan_admissions(fresh.entries, held, self.rules)
+        found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
+        check_demonstrations(found, self.rules)
+        self._ledger.replace(fresh, plan, global_steps, generator)
+        self.refused = self.refused if refused is None else Counter(refused)
+        for told in unreadable[:MOST_TOLD]:
+            logger.warning("experience pool: refused as malformed: %s", told)
+        lost = plan.refused + Counter({Refusal.MALFORMED.value: len(unreadable)})
+        self._refuse(lost, held)
+        warn_of_refusals(source, lost, len(held) + len(unreadable))
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
 
     def _keep(
         self,
@@ -765,7 +745,6 @@ class ExperienceManager:
             self.rules,
             uses=self._state.uses_of(entries),
             entropies=[scores.get(entry.trajectory_id, entry.entropy) for entry in entries],
-            global_steps=self.global_steps,
             generator=generator,
             versions_drawn=versions,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 import torch
@@ -22,8 +22,6 @@ from trajstore.trajectory import AgentTrajectory
 _DIGEST_BYTES = 12
 
 Message = Mapping[str, Any]
-
-Task = TypeVar("Task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +80,32 @@ class RowPrompts:
     """The prompts of the training data's rows, as far as they are known.
 
     Args:
-        of_task: returns the prompt of a task's row; ``None`` if the data have no such task. Without it only what
-            :meth:`tell` said is known.
+        get_task: returns the task of an id; ``None`` if the data have no such task.
+        row_of: returns what a task's row asks, as for :func:`prompt_of_row`. Without it only what :meth:`tell` said is
+            known.
     """
 
-    def __init__(self, of_task: Callable[[str], Prompt | None] | None = None) -> None:
-        self._of_task = of_task
+    def __init__(
+        self,
+        get_task: Callable[[str], Any | None] = str,
+        row_of: Callable[[Any], Sequence[Message] | torch.Tensor] | None = None,
+    ) -> None:
+        self._get_task = get_task
+        self._row_of = row_of
         self._known: dict[str, Prompt | None] = {}
 
     def tell(self, task: str, prompt: Prompt) -> None:
         """Say what a task's row asks, where the data do not."""
-        if self._of_task is None:
+        if self._row_of is None:
             self._known[task] = prompt
 
     def differs(self, task: str, prompt: Prompt) -> bool:
         """Return whether the prompt of a history is another one than that of its task's row."""
-        if task not in self._known and self._of_task is not None:
-            self._known[task] = self._of_task(task)
+        if task not in self._known and self._row_of is not None:
+            found = self._get_task(task)
+            self._known[task] = None if found is None else prompt_of_row(self._row_of(found))
         row = self._known.get(task)
         return row is not None and prompt.differs(row)
-
-
-def prompts_of_tasks(
-    get_task: Callable[[str], Task | None], row_of: Callable[[Task], Sequence[Message] | torch.Tensor]
-) -> Callable[[str], Prompt | None]:
-    """Return what gives the prompt of a task by its id."""
-
-    def found(name: str) -> Prompt | None:
-        task = get_task(name)
-        return None if task is None else prompt_of_row(row_of(task))
-
-    return found
 
 
 def _tokens(trajectory: AgentTrajectory) -> bytes | None:

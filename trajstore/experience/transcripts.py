@@ -19,7 +19,6 @@ A demonstration has no log-probs. It is replayed with those that the current pol
 from __future__ import annotations
 
 import codecs
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,28 +27,32 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from trajstore.arguments import finite
 from trajstore.checked import checked
-from trajstore.columns.limits import shown
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
     StoreNotFoundError,
 )
-from trajstore.experience.contract import fingerprint_of
-from trajstore.experience.control_tokens import ControlTokens
-from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_trained, with_tokens
+from trajstore.experience.conversation import (
+    ChatTemplate,
+    Context,
+    TokenRow,
+    has_thoughts,
+    is_trained,
+    with_rows,
+    with_tokens,
+)
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
 from trajstore.experience.exchange import Exchanged, check_is_pool
+from trajstore.experience.message_rows import MessageTokenizer, tokenizer_at
 from trajstore.experience.outcomes import is_success, outcome_of
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rows import turns_as_rows
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import is_worth_keeping
 from trajstore.experience.store import BufferStore
-from trajstore.experience.tokenizers import tokenizer_at
 from trajstore.trajectory import AgentTrajectory, Reward
 
 AT_ONCE = 64
@@ -93,9 +96,10 @@ class TranscriptReader:
         think_hint: ``linear_think``: see :func:`~trajstore.experience.conversation.rows_of_messages`.
         outcome: of lines that say neither ``reward`` nor ``success``; ``None`` = such a line is bad.
         success_threshold: outcome from which on a line's conversation is a success.
+        messages: makes the tokens; made of the others.
 
     Raises:
-        ConfigurationError: no such context, or an option that has no effect in it.
+        ConfigurationError: no tokenizer, no such context, or an option that has no effect in it.
     """
 
     tokenizer: Any
@@ -103,24 +107,19 @@ class TranscriptReader:
     think_hint: str = ""
     outcome: float | None = None
     success_threshold: float = 1.0
+    messages: MessageTokenizer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.tokenizer, "get_vocab"):
-            raise ConfigurationError(
-                f"tokenizer: {shown(self.tokenizer)} is a {type(self.tokenizer).__name__}, must be a tokenizer of"
-                " Hugging Face (load_tokenizer returns one). Conversations that bring token_ids need it too: the pool"
-                " keeps its fingerprint, and ids are compared with its vocabulary"
-            )
+        made = MessageTokenizer.of(self.tokenizer, self.context, self.think_hint)
+        object.__setattr__(self, "messages", made)
         finite("success_threshold", self.success_threshold)
         if self.outcome is not None:
             finite("outcome", self.outcome)
-        if self.think_hint and self.context != "linear_think":
-            raise ConfigurationError(f"think_hint: {self.think_hint!r}, has no effect with context {self.context}")
 
     @property
     def fingerprint(self) -> str:
         """Tells tokenizers and chat templates apart."""
-        return fingerprint_of(self.tokenizer)
+        return self.messages.fingerprint
 
     def read(self, path: str | Path, progress: Progress | None = None) -> Iterator[AgentTrajectory | BadLine]:
         """Yield what each line of a file holds, in order; empty lines are passed over.
@@ -132,8 +131,7 @@ class TranscriptReader:
         Raises:
             OSError: the file cannot be read.
         """
-        fingerprint, name = self.fingerprint, Path(path).name
-        control = ControlTokens.of(self.tokenizer, in_messages=True)
+        name = Path(path).name
         total, done = Path(path).stat().st_size, 0
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -142,15 +140,13 @@ class TranscriptReader:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     try:
-                        yield self._demonstration(line, fingerprint, control, {"file": name, "line": number})
+                        yield self._demonstration(line, {"file": name, "line": number})
                     except InvalidTrajectoryError as error:
                         yield BadLine(number, str(error))
                 if progress is not None:
                     progress(done, total)
 
-    def _demonstration(
-        self, line: bytes, fingerprint: str, control: ControlTokens, place: dict[str, Any]
-    ) -> AgentTrajectory:
+    def _demonstration(self, line: bytes, place: dict[str, Any]) -> AgentTrajectory:
         """Return the demonstration of a line.
 
         Raises:
@@ -165,7 +161,7 @@ class TranscriptReader:
         messages = _messages_of(said.get("messages"))
         if all(message.get(TOKEN_IDS) is None for message in messages):
             texts = {"messages": messages} | {name: said[name] for name in ("tools",) if name in said}
-            changed, apart = control.taken_out_of(texts)
+            changed, apart = self.messages.control.taken_out_of(texts)
             said |= changed
             messages = changed["messages"]
             place |= {CONTROL_TOKENS: apart} if apart else {}
@@ -179,7 +175,7 @@ class TranscriptReader:
             task_id=_text_at(said, "task_id"),
             rollout_id=_text_at(said, "rollout_id", f"{place['file']}:{place['line']}"),
             query=_text_at(said, "query", _first_query(messages)),
-            tokenizer_fingerprint=fingerprint,
+            tokenizer_fingerprint=self.fingerprint,
             metadata={
                 DEMONSTRATION: True,
                 TRANSCRIPT: {**{name: value for name, value in said.items() if name not in _OWN}, **place},
@@ -239,14 +235,7 @@ class TranscriptReader:
                 start = len(ids)
             ids += tokens
             mask += _mask_of(messages, number, tokens, template)
-        loss_mask = torch.tensor(mask)
-        row = dataclasses.replace(
-            one,
-            input_ids=torch.tensor(ids),
-            loss_mask=loss_mask,
-            response_mask=loss_mask[start:],
-            response_start=start,
-        )
+        row = with_rows(one, [TokenRow(ids, mask, start or 0)])
         return row if self.context == "linear" else turns_as_rows(row)
 
 
@@ -327,11 +316,11 @@ def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     """Return a Hugging Face tokenizer, with a chat template of a file if one is given.
 
     Args:
-        path: folder, or name in a model hub; of a name, what lies in the hub's cache on this machine is taken first.
+        path: folder, or name in the cache of a model hub on this machine.
         chat_template: file with a template in Jinja.
 
     Raises:
-        ConfigurationError: it cannot be loaded, or there is no chat template; says what was tried.
+        ConfigurationError: it cannot be loaded, or there is no chat template.
         MissingDependencyError: transformers is not installed.
     """
     tokenizer = tokenizer_at(path)
@@ -444,6 +433,5 @@ def _mask_of(
         return [0] * len(tokens)
     asked = list(template.header(messages[:number]))
     first = len(asked) if asked and list(tokens[: len(asked)]) == asked else 0
-    special = [place for place in range(first, len(tokens)) if tokens[place] in template.special_ids]
-    stop = special[-1] + 1 if special else len(tokens)
+    stop = template.end_of_turn(tokens, first, len(tokens))
     return [int(first <= place < stop) for place in range(len(tokens))]

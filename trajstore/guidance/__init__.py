@@ -2,35 +2,28 @@
 
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
-Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
-``summary``, ``json_client`` → ``maker``, ``experience``, ``metadata`` → ``allocation``,
-``context``.
+Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client`` →
+``summary`` → ``maker``, ``experience`` → ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
 
-from trajstore.guidance.allocation import (
-    RolloutExpMode,
-    SampleExpMode,
-    TaskExpConfig,
-    TrainMode,
-    allocate_add_exp,
-    allocate_train_mode,
-)
 from trajstore.guidance.client import EMClient
 from trajstore.guidance.context import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
+    Guidance,
     Insertion,
+    TrainMode,
+    plain_messages,
     put_in,
     strip_template,
     take_out,
+    with_guidance,
 )
-from trajstore.guidance.endpoint import EndpointSummarizer
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.local import LocalMaker, as_text
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
-from trajstore.guidance.manager import AllocationRules, GuidanceManager
-from trajstore.guidance.metadata import Guidance, plain_messages, with_guidance
+from trajstore.guidance.manager import AllocationRules, GuidanceManager, RolloutExpMode, SampleExpMode, TaskExpConfig
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig
@@ -41,7 +34,6 @@ __all__ = [
     "EXPERIENCE_TEMPLATE",
     "AllocationRules",
     "EMClient",
-    "EndpointSummarizer",
     "Experience",
     "ExperienceMaker",
     "ExperienceTemplate",
@@ -65,8 +57,6 @@ __all__ = [
     "UpdateQueue",
     "Worth",
     "WorthLedger",
-    "allocate_add_exp",
-    "allocate_train_mode",
     "as_text",
     "count_worth",
     "plain_messages",

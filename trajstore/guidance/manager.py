@@ -1,4 +1,4 @@
-"""``GuidanceManager``: which rollouts are guided, and when rollouts become experience."""
+"""``GuidanceManager``: which rollouts are guided, which tasks keep experience, when rollouts become experience."""
 
 from __future__ import annotations
 
@@ -11,32 +11,43 @@ import numpy as np
 from trajstore.arguments import share, whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.guidance.allocation import (
-    RolloutExpMode,
-    SampleExpMode,
-    TaskExpConfig,
-    TrainMode,
-    allocate_add_exp,
-    allocate_train_mode,
-)
+from trajstore.guidance.context import TrainMode
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.settings import Settings
 from trajstore.trajectory import AgentTrajectory
 
 RolloutMode = Literal["sample", "validate"]
+RolloutExpMode = Literal["woexp", "all", "mixed"]
+SampleExpMode = Literal["allkeep", "alldiscard", "hybrid"]
+
+
+@checked
+@dataclass(frozen=True, slots=True)
+class TaskExpConfig:
+    """What guidance has decided for one task of a step.
+
+    Attributes:
+        add_exp: for each rollout that the task makes, whether it is to be guided.
+        train_mode: whether training keeps what is put into their prompts.
+    """
+
+    add_exp: tuple[bool, ...]
+    train_mode: TrainMode
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationRules(Settings):
-    """What is guided and what is kept; see :mod:`trajstore.guidance.allocation`.
+    """What is guided and what is kept.
 
     Attributes:
         train_rollout_expmode: which rollouts are guided: ``all``, none (``woexp``), or a share of each task's
-            (``mixed``).
+            (``mixed``): ``round(n * rollout_expratio)`` of n (halves to the even number, as Python rounds), drawn at
+            random for each task.
         val_rollout_expmode: which rollouts of a validation are guided, by the same names.
         rollout_expratio: share of a task's rollouts that are guided, with ``mixed``.
         train_sample_expmode: whether guided rollouts are trained on with the experience in their prompt: no
-            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``).
+            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``):
+            ``int(tasks * train_sample_keepratio)``, drawn at random.
         train_sample_keepratio: share of the tasks that keep experience in training, with ``hybrid``.
 
     Raises:
@@ -72,10 +83,12 @@ class GuidanceManager:
 
     def allocate_train_mode(self, tasks: Sequence[Any]) -> list[TrainMode]:
         """Return the train mode of each task."""
-        rules = self._rules
-        return allocate_train_mode(
-            len(tasks), rules.train_sample_expmode, rules.train_sample_keepratio, self._generator
-        )
+        mode, count = self._rules.train_sample_expmode, len(tasks)
+        if mode != "hybrid":
+            return ["keep" if mode == "allkeep" else "discard"] * count
+        order = self._generator.permutation(count)
+        keeping = set(order[: int(count * self._rules.train_sample_keepratio)].tolist())
+        return ["keep" if task in keeping else "discard" for task in range(count)]
 
     def allocate_add_exp(self, rollouts: Sequence[int], mode: RolloutMode) -> list[tuple[bool, ...]]:
         """Return which rollouts of each task are guided.
@@ -83,10 +96,21 @@ class GuidanceManager:
         Args:
             rollouts: number of rollouts that each task makes.
             mode: ``sample`` in training, ``validate`` in validation.
+
+        Raises:
+            ConfigurationError: a negative number.
         """
+        for place, count in enumerate(rollouts):
+            whole(f"rollouts[{place}]", count, 0)
         rules = self._rules
         chosen = rules.train_rollout_expmode if mode == "sample" else rules.val_rollout_expmode
-        return allocate_add_exp(rollouts, chosen, rules.rollout_expratio, self._generator)
+        if chosen != "mixed":
+            return [(chosen == "all",) * count for count in rollouts]
+        result = []
+        for count in rollouts:
+            guided = set(self._generator.permutation(count)[: round(count * rules.rollout_expratio)].tolist())
+            result.append(tuple(rollout in guided for rollout in range(count)))
+        return result
 
     def get_complete_exp_configs(
         self, tasks: Sequence[Any], rollouts: Sequence[int], mode: RolloutMode

@@ -9,9 +9,8 @@ from trajstore.arguments import finite
 from trajstore.checked import checked
 from trajstore.experience import is_success
 from trajstore.experience.outcomes import known_outcome
-from trajstore.guidance.context import ExperienceTemplate, strip_template
+from trajstore.guidance.context import ExperienceTemplate, Guidance, plain_messages, strip_template
 from trajstore.guidance.experience import Experience
-from trajstore.guidance.metadata import Guidance, plain_messages
 from trajstore.trajectory import AgentTrajectory
 
 _MOST_CHARACTERS = 1200

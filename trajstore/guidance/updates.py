@@ -1,19 +1,18 @@
-"""Rollouts on their way to the maker of experience: a bounded queue and some threads. Training never waits for it."""
+"""Rollouts on their way to the maker of experience, in threads of their own. Training never waits for it."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from trajstore import locks
 from trajstore.arguments import seconds, whole
+from trajstore.background import Background
 from trajstore.checked import checked
 from trajstore.guidance.context import ExperienceTemplate
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Trouble
 from trajstore.guidance.summary import by_task, unguided
-from trajstore.interrupts import start_thread
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ class UpdateQueue:
 
     Args:
         maker: makes experiences of them.
-        capacity: steps that may wait; what comes when they do is dropped, counted and logged.
+        capacity: steps of which rollouts may wait; what comes when they do is dropped, counted and logged.
         batch_size: rollouts in a call of the maker, roughly: a task's rollouts stay together.
         workers: calls at the same time. With 1 experiences come in the order of the rollouts.
         template: taken out of messages of which it is not recorded what was put in.
@@ -43,27 +42,23 @@ class UpdateQueue:
         self._maker = maker
         self._capacity = whole("capacity", capacity, 1)
         self._batch_size = whole("batch_size", batch_size, 1)
-        self._workers = whole("workers", workers, 1)
         self._template = template
-        self._steps: deque[list[AgentTrajectory]] = deque()
-        self._batches: deque[list[AgentTrajectory]] = deque()
+        self._steps = 0
         self._trouble = Trouble("summarizing rollouts")
         self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
-        self._busy = 0
-        self._idle = locks.condition("UpdateQueue._idle")
+        self._lock = locks.lock("UpdateQueue._lock")
         self._dropping = False
-        self._closing = False
-        self._threads: list[threading.Thread] = []
+        self._calls = Background("guidance-updates", workers=whole("workers", workers, 1))
 
     def submit(self, rollouts: Sequence[AgentTrajectory]) -> bool:
         """Take rollouts, to be summarized soon; return False if they were dropped because too much waits.
 
         The trajectories must not be changed afterwards.
         """
-        with self._idle:
-            if self._closing:
+        with self._lock:
+            if self._calls.closed:
                 return False
-            if len(self._steps) == self._capacity:
+            if len(self._calls.waiting()) >= self._capacity:
                 self._figures["dropped"] += len(rollouts)
                 if not self._dropping:
                     logger.warning(
@@ -74,35 +69,23 @@ class UpdateQueue:
                     )
                 self._dropping = True
                 return False
-            if not self._threads:
-                for number in range(self._workers):
-                    thread = threading.Thread(target=self._run, name=f"guidance-updates-{number}", daemon=True)
-                    self._threads.append(thread)
-                    start_thread(thread)
             self._dropping = False
             self._figures["submitted"] += len(rollouts)
-            self._steps.append(list(rollouts))
-            self._idle.notify_all()
+            self._steps += 1
+            for batch in self._in_batches(rollouts):
+                self._calls.submit(partial(self._summarize, batch), len(batch), self._steps)
             return True
 
     def wait(self, timeout: float) -> bool:
         """Return whether everything submitted was summarized, or failed, within ``timeout`` seconds."""
-        seconds("timeout", timeout)
-        with self._idle:
-            return self._idle.wait_for(lambda: not (self._busy or self._batches or self._steps), timeout)
+        return self._calls.wait(seconds("timeout", timeout))
 
     def close(self, timeout: float = 10.0) -> None:
         """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
-        seconds("timeout", timeout)
-        with self._idle:
-            already, self._closing = self._closing, True
-            self._idle.wait_for(lambda: not (self._busy or self._batches or self._steps), timeout)
-            left = sum(map(len, [*self._steps, *self._batches]))
-            self._steps.clear()
-            self._batches.clear()
+        already = self._calls.closed
+        left, running = self._calls.close(seconds("timeout", timeout))
+        with self._lock:
             self._figures["dropped"] += left
-            running = self._busy
-            self._idle.notify_all()
         if not already and (left or running):
             logger.warning(
                 "guidance: closed after %.0f s with %d rollouts not summarized, and %d summaries under way, which are"
@@ -114,32 +97,11 @@ class UpdateQueue:
 
     def metrics(self) -> dict[str, float]:
         """Return figures since the beginning: rollouts by what became of them, experiences made, failures by kind."""
-        with self._idle:
+        with self._lock:
             figures = {f"guidance/update/{name}": float(value) for name, value in self._figures.items()}
         for kind, count in self._trouble.counts().items():
             figures[f"guidance/update/failed/{kind}"] = float(count)
         return figures
-
-    def _run(self) -> None:
-        while True:
-            with self._idle:
-                self._idle.wait_for(lambda: self._closing or self._batches or self._steps)
-                if not self._batches and not self._steps:
-                    return
-                is_step = not self._batches
-                held = self._steps.popleft() if is_step else self._batches.popleft()
-                self._busy += 1
-            batches: list[list[AgentTrajectory]] = []
-            try:
-                if is_step:
-                    batches = self._in_batches(held)
-                else:
-                    self._summarize(held)
-            finally:
-                with self._idle:
-                    self._batches += batches
-                    self._busy -= 1
-                    self._idle.notify_all()
 
     def _in_batches(self, rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
         plain = []
@@ -167,6 +129,6 @@ class UpdateQueue:
             self._trouble.failed(MakerError("failed", repr(error)))
             return
         self._trouble.succeeded()
-        with self._idle:
+        with self._lock:
             self._figures["summarized"] += len(batch)
             self._figures["made"] += made

@@ -14,10 +14,8 @@ from trajstore.arguments import whole
 from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience.control_tokens import ControlTokens
-from trajstore.guidance.allocation import TrainMode
-from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
+from trajstore.guidance.context import ExperienceTemplate, Guidance, Insertion, TrainMode, put_in, take_out
 from trajstore.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved, Trouble
-from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import text_of, unicode_of
 
 logger = logging.getLogger(__name__)

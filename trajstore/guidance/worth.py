@@ -13,8 +13,8 @@ from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.experience.outcomes import known_outcome
+from trajstore.guidance.context import Guidance
 from trajstore.guidance.experience import EXPERIENCE
-from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import by_task
 from trajstore.trajectory import AgentTrajectory
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trajstore.errors import ConfigurationError, MissingDependencyError
-from trajstore.experience.tokenizers import tokenizer_at
+from trajstore.experience.message_rows import tokenizer_at
 from trajstore.inspection.measure import turns_of
 from trajstore.inspection.single import read_single
 from trajstore.inspection.statistics import sampled_rows, tensor_report

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.facts import SCORE
-from trajstore.experience.facts import POOL_FACTS
+from trajstore.experience.ledger import POOL_FACTS
 from trajstore.querying import FACTS
 from trajstore.querying.engine import polars
 from trajstore.store.run_ids import shown_id

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.interrupting import Tracer, within
-from trainer_hooks.verl.background import Background
+from trajstore.background import Background
 
 
 @pytest.fixture

@@ -40,7 +40,6 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
         experience_replay=ExperienceReplayConfig(
             enable=False,
             store={"path": str(folder / "pool")},
-            regularize_replayed="both",
             use_current_policy_entropy=False,
         ),
         recording=RecordingConfig(enable=True, path=None, format="pt", capacity=None, on_error="raise"),
@@ -136,7 +135,6 @@ WRONG = {
     "+exp_manager.outcome.success=nan": "exp_manager.outcome: success: nan",
     "+exp_manager.outcome.success=true": "exp_manager.outcome: success: True",
     "+exp_manager.experience_replay.use_current_policy_entropy=true": "use_current_policy_entropy: True, must be false",
-    "+exp_manager.experience_replay.regularize_replayed=none": "regularize_replayed: 'none', must be both",
     "+exp_manager.experience_replay.success_threshold=0.5": "experience_replay.success_threshold: an outcome is 1",
     # replay
     f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",

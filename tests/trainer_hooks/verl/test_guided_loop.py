@@ -24,7 +24,7 @@ from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.verl.guided_loop import GuidedAgentLoop
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
 from trajstore.guidance import Insertion
-from trajstore.guidance.allocation import TrainMode
+from trajstore.guidance.context import TrainMode
 
 TOKENIZER = make_tokenizer()
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say 1"}]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
-from trainer_hooks.verl.background import Background
 from trainer_hooks.verl.config import OnError, OutcomeRule
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import RolloutRecorder
 from trainer_hooks.verl.rows import trajectories_of
 from trajstore import TrajectoryReplayBuffer
+from trajstore.background import Background
 from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreWriteError
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
@@ -195,7 +195,7 @@ def test_who_interrupts_closing_is_told_what_is_left_out(
     recording = recorder(tmp_path, gate=gate)
     recording.record(made("a", 100))
 
-    def interrupted() -> None:
+    def interrupted(timeout: float | None) -> bool:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recording._background, "wait", interrupted)

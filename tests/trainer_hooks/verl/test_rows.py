@@ -17,16 +17,17 @@ from torch import Tensor
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from trainer_hooks.metrics import rollout_metrics
 from trainer_hooks.verl.config import OutcomeRule
-from trainer_hooks.verl.outcomes import has_outcome, why_no_outcome
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
+    has_outcome,
     plain,
     recorded_log_probs,
     replayable,
     replayed_row,
     session_of,
     trajectories_of,
+    why_no_outcome,
 )
 from trainer_hooks.verl.tasks import task_name
 from trajstore import TrajectoryReplayBuffer

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer_hooks.verl import tokens
-from trainer_hooks.verl.histories import Fitting
-from trainer_hooks.verl.placement import spread, surplus
+from trainer_hooks.verl.histories import Histories, spread, surplus
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.experience import mean_entropy
 from trajstore.trajectory import AgentTrajectory
@@ -122,10 +121,11 @@ def test_a_history_that_is_too_long_is_refused_and_counted() -> None:
             input_ids=tokens, loss_mask=mask, response_start=prompt, old_log_probs=-torch.ones(response)
         )
 
-    fitting, fits = Fitting(3, 2), history(3, 2)
+    fitting = Histories(4, own_group=False, max_prompt_length=3, max_response_length=2)
+    fits = history(3, 2)
     assert fitting.fitting([history(4, 2), fits, history(3, 3)]) == (fits,)
-    assert fitting.take() == {"experience_replay/histories_refused/too_long": 2.0}
-    assert not any(fitting.take().values())
+    assert fitting.take_refused() == {"experience_replay/histories_refused/too_long": 2.0}
+    assert not any(fitting.take_refused().values())
 
 
 @given(
