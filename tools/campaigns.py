@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -77,6 +77,58 @@ def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> bool:
             return happened()
         time.sleep(0.005)
     return True
+
+
+class NoAnswerError(Exception):
+    """A process hung or ended; the message says which, and another one is there in its place."""
+
+
+class Asked:
+    """A process that answers one order after the other; one that hangs or ends is replaced. To be closed.
+
+    Args:
+        serve: called in the process with ``arguments`` and its end of a pipe.
+        arguments: of it.
+        patience: seconds after which it hangs.
+    """
+
+    def __init__(self, serve: Callable[..., object], *arguments: object, patience: float = PATIENCE) -> None:
+        self._serve, self._arguments, self.patience = serve, arguments, patience
+        self._begin()
+
+    def _begin(self) -> None:
+        self._orders, theirs = forking().Pipe()
+        self.process = start(self._serve, *self._arguments, theirs)
+        theirs.close()
+
+    def tell(self, order: object) -> None:
+        """Send an order that has no answer."""
+        with suppress(OSError):  # it has ended, and the next question will tell
+            self._orders.send(order)
+
+    def ask(self, order: object) -> Any:
+        """Send an order and return its answer.
+
+        Raises:
+            NoAnswerError: there is none.
+        """
+        self.tell(order)
+        try:
+            if self._orders.poll(self.patience):
+                return self._orders.recv()
+            what = f"has not come to an end in {self.patience:g} s"
+        except (EOFError, OSError):
+            self.process.join(1)
+            what = f"ended with {self.process.exitcode}"
+        self.close()
+        self._begin()
+        raise NoAnswerError(what)
+
+    def close(self) -> None:
+        """End the process."""
+        self._orders.close()
+        self.process.kill()
+        self.process.join()
 
 
 @contextmanager

@@ -9,11 +9,8 @@ Everything runs in a child process: verl and Ray change the environment and writ
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.timing import in_child
 
 PROMPTS, GROUP = 16, 8
 STEPS, WARM_UP_STEPS = 10, 2
@@ -64,14 +62,8 @@ def _measure(options: Options, steps: int) -> Any:
     missing = [name for name in ("verl", "ray", "transfer_queue") if find_spec(name) is None]
     if missing:
         raise SkippedError(f"needs {', '.join(missing)}: install trajstore[verl]")
-    result = options.folder / "result.json"
     sizes = [max(GROUP, options.count(rows) // GROUP * GROUP) for rows in ROWS]
-    arguments = [options.folder, result, steps, options.repeats, *sizes]
-    command = [sys.executable, "-m", "tools.bench.t16_verl", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr[-4000:]}")
-    return json.loads(result.read_text())
+    return in_child(_measured, options.folder, steps, options.repeats, sizes)
 
 
 def _trainer_figures(trainings: Sequence[Mapping[str, Sequence[float]]]) -> Iterator[Figure]:
@@ -152,8 +144,8 @@ def _steps(runs: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[flo
 # ---- in the child ----
 
 
-def _child(folder: Path, result: Path, steps: int, repeats: int, sizes: Sequence[int]) -> None:
-    """Measure and write what was measured to ``result``."""
+def _measured(folder: Path, steps: int, repeats: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return what was measured of trainings and rows."""
     from tests.verl_plugin.assets import make_assets
     from tests.verl_plugin.harness import VerlSession, make_config
 
@@ -170,7 +162,7 @@ def _child(folder: Path, result: Path, steps: int, repeats: int, sizes: Sequence
         rows = _rows(make_config(assets, folder / "rows", OVERRIDES), folder / "rows", sizes, repeats)
     finally:
         session.close()
-    result.write_text(json.dumps({"trainings": trainings, "rows": rows}))
+    return {"trainings": trainings, "rows": rows}
 
 
 def _training(run: Callable[[Any], Any], config: Any) -> Times:
@@ -371,7 +363,3 @@ def _noting(function: Callable[..., Any], times: list[float]) -> Callable[..., A
             times.append(time.perf_counter() - start)
 
     return noted
-
-
-if __name__ == "__main__":
-    _child(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), [int(one) for one in sys.argv[5:]])

@@ -8,11 +8,10 @@ import sys
 import time
 import warnings
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tools.crash.forked import forking
+from tools.campaigns import Asked, NoAnswerError
 from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
 
@@ -34,43 +33,19 @@ _FORBIDDEN = (
 )
 
 
-class Worker:
+class Worker(Asked):
     """Probes one directory after the other in a process of its own, which is replaced when it hangs or dies."""
 
     def __init__(self) -> None:
-        self._context = forking()
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
+        super().__init__(_serve, patience=SECONDS)
 
     def probe(self, path: Path, kind: Kind) -> Report:
         """Return what became of a directory; a process that hangs or dies is a problem in it."""
-        connection = self._start()
-        connection.send((path, kind))
         try:
-            if connection.poll(SECONDS):
-                report: Report = connection.recv()
-                return report
-            trouble = f"not done after {SECONDS:.0f} s"
-        except EOFError:
-            trouble = "the process died"
-        self.close()
-        return Report(ended=False, problems=[trouble])
-
-    def _start(self) -> Connection:
-        if self._connection is None:
-            self._connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
-        return self._connection
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None and self._connection is not None:
-            self._process.kill()
-            self._process.join()
-            self._connection.close()
-        self._process = self._connection = None
+            report: Report = self.ask((path, kind))
+        except NoAnswerError as error:
+            return Report(ended=False, problems=[f"the process {error}"])
+        return report
 
 
 def _serve(connection: Connection) -> None:

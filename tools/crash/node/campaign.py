@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,12 +9,14 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.campaigns import Result, s3_server, start, wait_for
+from tools.crash.journal import entries
 from tools.crash.node.child import work
 from tools.crash.range_reader import RangeReader, Seen, read_all
 from trajstore import TrajectoryReplayBuffer
@@ -47,22 +48,20 @@ class _Known:
                 far as its own mirror went.
         """
         keys: dict[int, int] = {}
-        watermark = -1
         shown: set[int] = set()
-        for line in journal.read_text().splitlines():
-            try:
-                said = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the last line, cut by the kill
-            self.offered.update(said.get("keys", ()))
-            keys.update((number, key) for number, key in said.get("added", ()))
-            self.may_be_gone.update(said.get("evicting", ()))
-            if "live" in said:  # a rollback has returned; before it, these are there as well
-                self.may_be_gone -= shown & set(said["live"])
-            elif "rolling_back" in said:
+        for said in entries(journal):
+            if said["event"] == "adding":
+                self.offered.update(said["keys"])
+            elif said["event"] == "added":
+                keys |= {int(number): key for number, key in said["keys"].items()}
+            elif said["event"] == "evicting":
+                self.may_be_gone.update(said["ids"])
+            elif said["event"] == "rolling_back":
                 shown = set(said["ids"]) - self.may_be_gone
                 self.may_be_gone |= shown
-            watermark = max(watermark, said.get("watermark", -1))
+            elif said["event"] == "rolled_back":  # before it, these are there as well
+                self.may_be_gone -= shown & set(said["ids"])
+        watermark = _watermark(journal)
         if woken:
             self.keys.update((number, key) for number, key in keys.items() if number <= watermark)
         else:
@@ -171,16 +170,12 @@ def _lose(
 
 def _watermark(journal: Path) -> int:
     """Return the watermark that a journal noted last; -1 if none."""
-    found = -1
-    for line in journal.read_text().splitlines():
-        with suppress(json.JSONDecodeError):  # the last line, half written
-            found = max(found, json.loads(line).get("watermark", -1))
-    return found
+    return max([said["watermark"] for said in entries(journal) if said["event"] == "mirrored"], default=-1)
 
 
 def _killed_restore(mirror: str, options: dict[str, Any], store: Path, rng: random.Random) -> bool:
     """Kill a restore at a random moment; return whether it had not ended."""
-    child = start(_restore, mirror, str(store), options)
+    child = start(partial(restore, storage_options=options), mirror, str(store))
     child.join(0.02 + 0.4 * rng.random())
     alive = child.exitcode is None
     if alive and child.pid is not None:
@@ -190,10 +185,6 @@ def _killed_restore(mirror: str, options: dict[str, Any], store: Path, rng: rand
     if ended:  # it was quicker: the store is whole, and a second restore would be refused
         shutil.rmtree(store)
     return not ended
-
-
-def _restore(mirror: str, store: str, options: dict[str, Any]) -> None:
-    restore(mirror, store, storage_options=options)
 
 
 def _look(store: Path, known: _Known, before: set[int], result: Result, number: int) -> dict[int, Seen]:
