@@ -131,6 +131,26 @@ class Asked:
         self.process.join()
 
 
+class _Heard(logging.Handler):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+
+@contextmanager
+def heard(logger: str, said: list[str]) -> Iterator[None]:
+    """Put the warnings of a logger among what is said."""
+    handler = _Heard(said)
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
 @contextmanager
 def s3_server() -> Iterator[dict[str, Any]]:
     """Start an S3 server on the loopback interface, which keeps conditional PUT; yield its storage options."""
@@ -164,21 +184,22 @@ def command(module: str, said: str | None, seed_of: str) -> argparse.ArgumentPar
 
 def main(
     parser: argparse.ArgumentParser,
-    campaign: Callable[[argparse.Namespace, Path, Callable[[Result], None]], R],
+    campaign: Callable[..., R],
     summary: Callable[[R], str] = counted,
 ) -> int:
     """Run a campaign and say what it found; return 1 if it found problems.
 
     Args:
         parser: of its command line.
-        campaign: works with the options in the folder that it is given, and tells how far it is.
+        campaign: works in the folder that it is given, with the options by name; tells ``progress`` how far it is.
         summary: what is said after the problems.
     """
-    options = parser.parse_args()
+    options = vars(parser.parse_args())
+    chosen = options.pop("folder")
     with tempfile.TemporaryDirectory(prefix="trajstore-") as temporary:
-        folder = Path(options.folder or temporary).absolute()
+        folder = Path(chosen or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        result = campaign(options, folder, _show)
+        result = campaign(folder, **options, progress=_show)
     for problem in result.problems:
         sys.stdout.write(f"{problem}\n")
     sys.stdout.write(f"{summary(result)}\n{len(result.problems)} problems in {result.seconds:.0f} s\n")

@@ -13,11 +13,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.timing import in_child
@@ -183,11 +184,8 @@ def _training(run: Callable[[Any], Any], config: Any) -> Times:
                 values.clear()
             done(trainer)
 
-        PPOTrainerSync.on_step_end = step_done
-        try:
+        with mock.patch.object(PPOTrainerSync, "on_step_end", step_done):
             metrics = [record for record in run(config).metrics if "timing_s/step" in record]
-        finally:
-            PPOTrainerSync.on_step_end = done
     kept = {name: values[WARM_UP_STEPS:] for name, values in per_step.items()}
     return {
         "step": [record["timing_s/step"] for record in metrics[WARM_UP_STEPS:]],
@@ -343,14 +341,11 @@ def _row(group: int, number: int, random: Any) -> tuple[str, dict[str, Any], dic
 def _timed(places: Mapping[str, tuple[Any, str]]) -> Iterator[Times]:
     """Time every call of functions, given as owner and attribute, while this is open."""
     times: Times = {name: [] for name in places}
-    originals = {name: getattr(owner, attribute) for name, (owner, attribute) in places.items()}
-    for name, (owner, attribute) in places.items():
-        setattr(owner, attribute, _noting(originals[name], times[name]))
-    try:
-        yield times
-    finally:
+    with ExitStack() as patches:
         for name, (owner, attribute) in places.items():
-            setattr(owner, attribute, originals[name])
+            noting = _noting(getattr(owner, attribute), times[name])
+            patches.enter_context(mock.patch.object(owner, attribute, noting))
+        yield times
 
 
 def _noting(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:

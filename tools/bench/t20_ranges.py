@@ -2,39 +2,33 @@
 
 The server is moto's, a process of its own; time is measured by the clock and by the processor of the client. ``warm``
 has every row fetched before, and is compared with a store on the local disk: single batches in turn, by the clock and
-by processor time, which other work on the machine lengthens less. Where ``pylance`` is installed, Lance's ``take``
-fetches the same rows of the same data from the same server, and from the local disk.
+by processor time, which other work on the machine lengthens less.
 """
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
 
-import torch
-
-from tools.bench import lance_take
 from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import Times, in_turn, processor_ratio, ratio
-from tools.bench.workloads import Workload, filled, image, raw_columns, state
+from tools.bench.workloads import Workload, filled, image, state
+from tools.campaigns import at_work, s3_server
+from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.fields import join_name, walk
+from trajstore.columns.fields import walk
 from trajstore.files.object_store import ObjectStore
 
 BUCKET = "bench"
 _CALLS = 4
-_PATIENCE = 60.0
-_SAMPLES = 32 * 4  # of each trajectory of the workload
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -48,15 +42,14 @@ def figures(options: Options) -> Iterator[Figure]:
 
     workload = image(options)
     filled(options.folder / "local", workload.trajectories).close()
-    with _server() as port:
-        storage = {"key": "bench", "secret": "benchbench", "endpoint_url": f"http://127.0.0.1:{port}"}
+    ours, theirs = forking().Pipe()
+    with at_work(_serve, theirs):
+        storage = ours.recv()
         s3fs.S3FileSystem(**storage).mkdir(BUCKET)
         yield from _of_workload(workload, storage, options)
         yield from _of_workload(state(options), storage, options)
         url = f"s3://{BUCKET}/{workload.name}"
         yield _warm(url, {**storage, "range_reads": True}, workload, options)
-        if lance_take.installed():
-            yield from _lance(url, {**storage, "range_reads": True}, port, workload, options)
 
 
 def _of_workload(workload: Workload, storage: dict[str, Any], options: Options) -> Iterator[Figure]:
@@ -130,48 +123,8 @@ def _warm(url: str, storage: dict[str, Any], workload: Workload, options: Option
             ours, theirs = in_turn(draws, options.count(60 * options.repeats), warmup=5)
     if asked:
         raise RuntimeError("rows were fetched that were there")
-    return _over("sample by ranges, warm, over local, image", ours, theirs, 1.25)
-
-
-def _over(name: str, ours: Times, theirs: Times, target: float | None) -> Figure:
-    details = {"by_processor_time": processor_ratio(ours, theirs), "ours_ms": ours.ms, "theirs_ms": theirs.ms}
-    return Figure("T20", name, ratio(ours, theirs), target, details=details)
-
-
-def _lance(url: str, storage: dict[str, Any], port: int, workload: Workload, options: Options) -> Iterator[Figure]:
-    """Yield our time over Lance's for the same rows, cold from the server and from the local disk."""
-    columns = raw_columns(workload.trajectories)
-    there = {
-        "aws_access_key_id": storage["key"],
-        "aws_secret_access_key": storage["secret"],
-        "aws_endpoint": storage["endpoint_url"],
-        "aws_region": "us-east-1",
-        "allow_http": "true",
-        "aws_virtual_hosted_style_request": "false",
-    }
-    places = {f"s3://{BUCKET}/{workload.name}.lance": there, str(options.folder / f"{workload.name}.lance"): {}}
-    for place, given in places.items():
-        lance_take.write(columns, place, given)
-    remote, local = places  # files of about the size of our shards
-    ours, theirs = Times(warmup=1), Times(warmup=1)
-    for repeat in range(options.repeats + 1):
-        with _open(url, storage, seed=repeat) as reader:
-            drawn = reader.draw(workload.batch)
-            lance = lance_take.LanceRows(remote, there, columns)
-            mine = ours.take(partial(reader.read, drawn))
-            _compare(mine, theirs.take(partial(lance.take, drawn.ids * _SAMPLES + drawn.samples)))
-    yield _over("sample by ranges, cold, over Lance's take, image", ours, theirs, None)
-    with _open(options.folder / "local", {}, seed=1) as reader:
-        lance = lance_take.LanceRows(local, {}, columns)
-        drawn = reader.draw(workload.batch)
-        works = [partial(reader.read, drawn), partial(lance.take, drawn.ids * _SAMPLES + drawn.samples)]
-        yield _over("read of local rows, over Lance's take, image", *in_turn(works, 10 * options.repeats), None)
-
-
-def _compare(mine: Mapping[str, Any], theirs: Mapping[str, torch.Tensor]) -> None:
-    for path, tensor in walk(mine):
-        if not torch.equal(tensor, theirs[join_name(path)]):
-            raise RuntimeError(f"{join_name(path)}: the two batches are not the same")
+    details = {"by_processor_time": processor_ratio(ours, theirs), "warm_ms": ours.ms, "local_ms": theirs.ms}
+    return Figure("T20", "sample by ranges, warm, over local, image", ratio(ours, theirs), 1.25, details=details)
 
 
 def _open(url: str | Path, storage: dict[str, Any], seed: int) -> TrajectoryReplayBuffer:
@@ -194,22 +147,7 @@ def _recorded() -> Iterator[list[list[tuple[str, int, int]]]]:
         yield asked
 
 
-@contextmanager
-def _server() -> Iterator[int]:
-    """Start a server; yield its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with ExitStack() as ending:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        ending.callback(process.wait)
-        ending.callback(process.terminate)
-        end = time.monotonic() + _PATIENCE
-        while time.monotonic() < end:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield port
+def _serve(told: Connection) -> None:
+    with s3_server() as options:
+        told.send(options)
+        signal.pause()

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 import torch
 
 from tools.bench.report import SkippedError
+from tools.proc import processes, stat, status
 
 T = TypeVar("T")
 
@@ -132,11 +132,10 @@ def status_bytes(name: str) -> int:
     Raises:
         SkippedError: it tells no such number.
     """
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise SkippedError(f"needs {name} in {status}")
+    try:
+        return status("self", name)
+    except OSError as error:
+        raise SkippedError(f"needs /proc: {error}") from error
 
 
 def processor_seconds() -> float:
@@ -145,21 +144,14 @@ def processor_seconds() -> float:
     Raises:
         SkippedError: there is no ``/proc``.
     """
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        parents[int(file.parent.name)] = int(fields[1])
-        ticks[int(file.parent.name)] = int(fields[11]) + int(fields[12])
-    if not ticks:
+    found = {number: fields for number in processes() if (fields := stat(number))}
+    if not found:
         raise SkippedError("needs /proc")
     mine = {os.getpid()}
-    while found := {number for number, parent in parents.items() if parent in mine} - mine:
-        mine |= found
-    return sum(ticks[number] for number in mine) / os.sysconf("SC_CLK_TCK")
+    while more := {number for number, fields in found.items() if int(fields[1]) in mine} - mine:
+        mine |= more
+    ticks = sum(int(found[number][11]) + int(found[number][12]) for number in mine)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def in_child(work: Callable[..., T], *arguments: object) -> T:

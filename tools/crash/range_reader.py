@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from tools.campaigns import PATIENCE, Asked, NoAnswerError, Result
+from tools.campaigns import PATIENCE, Asked, NoAnswerError, Result, heard
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, TrajstoreError
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory
@@ -113,26 +112,9 @@ class RangeRows:
             reader.close()
 
 
-class _Told(logging.Handler):
-    """Puts warnings among the troubles."""
-
-    def __init__(self, troubles: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.troubles = troubles
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.troubles.append(record.getMessage())
-
-
-@contextmanager
-def detours_told(rows: RangeRows) -> Iterator[None]:
+def detours_told(rows: RangeRows) -> AbstractContextManager[None]:
     """Count a warning that ranges do not come by obstore among the troubles: something else would be compared."""
-    told, told_by = _Told(rows.troubles), logging.getLogger("trajstore.files.object_store")
-    told_by.addHandler(told)
-    try:
-        yield
-    finally:
-        told_by.removeHandler(told)
+    return heard("trajstore.files.object_store", rows.troubles)
 
 
 def _serve(options: dict[str, Any], orders: Connection) -> None:

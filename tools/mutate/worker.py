@@ -14,6 +14,7 @@ from typing import Any
 from tools.campaigns import Asked, NoAnswerError
 from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
+from tools.proc import status
 
 SECONDS = 60.0
 """A case that takes longer hangs, or the machine is very busy."""
@@ -51,7 +52,7 @@ class Worker(Asked):
 def _serve(connection: Connection) -> None:
     import tools.crash.warm  # noqa: F401  # before memory and calls are watched; the fork server may lack it
 
-    used = _status("VmSize")
+    used = status("self", "VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESS_SPACE, used + _ADDRESS_SPACE))
     sys.addaudithook(_audit)
     logging.disable()  # what is said about damage besides errors is no finding
@@ -60,11 +61,11 @@ def _serve(connection: Connection) -> None:
         path, kind = connection.recv()
         _calls.clear()
         _reset_peak()
-        before, begun = _status("VmRSS"), time.process_time()
+        before, begun = status("self", "VmRSS"), time.process_time()
         report = probe(path, kind)
         if time.process_time() - begun > CPU_SECONDS:
             report.problems.append(f"took {time.process_time() - begun:.0f} s of the processor")
-        grown = _status("VmHWM") - before
+        grown = status("self", "VmHWM") - before
         if _calls:
             report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
         if grown > GROWTH:
@@ -88,14 +89,6 @@ def _loads_kernels() -> bool:
         if frame.f_globals.get("__name__", "").startswith("numba."):
             return True
     return False
-
-
-def _status(field: str) -> int:
-    """Return a number of bytes that the kernel tells of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def _reset_peak() -> None:

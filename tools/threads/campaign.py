@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections import Counter
@@ -30,19 +31,18 @@ def run_session(folder: Path, replacer: str, form: str, seconds: float, seed: in
 
 def run_campaign(
     folder: Path,
-    replacers: Sequence[str],
-    formats: Sequence[str],
+    replacer: Sequence[str],
+    form: Sequence[str],
     seconds: float,
     seed: int,
-    tell: Callable[[Result], None],
+    progress: Callable[[Result], None],
 ) -> Result:
     """Run a session for each replacer and each format."""
     result = Result()
-    for replacer in replacers:
-        for form in formats:
-            found = run_session(folder / f"{replacer}-{form}", replacer, form, seconds, seed)
-            result.counts["processes"] += 1
-            result.counts += found.counts
-            result.problems += [f"{replacer}, {form}, seed {seed}: {problem}" for problem in found.problems]
-            tell(result)
+    for one, kind in itertools.product(replacer, form):
+        found = run_session(folder / f"{one}-{kind}", one, kind, seconds, seed)
+        result.counts["processes"] += 1
+        result.counts += found.counts
+        result.problems += [f"{one}, {kind}, seed {seed}: {problem}" for problem in found.problems]
+        progress(result)
     return result

@@ -18,6 +18,7 @@ from tools.campaigns import PATIENCE, Result, at_work, s3_server, wait_for
 from tools.crash.frozen.sleeper import Freeze, Writer, sleep_and_go_on
 from tools.crash.journal import Promises, entries
 from tools.crash.range_reader import RangeReader, read_all
+from tools.proc import stat
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.files.holder import LOCK_NAME
@@ -105,7 +106,7 @@ class _Round:
         return not self.notes("ended") and self.is_frozen(child)
 
     def is_frozen(self, child: BaseProcess) -> bool:
-        return bool(self.notes("freezing")) and child.is_alive() and _state(child) == "T"
+        return bool(self.notes("freezing")) and child.is_alive() and stat(child.pid or 0)[:1] == ["T"]
 
     def take_over(self, child: BaseProcess, freeze: Freeze) -> None:
         (point,) = self.notes("freezing")
@@ -263,11 +264,3 @@ class _Round:
 
     def problem(self, text: str) -> None:
         self.result.problems.append(f"round {self.seed} ({self.where}): {text}")
-
-
-def _state(child: BaseProcess) -> str:
-    """Return in which state the system has a process; ``T`` is stopped."""
-    try:
-        return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""
