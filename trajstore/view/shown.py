@@ -110,7 +110,30 @@ def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
     return OfReader(path, pin)
 
 
-class OfReader:
+class _OfBuffer:
+    """What reads trajectories of a buffer or a handle; where it is a pool, those of the pool."""
+
+    _reader: TrajectoryReplayBuffer | DistributedReplayBuffer
+    pool: SeenPool | None = None
+    limits: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self._reader if self.pool is None else self.pool)
+
+    def query(self) -> Query:
+        return self._reader.query() if self.pool is None else self.pool.query()
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self._reader).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self._reader.read(drawn, columns=columns)
+
+
+class OfReader(_OfBuffer):
     """What a reader shows; of a pool's store the pool.
 
     Args:
@@ -118,7 +141,7 @@ class OfReader:
         pin: name of a pin, whose trajectories are shown; None: the newest.
     """
 
-    limits: Sequence[str] = ()
+    _reader: TrajectoryReplayBuffer
 
     def __init__(self, path: str | Path, pin: str | None) -> None:
         self.path = str(path)
@@ -128,7 +151,6 @@ class OfReader:
         """None: nothing is there that would say it."""
         self._is_seen = False
         """Whether the pool is that of the state that the reader shows."""
-        self.pool: SeenPool | None = None
         try:
             self._look()
         except CorruptStoreError as error:
@@ -142,27 +164,12 @@ class OfReader:
         self.pool = self._records.look() if self._is_pool else None
         self._is_seen = True
 
-    def __len__(self) -> int:
-        return len(self._reader if self.pool is None else self.pool)
-
     def refresh(self) -> bool:
         if not self._reader.refresh() and self._is_seen:
             return False
         self._is_seen = False
         self._look()
         return True
-
-    def query(self) -> Query:
-        return self._reader.query() if self.pool is None else self.pool.query()
-
-    def get(self, shown: str, /) -> AnyTrajectory:
-        return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
-
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self._reader).extents(ids)
-
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
-        return self._reader.read(drawn, columns=columns)
 
     def catalogs(self) -> Mapping[int, Catalog]:
         return internals_of(self._reader).catalogs_by_rank()
@@ -190,7 +197,7 @@ def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, 
         return reader, damage
 
 
-class PoolFiles:
+class PoolFiles(_OfBuffer):
     """The three files of a pool, or the newest of the pools in a folder of ``step_N``.
 
     Args:
@@ -218,23 +225,9 @@ class PoolFiles:
         told = {step: read_buckets(folder) for step, folder in pools.items()}
         difficulties = {step: {key: len(tasks) for key, tasks in buckets.items()} for step, buckets in told.items()}
         self.pool = replace(pool, difficulties=difficulties)
+        self._reader = pool.buffer
         self.path, self._files = str(newest), files
         return True
-
-    def __len__(self) -> int:
-        return len(self.pool)
-
-    def query(self) -> Query:
-        return self.pool.query()
-
-    def get(self, shown: str, /) -> AnyTrajectory:
-        return self.pool.get(shown)
-
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self.pool.buffer).extents(ids)
-
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
-        return self.pool.buffer.read(drawn, columns=columns)
 
     def catalogs(self) -> Mapping[int, Catalog]:
         return {}
@@ -243,7 +236,7 @@ class PoolFiles:
         """Do nothing: no lease was taken."""
 
 
-class OfHandle:
+class OfHandle(_OfBuffer):
     """What a handle of stores shows.
 
     Facts are taken from the stores once for each state, trajectories one by one. While a store does not answer, the
@@ -256,15 +249,15 @@ class OfHandle:
         StoreUnreachableError: a store does not answer.
     """
 
+    _reader: DistributedReplayBuffer
     damage: str | None = None
-    pool: SeenPool | None = None
     limits = (
         "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
         "giving some, takes `trajstore view` on a machine that has the directories.",
     )
 
     def __init__(self, handle: DistributedReplayBuffer) -> None:
-        self._handle = handle
+        self._reader = handle
         self.path = f"stores {internals_of(handle).name!r} of Ray"
         self._facts = handle.query().table()
         self._ids = handle.trajectory_ids
@@ -274,31 +267,25 @@ class OfHandle:
         return len(self._facts)
 
     def refresh(self) -> bool:
-        self._handle.refresh()
-        if silent := internals_of(self._handle).absent:
+        self._reader.refresh()
+        if silent := internals_of(self._reader).absent:
             names = listed(f"rank_{rank}" for rank in silent)
             raise StoreUnreachableError(f"{self.path}: no answer from {names}; shown is what there was before")
-        ids = self._handle.trajectory_ids
+        ids = self._reader.trajectory_ids
         if np.array_equal(ids, self._ids):
             return False
-        self._facts, self._ids = self._handle.query().table(), ids
+        self._facts, self._ids = self._reader.query().table(), ids
         return True
 
     def query(self) -> Query:
         facts = self._facts
-        return replace(self._handle.query(), facts=lambda: facts)
+        return replace(self._reader.query(), facts=lambda: facts)
 
     def get(self, shown: str, /) -> AnyTrajectory:
         number = id_from("trajectory_id", shown)
         if not (self._facts["trajectory_id"] == number).any():  # else a store that does not exist would be waited for
             raise TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
-        return self._handle.get(number)
-
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self._handle).extents(ids)
-
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
-        return self._handle.read(drawn, columns=columns)
+        return self._reader.get(number)
 
     def catalogs(self) -> None:
         return None
