@@ -2,8 +2,8 @@
 
 The store is made as the writer would have left it, once with 100 trajectories per shard (what the group commit makes of
 a fast producer) and once with one per shard, with shard files that are one hole: nothing is sampled. Time runs from the
-call to the return of ``load_checkpoint``, modules being loaded; memory is what the process's RSS has grown by then, and
-its highest. The ratio is to ``json.load`` of RLinf's index of as many trajectories.
+call to the return of ``load_checkpoint``, modules being loaded; memory is what the process's RSS has grown by then. The
+ratio is to ``json.load`` of RLinf's index of as many trajectories.
 """
 
 from __future__ import annotations
@@ -65,12 +65,7 @@ def figures(options: Options) -> Iterator[Figure]:
             (everything["held"] - kernels_held) / total,
             150.0,
             "bytes",
-            details={
-                "kernels_mb": kernels_held / 1e6,
-                "held_mb": everything["held"] / 1e6,
-                "peak_mb": everything["peak"] / 1e6,
-                "rank_mb": rank["held"] / 1e6,
-            },
+            details={"kernels_mb": kernels_held / 1e6, "held_mb": everything["held"] / 1e6},
         )
         if whole == CASES[0][0]:
             index_mb = (folder / INDEX_NAME).stat().st_size / 1e6
@@ -167,12 +162,12 @@ def _load_json(path: Path) -> object:
 
 
 def _cost(work: Callable[[Path], object], path: Path) -> dict[str, float]:
-    """Return the seconds of opening, the bytes that this process holds more afterwards, and at its highest."""
+    """Return the seconds of opening, and the bytes that this process holds more afterwards."""
     before = status_bytes("VmRSS")
     start = time.perf_counter()
     kept = work(path)
     took = time.perf_counter() - start
     kernels()  # which a thread may still load
-    found = {"seconds": took, "peak": status_bytes("VmHWM") - before, "held": status_bytes("VmRSS") - before}
+    found = {"seconds": took, "held": status_bytes("VmRSS") - before}
     del kept
     return found

@@ -124,11 +124,6 @@ def agent_trajectory(generator: torch.Generator, number: int) -> AgentTrajectory
     return rollout(generator, number, PROMPT, turns(RESPONSE), messages=messages, **names)
 
 
-def small_trajectory(generator: torch.Generator, number: int) -> AgentTrajectory:
-    """Return a rollout of 1 KB, all in all."""
-    return rollout(generator, number, 16, torch.ones(16, dtype=torch.int64))
-
-
 def agents(count: int = 256, seed: int = 0) -> list[AgentTrajectory]:
     """Return some rollouts of 1,000 tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -136,9 +131,9 @@ def agents(count: int = 256, seed: int = 0) -> list[AgentTrajectory]:
 
 
 def smalls(count: int = 256) -> list[AgentTrajectory]:
-    """Return some rollouts of 1 KB."""
-    generator = torch.Generator().manual_seed(0)
-    return [small_trajectory(generator, number) for number in range(count)]
+    """Return some rollouts of 1 KB, all in all."""
+    generator, mask = torch.Generator().manual_seed(0), torch.ones(16, dtype=torch.int64)
+    return [rollout(generator, number, 16, mask) for number in range(count)]
 
 
 def states(count: int, seed: int = 0) -> list[Trajectory]:

@@ -12,5 +12,4 @@ if __name__ == "__main__":
     parser = command("tools.powerloss", __doc__, "sessions and crashes")
     parser.add_argument("--states", type=int, default=2000, help="how many states of the disk")
     parser.add_argument("--sessions", type=lambda text: range(int(text)), default="8", help="sessions with a store")
-    parser.add_argument("--steps", type=int, default=0, help="things done before and after a kill; 0 = 30, 6 of zarr")
     sys.exit(main(parser, run_campaign))

@@ -14,7 +14,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, 
 from trajstore.files.base import Directory
 from trajstore.files.opening import nested, open_directory
 from trajstore.inspection.points import numbers_absent
-from trajstore.inspection.verification import Problem, Verification
+from trajstore.inspection.verification import Problem, Progress, Verification
 from trajstore.inspection.verify import verify, verify_place
 from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
@@ -23,9 +23,6 @@ from trajstore.store.lost_records import lost_in_words
 from trajstore.store.saved_points import PINS_FOLDER
 from trajstore.store.sealed import without_advice
 from trajstore.store.shard_table import shard_name, shard_number
-
-Progress = Callable[[int, int], None]
-"""Told (done, total) shards."""
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from trajstore.inspection.statistics import (
     policy_report,
     range_of,
 )
+from trajstore.inspection.verification import Progress
 from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 
 Report = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 MISSING = "named by the index, but missing"
 

@@ -6,7 +6,7 @@ JSON values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from trajstore.inspection.statistics import (
     policy_report,
     range_of,
 )
+from trajstore.inspection.verification import Progress
 from trajstore.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
@@ -43,8 +44,6 @@ from trajstore.store.lost_records import Damage
 from trajstore.store.salvage import open_leniently
 
 Report = dict[str, Any]
-Progress = Callable[[int, int], None]
-"""Told (done, total)."""
 
 MEASURED_AT_MOST = 2_000
 """Rewards and episodes are read from this many of the newest trajectories unless said otherwise."""

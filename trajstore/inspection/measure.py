@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from trajstore.columns.schema import DOCUMENT, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.guidance.worth import GuidanceRecords
 from trajstore.inspection.statistics import RewardStatistics, Seam, agents_report
+from trajstore.inspection.verification import Progress
 from trajstore.reading.late import outcomes_given
 from trajstore.reading.shard_access import ShardAccess, extent_at
 from trajstore.store.catalog import Catalog
@@ -23,7 +24,6 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.trajectory import AgentTrajectory
 
 Report = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 _SEAM_BYTES = 64 << 10
 """Of an observation, at most this much is compared."""

@@ -6,7 +6,7 @@ is linked or copied as it is wherever it can be, and what is written appears who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from trajstore.store.partition import share_of
 from trajstore.store.run_ids import in_run
 
 _Part = tuple[Picture, CheckpointState]
-_Select = Callable[[TrajectoryReplayBuffer, Picture], Mapping[str, npt.NDArray[np.intp]]]
 
 
 def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress | None = None) -> Copied:

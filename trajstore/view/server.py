@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -27,6 +29,7 @@ from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
 from trajstore.view.living import Living, State
 from trajstore.view.page import STATIC
+from trajstore.view.shown import Shown
 
 T = TypeVar("T")
 
@@ -293,3 +296,37 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None,
     name = f"[{host}]" if ":" in host else host
     with listener:
         yield listener, token, f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"
+
+
+@contextmanager
+def served(
+    shown: Shown,
+    host: str,
+    port: int,
+    *,
+    tokenizer: str | Path | None = None,
+    token: str | None = None,
+    correcting: Correcting | None = None,
+) -> Iterator[str]:
+    """Serve from a thread until the context is left; yields the address.
+
+    Args:
+        shown: of which the page is; belongs to the server from now on.
+        host: address to listen on.
+        port: 0 = any that is free.
+        tokenizer: as for :class:`Living`.
+        token: what must be known to be let in, where only this machine asks.
+        correcting: takes values from the page; None if nothing can be changed.
+
+    Raises:
+        ConfigurationError: there is no such address here, or the port is taken.
+    """
+    with listening(host, port) as (listener, own, address), closing(Living(shown, tokenizer=tokenizer)) as living:
+        server = server_of(living, own or token, correcting)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
+        thread.start()
+        try:
+            yield address
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -91,81 +91,70 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         seed: of what is done when.
     """
     result = Result()
-    with closing(RangeReader(storage_options, result)) if storage_options else nullcontext() as ranges:
-        _lose(folder, mirrors, storage_options, rounds, seed, result, ranges)
-    if rounds and not result.counts["trajectories below the watermark"]:
-        result.problems.append("no trajectory was on a mirror: nothing was tested")
-    return result
-
-
-def _lose(
-    folder: Path,
-    mirrors: str,
-    storage_options: dict[str, Any],
-    rounds: int,
-    seed: int,
-    result: Result,
-    ranges: RangeReader | None,
-) -> None:
     rng, known = random.Random(seed), _Known()
     disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
     options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
     frozen: Any = None
-    for number in range(rounds):
-        journal = folder / f"journal_{number}"
-        journal.touch()
-        store = disks / str(number)
-        given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
-        child = start(work, *given)
-        if ranges is not None and number % 2 == 0:  # else nobody reads meanwhile, for whom evicted shards would stay
-            ranges.follow(mirror)
-        wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
-        if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
-            child.join(rng.random())
-            os.kill(frozen.pid, signal.SIGCONT)
-        if rng.random() < 0.75:  # however slow the machine is, there must be something to compare
-            wait_for(child, lambda journal=journal: _watermark(journal) > known.watermark)
-        child.join(0.05 + 2.0 * rng.random() ** 2)
-        if child.exitcode is not None:
-            result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
-        if frozen is not None:
-            frozen.kill()
-            frozen.join()
-            frozen = None
-            known.read(folder / f"journal_{number - 1}", woken=True)
-        if storage_options and rng.random() < 0.4 and child.exitcode is None:
-            os.kill(child.pid, signal.SIGSTOP)
-            frozen = child
-            result.counts["of them only frozen"] += 1
-            time.sleep(2 * _LOCK_TTL)
-        else:
-            child.kill()
-            child.join()
-        known.read(journal)
-        if frozen is None:
-            shutil.rmtree(disks)
-        result.counts["nodes lost"] += 1
-        if known.watermark < 0 and not before:
-            mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
-            continue
-        store = disks / str(number + 1)
-        if rng.random() < 0.3:
-            result.counts["restores killed and taken up"] += _killed_restore(mirror, storage_options, store, rng)
-        try:
-            restore(mirror, store, storage_options=storage_options)
-            there = _look(store, known, before, result, number)
-            if ranges is not None:
-                seen, troubles = ranges.look(mirror)
-                result.problems += [f"round {number}: {trouble}" for trouble in troubles]
-                if differing := [one for one in there.keys() | seen.keys() if there.get(one) != seen.get(one)]:
-                    result.problems.append(f"round {number}: ids {sorted(differing)} are others by ranges, or absent")
-            before = set(there)
-        except (TrajstoreError, WitnessError) as error:
-            result.problems.append(f"round {number}: {type(error).__name__}: {error}")
-            break
+    with closing(RangeReader(storage_options, result)) if storage_options else nullcontext() as ranges:
+        for number in range(rounds):
+            journal = folder / f"journal_{number}"
+            journal.touch()
+            store = disks / str(number)
+            given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
+            child = start(work, *given)
+            if ranges is not None and number % 2 == 0:  # else nobody reads, for whom evicted shards would stay
+                ranges.follow(mirror)
+            wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
+            if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
+                child.join(rng.random())
+                os.kill(frozen.pid, signal.SIGCONT)
+            if rng.random() < 0.75:  # however slow the machine is, there must be something to compare
+                wait_for(child, lambda journal=journal: _watermark(journal) > known.watermark)
+            child.join(0.05 + 2.0 * rng.random() ** 2)
+            if child.exitcode is not None:
+                result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
+            if frozen is not None:
+                frozen.kill()
+                frozen.join()
+                frozen = None
+                known.read(folder / f"journal_{number - 1}", woken=True)
+            if storage_options and rng.random() < 0.4 and child.exitcode is None:
+                os.kill(child.pid, signal.SIGSTOP)
+                frozen = child
+                result.counts["of them only frozen"] += 1
+                time.sleep(2 * _LOCK_TTL)
+            else:
+                child.kill()
+                child.join()
+            known.read(journal)
+            if frozen is None:
+                shutil.rmtree(disks)
+            result.counts["nodes lost"] += 1
+            if known.watermark < 0 and not before:
+                mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
+                continue
+            store = disks / str(number + 1)
+            if rng.random() < 0.3:
+                result.counts["restores killed and taken up"] += _killed_restore(mirror, storage_options, store, rng)
+            try:
+                restore(mirror, store, storage_options=storage_options)
+                there = _look(store, known, before, result, number)
+                if ranges is not None:
+                    seen, troubles = ranges.look(mirror)
+                    result.problems += [f"round {number}: {trouble}" for trouble in troubles]
+                    if differing := [one for one in there.keys() | seen.keys() if there.get(one) != seen.get(one)]:
+                        text = f"ids {sorted(differing)} are others by ranges, or absent"
+                        result.problems.append(f"round {number}: {text}")
+                before = set(there)
+            except (TrajstoreError, WitnessError) as error:
+                result.problems.append(f"round {number}: {type(error).__name__}: {error}")
+                break
     if frozen is not None:
         frozen.kill()
         frozen.join()
+    if rounds and not result.counts["trajectories below the watermark"]:
+        result.problems.append("no trajectory was on a mirror: nothing was tested")
+    return result
 
 
 def _watermark(journal: Path) -> int:
