@@ -24,8 +24,9 @@ from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, nested, open_directory
 from trajstore.formats import FORMATS, get_format
-from trajstore.inspection.copying import Copied, Progress, damaged_shards, verified
+from trajstore.inspection.copying import Copied, damaged_shards, verified
 from trajstore.inspection.points import absent_ranks
+from trajstore.inspection.verification import Progress
 from trajstore.inspection.verify import verify_place
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import Place, find_place, is_of_rank, rank_of

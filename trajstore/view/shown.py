@@ -111,9 +111,9 @@ def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
 
 
 class _OfBuffer:
-    """What reads trajectories of a buffer or a handle; where it is a pool, those of the pool."""
+    """What a buffer shows, or the pool in it."""
 
-    _reader: TrajectoryReplayBuffer | DistributedReplayBuffer
+    _reader: TrajectoryReplayBuffer
     pool: SeenPool | None = None
     limits: Sequence[str] = ()
 
@@ -140,8 +140,6 @@ class OfReader(_OfBuffer):
         path: directory or URL.
         pin: name of a pin, whose trajectories are shown; None: the newest.
     """
-
-    _reader: TrajectoryReplayBuffer
 
     def __init__(self, path: str | Path, pin: str | None) -> None:
         self.path = str(path)
@@ -236,7 +234,7 @@ class PoolFiles(_OfBuffer):
         """Do nothing: no lease was taken."""
 
 
-class OfHandle(_OfBuffer):
+class OfHandle:
     """What a handle of stores shows.
 
     Facts are taken from the stores once for each state, trajectories one by one. While a store does not answer, the
@@ -249,15 +247,15 @@ class OfHandle(_OfBuffer):
         StoreUnreachableError: a store does not answer.
     """
 
-    _reader: DistributedReplayBuffer
     damage: str | None = None
+    pool: SeenPool | None = None
     limits = (
         "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
         "giving some, takes `trajstore view` on a machine that has the directories.",
     )
 
     def __init__(self, handle: DistributedReplayBuffer) -> None:
-        self._reader = handle
+        self._handle = handle
         self.path = f"stores {internals_of(handle).name!r} of Ray"
         self._facts = handle.query().table()
         self._ids = handle.trajectory_ids
@@ -267,25 +265,31 @@ class OfHandle(_OfBuffer):
         return len(self._facts)
 
     def refresh(self) -> bool:
-        self._reader.refresh()
-        if silent := internals_of(self._reader).absent:
+        self._handle.refresh()
+        if silent := internals_of(self._handle).absent:
             names = listed(f"rank_{rank}" for rank in silent)
             raise StoreUnreachableError(f"{self.path}: no answer from {names}; shown is what there was before")
-        ids = self._reader.trajectory_ids
+        ids = self._handle.trajectory_ids
         if np.array_equal(ids, self._ids):
             return False
-        self._facts, self._ids = self._reader.query().table(), ids
+        self._facts, self._ids = self._handle.query().table(), ids
         return True
 
     def query(self) -> Query:
         facts = self._facts
-        return replace(self._reader.query(), facts=lambda: facts)
+        return replace(self._handle.query(), facts=lambda: facts)
 
     def get(self, shown: str, /) -> AnyTrajectory:
         number = id_from("trajectory_id", shown)
         if not (self._facts["trajectory_id"] == number).any():  # else a store that does not exist would be waited for
             raise TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
-        return self._reader.get(number)
+        return self._handle.get(number)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self._handle).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self._handle.read(drawn, columns=columns)
 
     def catalogs(self) -> None:
         return None
