@@ -85,10 +85,11 @@ class Driver:
         """Return the processes that have the driver's mark in their environment or are in its session."""
         found = []
         for number in processes():
-            fields = stat(number)
+            fields, environment = stat(number), Path(f"/proc/{number}/environ")
+            if not fields or fields[0] == "Z":
+                continue
             with suppress(OSError):  # ended meanwhile, or another user's
-                marked = self._mark.encode() in Path(f"/proc/{number}/environ").read_bytes()
-                if fields and fields[0] != "Z" and (int(fields[3]) == self._process.pid or marked):
+                if int(fields[3]) == self._process.pid or self._mark.encode() in environment.read_bytes():
                     found.append(number)
         return found
 
