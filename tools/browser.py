@@ -8,15 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trajstore.view.correcting import Correcting
-from trajstore.view.living import Living
-from trajstore.view.server import listening, server_of
+from trajstore.view.server import served
 from trajstore.view.shown import shown_at
 
 PATIENCE = 120
@@ -85,17 +83,8 @@ class Command:
 def serving(path: Path, token: str | None = None, *, who: str | None = None, pin: str | None = None) -> Iterator[str]:
     """Serve a directory from a thread, with ``--write`` if it is said who gives values; yields the address."""
     correcting = None if who is None else Correcting(path, who)
-    living = Living(shown_at(path, pin=pin))
-    with listening("127.0.0.1", 0) as (listener, _, address):
-        server = server_of(living, token, correcting)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield address.removesuffix("/")
-        finally:
-            server.should_exit = True
-            thread.join()
-            living.close()
+    with served(shown_at(path, pin=pin), "127.0.0.1", 0, token=token, correcting=correcting) as address:
+        yield address.removesuffix("/")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,6 +79,78 @@ def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> bool:
     return True
 
 
+class NoAnswerError(Exception):
+    """A process hung or ended; the message says which, and another one is there in its place."""
+
+
+class Asked:
+    """A process that answers one order after the other; one that hangs or ends is replaced. To be closed.
+
+    Args:
+        serve: called in the process with ``arguments`` and its end of a pipe.
+        arguments: of it.
+        patience: seconds after which it hangs.
+    """
+
+    def __init__(self, serve: Callable[..., object], *arguments: object, patience: float = PATIENCE) -> None:
+        self._serve, self._arguments, self.patience = serve, arguments, patience
+        self._begin()
+
+    def _begin(self) -> None:
+        self._orders, theirs = forking().Pipe()
+        self.process = start(self._serve, *self._arguments, theirs)
+        theirs.close()
+
+    def tell(self, order: object) -> None:
+        """Send an order that has no answer."""
+        with suppress(OSError):  # it has ended, and the next question will tell
+            self._orders.send(order)
+
+    def ask(self, order: object) -> Any:
+        """Send an order and return its answer.
+
+        Raises:
+            NoAnswerError: there is none.
+        """
+        self.tell(order)
+        try:
+            if self._orders.poll(self.patience):
+                return self._orders.recv()
+            what = f"has not come to an end in {self.patience:g} s"
+        except (EOFError, OSError):
+            self.process.join(1)
+            what = f"ended with {self.process.exitcode}"
+        self.close()
+        self._begin()
+        raise NoAnswerError(what)
+
+    def close(self) -> None:
+        """End the process."""
+        self._orders.close()
+        self.process.kill()
+        self.process.join()
+
+
+class _Heard(logging.Handler):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+
+@contextmanager
+def heard(logger: str, said: list[str]) -> Iterator[None]:
+    """Put the warnings of a logger among what is said."""
+    handler = _Heard(said)
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
 @contextmanager
 def s3_server() -> Iterator[dict[str, Any]]:
     """Start an S3 server on the loopback interface, which keeps conditional PUT; yield its storage options."""
@@ -112,21 +184,22 @@ def command(module: str, said: str | None, seed_of: str) -> argparse.ArgumentPar
 
 def main(
     parser: argparse.ArgumentParser,
-    campaign: Callable[[argparse.Namespace, Path, Callable[[Result], None]], R],
+    campaign: Callable[..., R],
     summary: Callable[[R], str] = counted,
 ) -> int:
     """Run a campaign and say what it found; return 1 if it found problems.
 
     Args:
         parser: of its command line.
-        campaign: works with the options in the folder that it is given, and tells how far it is.
+        campaign: works in the folder that it is given, with the options by name; tells ``progress`` how far it is.
         summary: what is said after the problems.
     """
-    options = parser.parse_args()
+    options = vars(parser.parse_args())
+    chosen = options.pop("folder")
     with tempfile.TemporaryDirectory(prefix="trajstore-") as temporary:
-        folder = Path(options.folder or temporary).absolute()
+        folder = Path(chosen or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        result = campaign(options, folder, _show)
+        result = campaign(folder, **options, progress=_show)
     for problem in result.problems:
         sys.stdout.write(f"{problem}\n")
     sys.stdout.write(f"{summary(result)}\n{len(result.problems)} problems in {result.seconds:.0f} s\n")

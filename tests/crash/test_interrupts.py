@@ -19,7 +19,7 @@ from trajstore.testing.witness import witness
 
 
 def test_nothing_is_lost_and_nothing_hangs_when_the_writer_is_interrupted(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, kills=9, seed=7, interrupt=True)
+    result = run_campaign(tmp_path, kills=9, seed=7, sent="INT")
     assert result.problems == []
     assert result.counts["kills"] == 9
 
@@ -27,7 +27,7 @@ def test_nothing_is_lost_and_nothing_hangs_when_the_writer_is_interrupted(tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_and_nothing_hangs_in_a_long_campaign(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, kills=300, seed=8, interrupt=True)
+    result = run_campaign(tmp_path, kills=300, seed=8, sent="INT")
     assert result.problems == []
     assert result.counts["promises checked"] > 1000
 

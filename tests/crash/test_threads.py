@@ -32,8 +32,7 @@ _LONG = 600.0
 def _check(folder: Path, replacer: str, form: str, seconds: float) -> None:
     found = run_session(folder / "session", replacer, form, seconds, seed=0)
     assert not found.problems, "\n\n".join(found.problems)
-    assert found.replaced > 0
-    assert len(found.read) == 8, f"some readers never read: {found.read}"
+    assert found.counts["replacements"] > 0
 
 
 @pytest.mark.parametrize("replacer", REPLACERS)

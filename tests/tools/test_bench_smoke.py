@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tools.bench import space, t08_open, t13_replay, t14_memory, t21_view
-from tools.bench.__main__ import BENCHMARKS, main
+from tools.bench import space, t08_open, t14_memory, t21_view
+from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
-# The first two have no sizes to make smaller; the others start servers.
-NOT_TRIED = ("t11", "t12", "t16", "t16rows", "t19", "t20")
+# They start servers.
+NOT_TRIED = ("t16", "t16rows", "t19", "t20")
 LONG = ("t21", "t22")
 """Start a browser and servers, or a cluster of their own."""
-
-
-def in_process(module: str, *arguments: object) -> Any:
-    """Do what a benchmark's child process does, here: starting Python and torch takes seconds."""
-    written = io.StringIO()
-    with contextlib.redirect_stdout(written):
-        importlib.import_module(module)._child(*map(str, arguments))
-    return json.loads(written.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -39,11 +26,11 @@ def in_process(module: str, *arguments: object) -> Any:
     ],
 )
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (t08_open, t14_memory, t21_view):
-        monkeypatch.setattr(module, "in_child", in_process)
+    for module in (t08_open, t14_memory, t21_view):  # starting Python and torch takes seconds
+        monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
     monkeypatch.setattr(space, "_SECONDS", 0.1)  # so little data never comes below the target
     try:
-        figures = list(BENCHMARKS[name](Options(tmp_path, repeats=1, scale=0.002)))
+        figures = list(figures_of(name, Options(tmp_path, repeats=1, scale=0.002)))
     except SkippedError as reason:
         pytest.skip(str(reason))
     assert figures
@@ -54,23 +41,6 @@ def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert isinstance(line["ratio"] if figure.unit == "ratio" else line["value"], float)
         assert line["ok"] is None if line["target"] is None else isinstance(line["ok"], bool)
         assert not set(figure.details) & {"id", "name", "ratio", "value", "unit", "target", "ok"}
-
-
-def test_every_rule_of_replay_is_measured_against_the_same_runs_without(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        t13_replay,
-        "BASE",
-        dataclasses.replace(t13_replay.BASE, tasks_per_step=4, warm_start_steps=2, evaluation_rollouts=1),
-    )
-    t13_replay.main(["--seeds", "0", "1", "--steps", "1", "--select", "argmin", "argmax", "random"])
-    runs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    rules = [None, "argmin", "argmax", "random"]
-    assert [(one["seed"], one["select"]) for one in runs[:8]] == [(seed, rule) for seed in (0, 1) for rule in rules]
-    assert [one["replay"] for one in runs[:8]] == [False, True, True, True] * 2
-    assert [one["name"].split("replay on ")[1] for one in runs[8:]] == [f"({rule}) over off" for rule in rules[1:]]
-    assert all(one["seeds"] == 2 and one["ratio"] <= 1.0 for one in runs[8:])
 
 
 def test_targets_are_bounds_in_their_direction() -> None:

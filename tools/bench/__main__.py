@@ -7,86 +7,54 @@ for all, t16 (verl) eight more.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.bench import (
-    alternatives,
-    guided,
-    rlinf,
-    samplers,
-    space,
-    t01_sample,
-    t03_torchrl,
-    t04_cold,
-    t05_growth,
-    t06_durable,
-    t07_latency,
-    t08_open,
-    t09_checkpoint,
-    t10_loader,
-    t14_memory,
-    t15_start,
-    t16_admit,
-    t16_verl,
-    t17_priorities,
-    t18_annotate,
-    t19_ray,
-    t20_ranges,
-    t21_view,
-    t22_remote,
-    t23_questions,
-)
 from tools.bench.report import Figure, Options, SkippedError, table
 
-Benchmark = Callable[[Options], Iterator[Figure]]
-
-
-def script(name: str, options: Options) -> Iterator[Figure]:
-    """Yield the figures that a benchmark with a command line of its own prints."""
-    command = [sys.executable, "-m", f"tools.bench.{name}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    for line in done.stdout.splitlines():
-        value = json.loads(line)
-        yield Figure(value["id"], value["name"], value["ratio"], value["target"])
-
-
-BENCHMARKS: dict[str, Benchmark] = {
-    "t1": partial(t01_sample.figures, names=("T1",)),
-    "t2": partial(t01_sample.figures, names=("T2",)),
-    "t3": t03_torchrl.figures,
-    "t4": t04_cold.figures,
-    "t5": t05_growth.figures,
-    "t6": t06_durable.figures,
-    "t7": t07_latency.figures,
-    "t8": t08_open.figures,
-    "t9": t09_checkpoint.figures,
-    "t10": t10_loader.figures,
-    "t11": partial(script, "t11_batch"),
-    "t12": partial(script, "t12_loss"),
-    "t14": t14_memory.figures,
-    "t15": t15_start.figures,
-    "t16": t16_verl.figures,
-    "t16admit": t16_admit.figures,
-    "t16rows": t16_verl.row_figures,
-    "t17": t17_priorities.figures,
-    "guided": guided.figures,
-    "t18": t18_annotate.figures,
-    "t19": t19_ray.figures,
-    "t20": t20_ranges.figures,
-    "t21": t21_view.figures,
-    "t22": t22_remote.figures,
-    "t23": t23_questions.figures,
-    "samplers": samplers.figures,
-    "space": space.figures,
-    "rlinf": rlinf.figures,
-    "alternatives": alternatives.figures,
+BENCHMARKS = {
+    "t1": "t01_sample.cached",
+    "t2": "t01_sample.uncached",
+    "t3": "t03_torchrl.figures",
+    "t4": "t04_cold.figures",
+    "t5": "t05_growth.figures",
+    "t6": "t06_durable.figures",
+    "t7": "t07_latency.figures",
+    "t8": "t08_open.figures",
+    "t9": "t09_checkpoint.figures",
+    "t10": "t10_loader.figures",
+    "t11": "t11_batch.figures",
+    "t12": "t12_loss.figures",
+    "t14": "t14_memory.figures",
+    "t15": "t15_start.figures",
+    "t16": "t16_verl.figures",
+    "t16admit": "t16_admit.figures",
+    "t16rows": "t16_verl.row_figures",
+    "t17": "t17_priorities.figures",
+    "guided": "guided.figures",
+    "t18": "t18_annotate.figures",
+    "t19": "t19_ray.figures",
+    "t20": "t20_ranges.figures",
+    "t21": "t21_view.figures",
+    "t22": "t22_remote.figures",
+    "t23": "t23_questions.figures",
+    "samplers": "samplers.figures",
+    "space": "space.figures",
+    "rlinf": "rlinf.figures",
+    "alternatives": "alternatives.figures",
 }
+"""Module and function of each, which is loaded when it is run: what it needs need not be installed for the others."""
+
+
+def figures_of(name: str, options: Options) -> Iterator[Figure]:
+    """Run a benchmark."""
+    module, _, function = BENCHMARKS[name].partition(".")
+    found: Iterator[Figure] = getattr(importlib.import_module(f"tools.bench.{module}"), function)(options)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,9 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: list[Figure] = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix=f"trajstore_{name}_", dir=chosen.folder) as folder:
-            options = Options(Path(folder), chosen.repeats, chosen.scale)
             try:
-                for figure in BENCHMARKS[name](options):
+                for figure in figures_of(name, Options(Path(folder), chosen.repeats, chosen.scale)):
                     figures.append(figure)
                     sys.stdout.write(figure.line() + "\n")
                     sys.stdout.flush()

@@ -9,9 +9,10 @@ the columns. Durable adds: time of the agent workload in lists of 16, SQLite in 
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,9 @@ import orjson
 import torch
 
 from tools.bench.report import Figure, Options
-from tools.bench.timing import ratio, seconds
-from tools.bench.workloads import agent_trajectory, nbytes, raw_columns, state
-from trajstore import TrajectoryReplayBuffer
+from tools.bench.timing import in_turn, processor_ratio, ratio, torch_threads
+from tools.bench.workloads import LIST, add_all, agents, filled, nbytes, opened, raw_columns, state
 from trajstore.columns.conversion import flatten
-
-LIST = 16
 
 Columns = dict[str, torch.Tensor]
 
@@ -40,32 +38,12 @@ def figures(options: Options) -> Iterator[Figure]:
             peers[name] = make(columns, workload.batch, options.folder / name)
         except ImportError:
             continue
-    with TrajectoryReplayBuffer(
-        seed=0, enable_cache=False, sample_window_size=0, auto_save=True, auto_save_path=options.folder / "ours"
-    ) as buffer:
-        buffer.add_trajectories(workload.trajectories)
-        buffer.flush()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            times = _processor_times([lambda: buffer.sample(workload.batch), *peers.values()], options.repeats * 8)
-        finally:
-            torch.set_num_threads(threads)
-    for name, theirs in zip(peers, times[1:], strict=True):
-        yield Figure("ALTERNATIVES", f"a batch, {name}, over ours", ratio(theirs, times[0]), None, at_least=True)
+    with filled(options.folder / "ours", workload.trajectories, seed=0) as buffer, torch_threads(1):
+        ours, *others = in_turn([partial(buffer.sample, workload.batch), *peers.values()], options.repeats * 8)
+    for name, theirs in zip(peers, others, strict=True):
+        value = processor_ratio(theirs, ours)
+        yield Figure("ALTERNATIVES", f"a batch, {name}, over ours", value, None, at_least=True)
     yield _adds(options)
-
-
-def _processor_times(works: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Return the processor seconds of each call, ``[len(works)][repeats]``; the works take turns."""
-    times: list[list[float]] = [[] for _ in works]
-    for repeat in range(-5, repeats):
-        for kept, work in zip(times, works, strict=True):
-            start = time.process_time()
-            work()
-            if repeat >= 0:
-                kept.append(time.process_time() - start)
-    return times
 
 
 def _drawn(rows: int, batch: int) -> Callable[[], np.ndarray[Any, np.dtype[np.int64]]]:
@@ -131,50 +109,30 @@ def _safetensors(columns: Columns, batch: int, file: Path) -> Callable[[], objec
 
 
 def _adds(options: Options) -> Figure:
-    generator = torch.Generator().manual_seed(0)
-    pool = [agent_trajectory(generator, number) for number in range(256)]
-    total = options.count(2048, LIST)
-    lists = [[pool[(first + at) % len(pool)] for at in range(LIST)] for first in range(0, total, LIST)]
-    count = [0]
-
-    def path() -> Path:
-        count[0] += 1
-        return options.folder / f"adds_{count[0]}"
+    pool, total = agents(), options.count(2048, LIST)
+    paths = (options.folder / f"adds_{number}" for number in itertools.count())
 
     def ours() -> None:
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path()) as buffer:
-            for some in lists:
-                buffer.add_trajectories(some)
-            buffer.flush()
+        with opened(next(paths)) as buffer:
+            add_all(buffer, pool, total)
 
     def theirs() -> None:
-        database = sqlite3.connect(path())
+        database = sqlite3.connect(next(paths))
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         database.execute("CREATE TABLE trajectories (number INTEGER PRIMARY KEY, task TEXT, names TEXT, data BLOB)")
-        for some in lists:
+        for first in range(0, total, LIST):
             with database:
-                for one in some:
-                    flat = flatten(one)
+                for at in range(first, first + LIST):
+                    flat = flatten(pool[at % len(pool)])
                     columns = range(len(flat.schema.columns))
                     data = b"".join([flat.column_bytes(column) for column in columns])
                     names = orjson.dumps([column.name for column in flat.schema.columns]).decode()
-                    database.execute(
-                        "INSERT INTO trajectories (task, names, data) VALUES (?, ?, ?)", (one.task_id, names, data)
-                    )
+                    row = (pool[at % len(pool)].task_id, names, data)
+                    database.execute("INSERT INTO trajectories (task, names, data) VALUES (?, ?, ?)", row)
         database.close()
 
-    took: list[list[float]] = [[], []]
-    for repeat in range(options.repeats + 1):
-        for kept, work in zip(took, (ours, theirs), strict=True):
-            once = seconds(work)
-            if repeat:
-                kept.append(once)
-    return Figure(
-        "ALTERNATIVES",
-        "durable adds, agent workload, SQLite's time over ours",
-        ratio(took[1], took[0]),
-        None,
-        at_least=True,
-        details={"bytes_each": nbytes(pool) / len(pool), "ours_per_s": total / sorted(took[0])[len(took[0]) // 2]},
-    )
+    mine, peer = in_turn([ours, theirs], options.repeats, warmup=1)
+    name = "durable adds, agent workload, SQLite's time over ours"
+    details = {"bytes_each": nbytes(pool) / len(pool), "ours_per_s": total / mine.seconds}
+    return Figure("ALTERNATIVES", name, ratio(peer, mine), None, at_least=True, details=details)

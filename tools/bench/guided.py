@@ -6,13 +6,13 @@ merging so far; queries are of 20 words, for the three best. Both are ratios to 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from statistics import median
+from functools import partial
 
 import numpy as np
 
 from tools.bench.report import Figure, Options
+from tools.bench.timing import Times
 from trajstore.guidance import RetrievalIndex
 
 SIZES = (1_000, 10_000, 100_000)
@@ -37,22 +37,13 @@ def figures(options: Options) -> Iterator[Figure]:
 def _costs(count: int, repeats: int) -> tuple[float, float, float]:
     """Return seconds per addition, seconds per query, and the longest addition of a list."""
     generator = np.random.default_rng(0)
-    index = RetrievalIndex()
-    total = longest = 0.0
+    index, added, queried = RetrievalIndex(), Times(), Times()
     for start in range(0, count, LIST):
         keys = range(start, min(start + LIST, count))
-        texts = [_text(generator) for _ in keys]
-        begun = time.perf_counter()
-        index.add(keys, texts)
-        took = time.perf_counter() - begun
-        total, longest = total + took, max(longest, took)
-    times = []
+        added.take(partial(index.add, keys, [_text(generator) for _ in keys]))
     for _ in range(max(repeats, 1) * 3):
-        query = _text(generator)
-        begun = time.perf_counter()
-        index.search(query, 3)
-        times.append(time.perf_counter() - begun)
-    return total / count, median(times), longest
+        queried.take(partial(index.search, _text(generator), 3))
+    return sum(added.clock) / count, queried.seconds, max(added.clock)
 
 
 def _text(generator: np.random.Generator) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tools.bench.report import Figure, Options, SkippedError
-from tools.bench.timing import alternate, ratio
+from tools.bench.timing import in_turn, ratio
 from trajstore import Trajectory, TrajectoryReplayBuffer
 
 CHECKOUT = "TRAJSTORE_RLINF"
@@ -72,7 +72,7 @@ def _trajectory(steps: int, batch: int, observed: dict[str, tuple[int, ...]]) ->
 
 
 def _compared(options: Options, theirs: Any, name: str, prepare: Callable[[Any], Callable[[], object]]) -> Figure:
-    ours, peer = alternate([prepare(TrajectoryReplayBuffer), prepare(theirs)], options.repeats)
+    ours, peer = in_turn([prepare(TrajectoryReplayBuffer), prepare(theirs)], options.repeats)
     return Figure("RLINF", name, ratio(ours, peer), None)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options
-from tools.bench.timing import alternate, seconds
+from tools.bench.timing import in_turn, ratio, seconds
 from trajstore import sampling
 from trajstore.sampling import Additions, Priorities, Sampler, WeightedSampler
 
@@ -48,11 +48,7 @@ def figures(options: Options) -> Iterator[Figure]:
         generator = torch.Generator().manual_seed(0)
         count = BATCH if sampler_draws_rows(name) else 1  # few trajectories: few uses
         works = [partial(sampler.draw, count, generator) for sampler in samplers]
-        times = [statistics.median(kept) for kept in alternate(works, max(20, options.repeats))]
-        details = {f"us_{rows * SAMPLES:.0e}": 1e6 * time for rows, time in zip(counts, times, strict=True)}
-        yield Figure(
-            "SAMPLERS", f"{name}, draw of {count}: most rows ÷ fewest", times[-1] / times[0], None, details=details
-        )
+        yield _growth(f"{name}, draw of {count}", works, counts, options)
         del samplers, works
         yield _windows(name, make(), count, options)
 
@@ -75,10 +71,14 @@ def _bare(counts: Sequence[int], options: Options) -> Figure:
     """Return the figure of reading 1,024 cells anywhere, others each time, of arrays as long as the transitions."""
     repeats = max(20, options.repeats)
     works = [_reading(count * SAMPLES, repeats + 2) for count in counts]
-    times = [statistics.median(kept) for kept in alternate(works, repeats)]
-    details = {f"us_{rows * SAMPLES:.0e}": 1e6 * time for rows, time in zip(counts, times, strict=True)}
-    name = f"bare read of {BATCH} cells: most rows ÷ fewest"
-    return Figure("SAMPLERS", name, times[-1] / times[0], None, details=details)
+    return _growth(f"bare read of {BATCH} cells", works, counts, options)
+
+
+def _growth(what: str, works: Sequence[Callable[[], object]], counts: Sequence[int], options: Options) -> Figure:
+    """Return how much longer something takes at the most rows than at the fewest."""
+    times = in_turn(works, max(20, options.repeats))
+    details = {f"us_{count * SAMPLES:.0e}": 1e3 * one.ms for count, one in zip(counts, times, strict=True)}
+    return Figure("SAMPLERS", f"{what}: most rows ÷ fewest", ratio(times[-1], times[0]), None, details=details)
 
 
 def _reading(rows: int, times: int) -> Callable[[], object]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from tools.bench.report import Figure, Options
+from tools.bench.workloads import add_all, opened
 from trajstore import Trajectory, TrajectoryReplayBuffer
 
 TARGET = 2.5
@@ -25,10 +26,8 @@ def figures(options: Options) -> Iterator[Figure]:
     """Yield both figures."""
     count = options.count(40_000, 2_000)
     pool = [Trajectory(actions=torch.randn(16, 4, 32), rewards=torch.rand(16, 4, 1)) for _ in range(50)]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=options.folder / "store", enable_cache=False) as buffer:
-        for _ in range(0, count, len(pool)):
-            buffer.add_trajectories(pool)
-        buffer.flush()
+    with opened(options.folder / "store") as buffer:
+        add_all(buffer, pool, count, len(pool))
         full = buffer.get_stats()["shard_bytes"]
         going = buffer.trajectory_ids.tolist()
         random.Random(0).shuffle(going)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options, SkippedError
-from tools.bench.workloads import Workload, image, state
-from trajstore import TrajectoryReplayBuffer
+from tools.bench.workloads import Workload, filled, image, opened, state
 from trajstore.files.opening import open_directory
 from trajstore.reading.gather import locate
 from trajstore.store.catalog import Catalog
@@ -32,15 +31,12 @@ def figures(options: Options) -> Iterator[Figure]:
     """
     if not Path("/proc/self/io").exists():
         raise SkippedError("needs /proc/self/io")
-    for make in (state, image):
-        workload = make(options)
+    for workload in (state(options), image(options)):
         folder = options.folder / workload.name
-        with _open(folder) as buffer:
-            buffer.add_trajectories(workload.trajectories)
-            buffer.flush()
+        with filled(folder, workload.trajectories) as buffer:
             buffer.sample(2)  # loads everything else that sampling needs
         files = [path for path in folder.rglob("*") if path.is_file()]
-        with _open(folder) as buffer:
+        with opened(folder, seed=SEED) as buffer:
             for path in files:
                 _drop(path)
             before = _bytes_read()
@@ -57,12 +53,6 @@ def figures(options: Options) -> Iterator[Figure]:
             TARGET,
             details={"read_mb": read / 1e6, "rows_mb": row_bytes / 1e6, "stored_mb": stored / 1e6},
         )
-
-
-def _open(folder: Path) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(
-        seed=SEED, enable_cache=False, sample_window_size=0, auto_save=True, auto_save_path=folder
-    )
 
 
 def _drop(path: Path) -> None:

@@ -14,12 +14,11 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import percentile, seconds
-from tools.bench.workloads import nbytes, state_trajectory
-from trajstore import TrajectoryReplayBuffer, WriterOptions
+from tools.bench.workloads import nbytes, opened, states
+from trajstore import WriterOptions
 
 ALLOWANCE = 0.2e-3
 ROOM = 64 << 20
@@ -27,18 +26,12 @@ ROOM = 64 << 20
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield the one figure."""
-    generator = torch.Generator().manual_seed(0)
-    pool = [state_trajectory(generator) for _ in range(8)]
+    pool = states(8)
     blocks = [np.zeros(nbytes([trajectory]), np.uint8) for trajectory in pool]
     ring = [np.ones_like(blocks[0]) for _ in range(ROOM // blocks[0].nbytes)]
     inside: list[float] = []
     copies: list[float] = []
-    with TrajectoryReplayBuffer(
-        enable_cache=False,
-        auto_save=True,
-        auto_save_path=options.folder / "store",
-        writer=WriterOptions(max_pending_bytes=4 * ROOM),
-    ) as buffer:
+    with opened(options.folder / "store", writer=WriterOptions(max_pending_bytes=4 * ROOM)) as buffer:
         wanted = options.count(1000, 50)
         number = 0
         while len(inside) < wanted:

@@ -2,15 +2,14 @@
 
 The store is made as the writer would have left it, once with 100 trajectories per shard (what the group commit makes of
 a fast producer) and once with one per shard, with shard files that are one hole: nothing is sampled. Time runs from the
-call to the return of ``load_checkpoint``, modules being loaded; memory is what the process's RSS has grown by then, and
-its highest. The ratio is to ``json.load`` of RLinf's index of as many trajectories.
+call to the return of ``load_checkpoint``, modules being loaded; memory is what the process's RSS has grown by then. The
+ratio is to ``json.load`` of RLinf's index of as many trajectories.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
-from tools.bench.workloads import small_trajectory
+from tools.bench.workloads import opened, smalls
 from trajstore import TrajectoryReplayBuffer
 from trajstore.columns.conversion import flatten
 from trajstore.files.opening import open_directory
@@ -50,51 +48,41 @@ def figures(options: Options) -> Iterator[Figure]:
     """Yield the figures of all stores."""
     theirs = options.folder / "rlinf.json"
     _write_rlinf_index(theirs, options.count(CASES[0][0], 800))
-    json_s = [in_child("tools.bench.t08_open", "json", theirs)["seconds"] for _ in range(_times(options))]
+    json_s = _median(_load_json, theirs, options)["seconds"]
     write_store(options.folder / "one", 1, 1)
-    kernels_held = in_child("tools.bench.t08_open", "all", options.folder / "one")["held"]
+    kernels_held = in_child(_cost, _load, options.folder / "one")["held"]
     for whole, packed, most, most_of_rank in CASES:
         total = options.count(whole, 800)
         name = f"{total:,} trajectories, {packed} per shard"
         folder = options.folder / f"packed_{packed}_{whole}"
         write_store(folder, total, packed)
-        found: dict[str, list[dict[str, Any]]] = {"all": [], "rank": [], "writer": []}
-        for _ in range(_times(options)):
-            for what, times in found.items():
-                times.append(in_child("tools.bench.t08_open", what, folder))
-        seconds, peak, held = (
-            {what: median(item[key] for item in items) for what, items in found.items()}
-            for key in ("seconds", "peak", "held")
-        )
-        yield Figure("T8", f"open {name}", seconds["all"], most, "s", details={"to_write_s": seconds["writer"]})
-        yield Figure("T8", f"open {name}, rank 3 of 8", seconds["rank"], most_of_rank, "s")
+        everything, rank, writer = (_median(work, folder, options) for work in (_load, _load_rank, _open_to_write))
+        yield Figure("T8", f"open {name}", everything["seconds"], most, "s", details={"to_write_s": writer["seconds"]})
+        yield Figure("T8", f"open {name}, rank 3 of 8", rank["seconds"], most_of_rank, "s")
         yield Figure(
             "T8",
             f"open {name}, memory of a trajectory without the kernels",
-            (held["all"] - kernels_held) / total,
+            (everything["held"] - kernels_held) / total,
             150.0,
             "bytes",
-            details={
-                "kernels_mb": kernels_held / 1e6,
-                "held_mb": held["all"] / 1e6,
-                "peak_mb": peak["all"] / 1e6,
-                "rank_mb": held["rank"] / 1e6,
-            },
+            details={"kernels_mb": kernels_held / 1e6, "held_mb": everything["held"] / 1e6},
         )
         if whole == CASES[0][0]:
             index_mb = (folder / INDEX_NAME).stat().st_size / 1e6
             yield Figure(
                 "T8",
                 f"open {name}, over json.load of RLinf's index",
-                seconds["all"] / median(json_s),
+                everything["seconds"] / json_s,
                 0.3,
-                details={"json_s": median(json_s), "index_mb": index_mb, "json_mb": theirs.stat().st_size / 1e6},
+                details={"json_s": json_s, "index_mb": index_mb, "json_mb": theirs.stat().st_size / 1e6},
             )
         shutil.rmtree(folder)
 
 
-def _times(options: Options) -> int:
-    return -(-options.repeats * 5 // 7)
+def _median(work: Callable[[Path], object], path: Path, options: Options) -> dict[str, float]:
+    """Return what opening costs, each time in a process of its own: the median of each number."""
+    found = [in_child(_cost, work, path) for _ in range(-(-options.repeats * 5 // 7))]
+    return {what: median(one[what] for one in found) for what in found[0]}
 
 
 def _write_rlinf_index(path: Path, total: int) -> None:
@@ -124,7 +112,7 @@ def write_store(folder: Path, total: int, packed: int, facts: Facts | None = Non
     directory.create()
     (folder / "shards").mkdir()
     catalog = Catalog.create(directory)
-    flat = flatten(small_trajectory(torch.Generator().manual_seed(0), 0))
+    flat = flatten(smalls(1)[0])
     flats = [flat] * packed
     content = ShardContent.of(flats)
     encoded = get_format("pt").encode(shard_name(0), content)
@@ -153,43 +141,33 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def _load(path: str) -> object:
+def _load(path: Path) -> object:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     buffer.load_checkpoint(path)
     return buffer
 
 
-def _load_rank(path: str) -> object:
+def _load_rank(path: Path) -> object:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     buffer.load_checkpoint(path, True, 3, RANKS)
     return buffer
 
 
-def _open_to_write(path: str) -> object:
-    return TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False, auto_save=True, auto_save_path=path)
+def _open_to_write(path: Path) -> object:
+    return opened(path)
 
 
-def _load_json(path: str) -> object:
-    with open(path) as file:
-        return json.load(file)
+def _load_json(path: Path) -> object:
+    return json.loads(path.read_text())
 
 
-def _child(what: str, path: str) -> None:
-    works: dict[str, Callable[[str], object]] = {
-        "all": _load,
-        "rank": _load_rank,
-        "writer": _open_to_write,
-        "json": _load_json,
-    }
+def _cost(work: Callable[[Path], object], path: Path) -> dict[str, float]:
+    """Return the seconds of opening, and the bytes that this process holds more afterwards."""
     before = status_bytes("VmRSS")
     start = time.perf_counter()
-    kept = works[what](path)
+    kept = work(path)
     took = time.perf_counter() - start
     kernels()  # which a thread may still load
-    more = {what: status_bytes(key) - before for what, key in (("peak", "VmHWM"), ("held", "VmRSS"))}
-    sys.stdout.write(json.dumps({"seconds": took, **more}))
+    found = {"seconds": took, "held": status_bytes("VmRSS") - before}
     del kept
-
-
-if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    return found

@@ -13,8 +13,7 @@ from typing import Any
 
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.rlinf import load_rlinf
-from tools.bench.workloads import Workload, image
-from trajstore import TrajectoryReplayBuffer
+from tools.bench.workloads import Workload, filled, image
 from trajstore.feeding import ReplayLoader
 
 STEP = 0.02
@@ -25,11 +24,7 @@ def figures(options: Options) -> Iterator[Figure]:
     workload = image(options)
     steps = options.count(300, 3)
     yield Figure("T10", "a learner that gets nothing waits, steps of 20 ms", _waiting(lambda: None, steps), None)
-    with TrajectoryReplayBuffer(
-        seed=0, auto_save=True, auto_save_path=options.folder / "store", enable_cache=False, sample_window_size=0
-    ) as buffer:
-        buffer.add_trajectories(workload.trajectories)
-        buffer.flush()
+    with filled(options.folder / "store", workload.trajectories, seed=0) as buffer:
         for reuse in (True, False):
             with ReplayLoader(buffer, workload.batch, reuse=reuse) as loader:
                 share = _waiting(lambda: next(loader), steps)  # called within the loop

@@ -1,32 +1,40 @@
-"""T12: the mixed GRPO loss, forward and backward, over a line-by-line transcription of its formula.
+"""T12: the mixed GRPO loss, forward and backward, over a line-by-line transcription of its formula; one thread.
 
-Prints one JSON line per figure: time and peak extra memory, each as a ratio, on a batch [64, 2048] float32 on
-the CPU. ``scattered`` draws masks and advantages anew for every token, the worst case for branches; ``turns``
-has whole replayed rows, turns of the model between turns of the environment, and one advantage per row, as
-real batches do.
-
-    python tools/bench/t12_loss.py [--repeats 21] [--threads 1]
+Time and peak extra memory, each as a ratio, on a batch [64, 2048] float32 on the CPU. ``scattered`` draws masks and
+advantages anew for every token, the worst case for branches; ``turns`` has whole replayed rows, turns of the model
+between turns of the environment, and one advantage per row, as real batches do.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from tools.bench.timing import repeats_told
+from tools.bench.report import Figure, Options
+from tools.bench.timing import in_turn, ratio, torch_threads
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 
 ROWS, TOKENS = 64, 2048
 CLIP_LOW, CLIP_HIGH, OFF_CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.0, 3.0
 TIME_TARGET, MEMORY_TARGET = 0.2, 0.5
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield the figures of both kinds of masks."""
+    with torch_threads(1):
+        for masks in ("scattered", "turns"):
+            batch = make_inputs(masks, options.count(ROWS), torch.Generator().manual_seed(0))
+            check_equal(batch)
+            memory = peak_bytes(ours, batch) / peak_bytes(transcription, batch)
+            works = [partial(step, loss, batch) for loss in (ours, transcription)]
+            times = in_turn(works, 3 * options.repeats, calls=5, warmup=3)
+            yield Figure("T12", f"time, {masks}", ratio(*times), TIME_TARGET)
+            yield Figure("T12", f"peak extra memory, {masks}", memory, MEMORY_TARGET)
 
 
 class Inputs(NamedTuple):
@@ -92,9 +100,9 @@ def ours(batch: Inputs) -> dict[str, Tensor]:
     )
 
 
-def make_inputs(masks: str, generator: torch.Generator) -> Inputs:
-    """Return a batch; ``masks`` is ``scattered`` or ``turns``."""
-    shape = (ROWS, TOKENS)
+def make_inputs(masks: str, rows: int, generator: torch.Generator) -> Inputs:
+    """Return a batch of some rows; ``masks`` is ``scattered`` or ``turns``."""
+    shape = (rows, TOKENS)
     log_prob = -torch.rand(shape, generator=generator)
     old_log_prob = log_prob + 0.3 * torch.randn(shape, generator=generator)
     if masks == "scattered":
@@ -102,11 +110,11 @@ def make_inputs(masks: str, generator: torch.Generator) -> Inputs:
         response_mask = (torch.rand(shape, generator=generator) < 0.7).float()
         exp_mask = (torch.rand(shape, generator=generator) < 0.3).float() * response_mask
     else:
-        advantages = torch.randn((ROWS, 1), generator=generator).expand(shape).contiguous()
+        advantages = torch.randn((rows, 1), generator=generator).expand(shape).contiguous()
         position = torch.arange(TOKENS)
-        length = torch.randint(TOKENS // 4, TOKENS + 1, (ROWS, 1), generator=generator)
+        length = torch.randint(TOKENS // 4, TOKENS + 1, (rows, 1), generator=generator)
         response_mask = ((position % 256 < 192) & (position < length)).float()
-        exp_mask = (torch.rand((ROWS, 1), generator=generator) < 0.3).float() * response_mask
+        exp_mask = (torch.rand((rows, 1), generator=generator) < 0.3).float() * response_mask
     return Inputs(old_log_prob, log_prob.requires_grad_(), advantages, response_mask, exp_mask)
 
 
@@ -120,7 +128,7 @@ def peak_bytes(loss: Loss, batch: Inputs) -> int:
     """Return the most bytes that were allocated at one time during a step, above what was there before."""
     batch.log_prob.grad = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.autograd.backward(loss(batch)["pg_loss"])
+        step(loss, batch)
     recorded = profiler.profiler
     if recorded is None:
         raise RuntimeError("the profiler recorded nothing")
@@ -130,21 +138,6 @@ def peak_bytes(loss: Loss, batch: Inputs) -> int:
         current += event.nbytes()
         peak = max(peak, current)
     return peak
-
-
-def time_ratio(batch: Inputs, repeats: int) -> float:
-    """Return the median of (our time ÷ the transcription's time), the two alternating."""
-    ratios = []
-    for repeat in range(repeats + 3):
-        times = []
-        for loss in (ours, transcription):
-            start = time.perf_counter()
-            for _ in range(5):
-                step(loss, batch)
-            times.append(time.perf_counter() - start)
-        if repeat >= 3:  # the first ones warm up
-            ratios.append(times[0] / times[1])
-    return statistics.median(ratios)
 
 
 def check_equal(batch: Inputs) -> None:
@@ -164,22 +157,3 @@ def check_equal(batch: Inputs) -> None:
     for mine, other in zip(*results, strict=True):
         if not torch.allclose(mine, other, rtol=1e-4, atol=1e-7):
             raise RuntimeError("loss and transcription differ: there is nothing to compare")
-
-
-def main() -> None:
-    """Measure and print."""
-    repeats = repeats_told(__doc__, 21)
-    for masks in ("scattered", "turns"):
-        batch = make_inputs(masks, torch.Generator().manual_seed(0))
-        check_equal(batch)
-        memory = peak_bytes(ours, batch) / peak_bytes(transcription, batch)
-        for name, ratio, target in (
-            (f"time, {masks}", time_ratio(batch, repeats), TIME_TARGET),
-            (f"peak extra memory, {masks}", memory, MEMORY_TARGET),
-        ):
-            figure = {"id": "T12", "name": name, "ratio": round(ratio, 3), "target": target}
-            sys.stdout.write(json.dumps(figure) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-
-import orjson
-import torch
+from pathlib import Path
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
-from tools.bench.workloads import state_trajectory
-from trajstore import TrajectoryReplayBuffer
+from tools.bench.workloads import opened, states
 
 LIMIT = 256 << 20
 TARGET_MB = 300.0
@@ -30,16 +27,13 @@ def figures(options: Options) -> Iterator[Figure]:
     """
     status_bytes("RssAnon")
     limit = options.count(LIMIT, 4 << 20)
-    generator = torch.Generator().manual_seed(0)
-    pool = [state_trajectory(generator) for _ in range(8)]
+    pool = states(8)
     for kind, batch in (("pt", 1024), ("pkl", 32)):
         folder = options.folder / kind
-        with TrajectoryReplayBuffer(
-            enable_cache=False, auto_save=True, auto_save_path=folder, trajectory_format=kind
-        ) as buffer:
+        with opened(folder, trajectory_format=kind) as buffer:
             while buffer.total_samples * 768 < 4 * limit:
                 buffer.add_trajectories(pool)
-        found = in_child("tools.bench.t14_memory", folder, kind, limit, batch, options.count(200, 3))
+        found = in_child(_measured, folder, kind, limit, batch, options.count(200, 3))
         yield Figure(
             "T14",
             f"anonymous memory above the limit, {kind}",
@@ -50,23 +44,12 @@ def figures(options: Options) -> Iterator[Figure]:
         )
 
 
-def _child(folder: str, kind: str, *numbers: str) -> None:
-    limit, batch, batches = map(int, numbers)
-    with TrajectoryReplayBuffer(
-        enable_cache=True,
-        cache_size=sys.maxsize,
-        cache_bytes=limit,
-        sample_window_size=0,
-        auto_save=True,
-        auto_save_path=folder,
-        trajectory_format=kind,
-    ) as buffer:
+def _measured(folder: Path, kind: str, limit: int, batch: int, batches: int) -> dict[str, int]:
+    """Return the anonymous memory of this process before it samples, and at its highest."""
+    cache = {"enable_cache": True, "cache_size": sys.maxsize, "cache_bytes": limit}
+    with opened(folder, trajectory_format=kind, **cache) as buffer:
         before = peak = status_bytes("RssAnon")
         for _ in range(batches):
             buffer.sample(batch)
             peak = max(peak, status_bytes("RssAnon"))
-    sys.stdout.write(orjson.dumps({"before": before, "anonymous": peak}).decode())
-
-
-if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    return {"before": before, "anonymous": peak}

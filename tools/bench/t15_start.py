@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from statistics import median
 
 from tools.bench.report import Figure, Options
-from tools.bench.timing import alternate, ratio
+from tools.bench.timing import in_turn, ratio
 
 _HELP = "import sys; from trajstore.cli import main; sys.argv = ['trajstore', '--help']; main()"
 _BUFFER = "from trajstore import TrajectoryReplayBuffer"
@@ -16,18 +15,18 @@ _BUFFER = "from trajstore import TrajectoryReplayBuffer"
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield both figures."""
-    show_help, store, torch, buffer, nothing = alternate(
+    show_help, store, torch, buffer, nothing = in_turn(
         [_python(_HELP), _python("import trajstore"), _python("import torch"), _python(_BUFFER), _python("pass")],
         options.repeats,
         warmup=min(1, options.repeats - 1),
     )
-    yield Figure("T15", "trajstore --help", median(show_help), 0.1, "s", details={"python_alone": median(nothing)})
+    yield Figure("T15", "trajstore --help", show_help.seconds, 0.1, "s", details={"python_alone": nothing.seconds})
     yield Figure(
         "T15",
         "import trajstore over import torch",
         ratio(store, torch),
         1.1,
-        details={"with_the_buffer": ratio(buffer, torch), "torch_s": median(torch)},
+        details={"with_the_buffer": ratio(buffer, torch), "torch_s": torch.seconds},
     )
 
 

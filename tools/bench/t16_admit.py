@@ -6,82 +6,53 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from tools.bench.report import Figure, Options
+from tools.bench.timing import in_turn, processor_ratio, torch_threads
+from tools.bench.workloads import rollout
 from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.trajectory import AgentTrajectory, Reward
 
 ROLLOUTS, GROUP = 1024, 8
-PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 1024, 3072, 150_000
-WARM_UP = 1
+PROMPT, RESPONSE = 1024, 3072
 
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield the processor's time for one step, as a ratio."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rollouts = _rollouts(max(GROUP, options.count(ROLLOUTS) // GROUP * GROUP))
+    rollouts = _rollouts(max(GROUP, options.count(ROLLOUTS) // GROUP * GROUP))
 
-        def admit() -> None:
-            ExperienceManager(PoolRules(n_rollout=GROUP)).admit(rollouts)
+    def admit() -> None:
+        ExperienceManager(PoolRules(n_rollout=GROUP)).admit(rollouts)
 
-        def copy() -> list[torch.Tensor]:
-            successes = rollouts[1::2]
-            return [one.clone() for each in successes for one in vars(each).values() if isinstance(one, torch.Tensor)]
+    def copy() -> list[torch.Tensor]:
+        successes = rollouts[1::2]
+        return [one.clone() for each in successes for one in vars(each).values() if isinstance(one, torch.Tensor)]
 
-        ours: list[float] = []
-        copies: list[float] = []
-        for repeat in range(-WARM_UP, options.repeats):
-            seconds = _processor(admit), _processor(copy)
-            if repeat >= 0:
-                ours.append(seconds[0])
-                copies.append(seconds[1])
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(1):
+        ours, copies = in_turn([admit, copy], options.repeats, warmup=1)
     yield Figure(
         "T16",
-        f"{len(rollouts):,} rollouts of {PROMPT_TOKENS + RESPONSE_TOKENS:,} tokens into a pool ÷ copy of the successes",
-        statistics.median(ours) / statistics.median(copies),
+        f"{len(rollouts):,} rollouts of {PROMPT + RESPONSE:,} tokens into a pool ÷ copy of the successes",
+        processor_ratio(ours, copies),
         None,
-        details={"processor_s": statistics.median(ours), "copy_processor_s": statistics.median(copies)},
+        details={"processor_s": ours.processor_ms / 1e3, "copy_processor_s": copies.processor_ms / 1e3},
     )
-
-
-def _processor(call: Callable[[], object]) -> float:
-    began = time.process_time()
-    call()
-    return time.process_time() - began
 
 
 def _rollouts(count: int) -> list[AgentTrajectory]:
     random = torch.Generator().manual_seed(0)
-    mask = torch.ones(RESPONSE_TOKENS, dtype=torch.int64)
-    mask[RESPONSE_TOKENS // 4 : RESPONSE_TOKENS // 3] = 0  # what a tool answered
-    loss_mask = torch.cat([torch.zeros(PROMPT_TOKENS, dtype=torch.int64), mask])
+    mask = torch.ones(RESPONSE, dtype=torch.int64)
+    mask[RESPONSE // 4 : RESPONSE // 3] = 0  # what a tool answered
     rollouts = []
     for number in range(count):
+        reward, entropys = Reward(outcome=float(number % 2)), torch.rand(RESPONSE, generator=random)
+        names = {"rollout_id": str(number), "policy_version": 0}
+        one = rollout(random, number // GROUP, PROMPT, mask, reward=reward, entropys=entropys, **names)
         if number % GROUP == 0:
-            prompt = torch.randint(0, VOCABULARY, (PROMPT_TOKENS,), generator=random)
-        ids = torch.cat([prompt, torch.randint(0, VOCABULARY, (RESPONSE_TOKENS,), generator=random)])
-        rollouts.append(
-            AgentTrajectory(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                loss_mask=loss_mask,
-                response_start=PROMPT_TOKENS,
-                response_mask=mask,
-                old_log_probs=-torch.rand(RESPONSE_TOKENS, generator=random),
-                entropys=torch.rand(RESPONSE_TOKENS, generator=random),
-                reward=Reward(outcome=float(number % 2)),
-                task_id=f"task-{number // GROUP}",
-                rollout_id=str(number),
-                policy_version=0,
-            )
-        )
+            prompt = one.input_ids[:PROMPT]
+        one.input_ids[:PROMPT] = prompt
+        rollouts.append(one)
     return rollouts

@@ -9,20 +9,19 @@ Everything runs in a child process: verl and Ray change the environment and writ
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.timing import in_child
 
 PROMPTS, GROUP = 16, 8
 STEPS, WARM_UP_STEPS = 10, 2
@@ -64,14 +63,8 @@ def _measure(options: Options, steps: int) -> Any:
     missing = [name for name in ("verl", "ray", "transfer_queue") if find_spec(name) is None]
     if missing:
         raise SkippedError(f"needs {', '.join(missing)}: install trajstore[verl]")
-    result = options.folder / "result.json"
     sizes = [max(GROUP, options.count(rows) // GROUP * GROUP) for rows in ROWS]
-    arguments = [options.folder, result, steps, options.repeats, *sizes]
-    command = [sys.executable, "-m", "tools.bench.t16_verl", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr[-4000:]}")
-    return json.loads(result.read_text())
+    return in_child(_measured, options.folder, steps, options.repeats, sizes)
 
 
 def _trainer_figures(trainings: Sequence[Mapping[str, Sequence[float]]]) -> Iterator[Figure]:
@@ -152,8 +145,8 @@ def _steps(runs: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[flo
 # ---- in the child ----
 
 
-def _child(folder: Path, result: Path, steps: int, repeats: int, sizes: Sequence[int]) -> None:
-    """Measure and write what was measured to ``result``."""
+def _measured(folder: Path, steps: int, repeats: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return what was measured of trainings and rows."""
     from tests.verl_plugin.assets import make_assets
     from tests.verl_plugin.harness import VerlSession, make_config
 
@@ -170,7 +163,7 @@ def _child(folder: Path, result: Path, steps: int, repeats: int, sizes: Sequence
         rows = _rows(make_config(assets, folder / "rows", OVERRIDES), folder / "rows", sizes, repeats)
     finally:
         session.close()
-    result.write_text(json.dumps({"trainings": trainings, "rows": rows}))
+    return {"trainings": trainings, "rows": rows}
 
 
 def _training(run: Callable[[Any], Any], config: Any) -> Times:
@@ -191,11 +184,8 @@ def _training(run: Callable[[Any], Any], config: Any) -> Times:
                 values.clear()
             done(trainer)
 
-        PPOTrainerSync.on_step_end = step_done
-        try:
+        with mock.patch.object(PPOTrainerSync, "on_step_end", step_done):
             metrics = [record for record in run(config).metrics if "timing_s/step" in record]
-        finally:
-            PPOTrainerSync.on_step_end = done
     kept = {name: values[WARM_UP_STEPS:] for name, values in per_step.items()}
     return {
         "step": [record["timing_s/step"] for record in metrics[WARM_UP_STEPS:]],
@@ -351,14 +341,11 @@ def _row(group: int, number: int, random: Any) -> tuple[str, dict[str, Any], dic
 def _timed(places: Mapping[str, tuple[Any, str]]) -> Iterator[Times]:
     """Time every call of functions, given as owner and attribute, while this is open."""
     times: Times = {name: [] for name in places}
-    originals = {name: getattr(owner, attribute) for name, (owner, attribute) in places.items()}
-    for name, (owner, attribute) in places.items():
-        setattr(owner, attribute, _noting(originals[name], times[name]))
-    try:
-        yield times
-    finally:
+    with ExitStack() as patches:
         for name, (owner, attribute) in places.items():
-            setattr(owner, attribute, originals[name])
+            noting = _noting(getattr(owner, attribute), times[name])
+            patches.enter_context(mock.patch.object(owner, attribute, noting))
+        yield times
 
 
 def _noting(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
@@ -371,7 +358,3 @@ def _noting(function: Callable[..., Any], times: list[float]) -> Callable[..., A
             times.append(time.perf_counter() - start)
 
     return noted
-
-
-if __name__ == "__main__":
-    _child(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), [int(one) for one in sys.argv[5:]])

@@ -7,15 +7,13 @@ written at the end: that is a figure of its own, without a target.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
 
 import numpy as np
-import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.t08_open import write_store
-from tools.bench.timing import alternate, ratio
-from tools.bench.workloads import small_trajectory
+from tools.bench.timing import in_turn, ratio
+from tools.bench.workloads import opened, smalls
 from trajstore import TrajectoryReplayBuffer, annotate
 
 
@@ -25,22 +23,19 @@ def figures(options: Options) -> Iterator[Figure]:
     folder = options.folder / "store"
     write_store(folder, total, 100)
     random = np.random.default_rng(1)
-    generator = torch.Generator().manual_seed(1)
-    added = [small_trajectory(generator, number) for number in range(some)]
+    added = smalls(some)
 
     def give(to: TrajectoryReplayBuffer | str) -> None:
         annotate(to, random.permutation(total)[:some].tolist(), {"score": random.random(some)})
 
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=str(folder), enable_cache=False, sample_window_size=0
-    ) as writer:
+    with opened(folder) as writer:
 
         def add() -> None:
             writer.add_trajectories(added)
             writer.flush()
 
-        given, adding = alternate([lambda: give(writer), add], options.repeats)
-    (beside,) = alternate([lambda: give(str(folder))], options.repeats)
-    details = {"annotate_ms": 1000 * median(given), "add_ms": 1000 * median(adding)}
+        given, adding = in_turn([lambda: give(writer), add], options.repeats)
+    (beside,) = in_turn([lambda: give(str(folder))], options.repeats)
+    details = {"annotate_ms": given.ms, "add_ms": adding.ms}
     yield Figure("T18", f"annotate {some:,} of {total:,} ÷ adding as many", ratio(given, adding), 1.0, details=details)
-    yield Figure("T18", "the same through the path, nobody writing", 1000 * median(beside), None, "ms")
+    yield Figure("T18", "the same through the path, nobody writing", beside.ms, None, "ms")

@@ -11,20 +11,18 @@ now this one first and now that, medians of all calls.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from tools.bench.report import Figure, Options, needs
-from tools.bench.timing import in_turn, processor_seconds, ratio, seconds
-from tools.bench.workloads import agent_trajectory, nbytes, state_trajectory
+from tools.bench.timing import Times, in_turn, processor_ratio, processor_seconds, ratio
+from tools.bench.workloads import LIST, add_all, agents, nbytes, opened, states
 from trajstore import TrajectoryReplayBuffer
 
-LIST = 16
 PRODUCERS = 4
 WARMUP = 2  # of memory that all processes share, each touches each page once
 BATCH = 1024
@@ -77,16 +75,12 @@ class _Producer:
     def __init__(self, name: str, seed: int) -> None:
         from trajstore.distributed import DistributedReplayBuffer
 
-        generator = torch.Generator().manual_seed(seed)
-        self._pool = [agent_trajectory(generator, number) for number in range(256)]
+        self._pool = agents(seed=seed)
         self._handle = DistributedReplayBuffer.connect(name)
 
     def add(self, count: int) -> None:
         """Add so many."""
-        for start in range(0, count, LIST):
-            at = start % len(self._pool)
-            self._handle.add_trajectories(self._pool[at : at + LIST])
-        self._handle.flush()
+        add_all(self._handle, self._pool, count)
 
 
 def _adding(options: Options, ray: Any) -> Figure:
@@ -94,8 +88,7 @@ def _adding(options: Options, ray: Any) -> Figure:
     from trajstore.distributed.options import HandleOptions
 
     total = options.count(4096, LIST * PRODUCERS)
-    generator = torch.Generator().manual_seed(0)
-    pool = [agent_trajectory(generator, number) for number in range(256)]
+    pool = agents()
     handle = DistributedReplayBuffer.create("t19", options.folder / "ray", actor_options={"num_cpus": 1})
     producers = [ray.remote(num_cpus=0)(_Producer).remote("t19", seed) for seed in range(PRODUCERS)]
     sink = ray.remote(num_cpus=0)(_Sink).remote()
@@ -105,73 +98,50 @@ def _adding(options: Options, ray: Any) -> Figure:
     def with_ray() -> None:
         ray.get([producer.add.remote(total // PRODUCERS) for producer in producers])
 
-    def alone(buffer: TrajectoryReplayBuffer) -> None:
-        for start in range(0, total, LIST):
-            buffer.add_trajectories(pool[start % len(pool) : start % len(pool) + LIST])
-        buffer.flush()
-
     def bare(each: int) -> None:
         ray.get([source.send.remote(total // PRODUCERS * one, each) for source in sources])
 
-    took: dict[str, list[float]] = {}
-    used: dict[str, list[float]] = {}
-
-    def measure(name: str, work: Callable[[], object]) -> None:
-        before = processor_seconds()
-        took.setdefault(name, []).append(seconds(work))
-        used.setdefault(name, []).append(processor_seconds() - before)
-
-    for repeat in range(-WARMUP, options.repeats):
-        if not repeat:
-            took.clear()
-            used.clear()
-        measure("ray", with_ray)
+    names = ("ray", "alone", "bare_lists", "bare_parcels")
+    times = {name: Times(WARMUP, processor_seconds) for name in names}
+    for _ in range(WARMUP + options.repeats):
+        times["ray"].take(with_ray)
         folder = options.folder / "one"
-        with TrajectoryReplayBuffer(enable_cache=False, auto_save=True, auto_save_path=folder) as buffer:
-            measure("alone", partial(alone, buffer))
+        with opened(folder) as buffer:
+            times["alone"].take(partial(add_all, buffer, pool, total))
         shutil.rmtree(folder)
-        measure("bare_lists", partial(bare, LIST * one))
-        measure("bare_parcels", partial(bare, HandleOptions().parcel_bytes))
+        times["bare_lists"].take(partial(bare, LIST * one))
+        times["bare_parcels"].take(partial(bare, HandleOptions().parcel_bytes))
     for actor in (*producers, *sources, sink):
         ray.kill(actor)
     handle.stop()
-    details = {f"{name}_per_second": total / median(times) for name, times in took.items()}
-    details |= {f"{name}_processor_us": median(times) / total * 1e6 for name, times in used.items()}
-    return Figure(
-        "T19",
-        "adds through Ray, four producers, over one process",
-        ratio(took["alone"], took["ray"]),
-        0.5,
-        at_least=True,
-        details=details,
-    )
+    details = {f"{name}_per_second": total / took.seconds for name, took in times.items()}
+    details |= {f"{name}_processor_us": took.processor_ms / total * 1e3 for name, took in times.items()}
+    name, value = "adds through Ray, four producers, over one process", ratio(times["alone"], times["ray"])
+    return Figure("T19", name, value, 0.5, at_least=True, details=details)
 
 
 def _sampling(options: Options, stores: int) -> Figure:
     from trajstore.distributed import DistributedReplayBuffer
 
-    generator = torch.Generator().manual_seed(0)
     folder = options.folder / f"sampling-{stores}"
     handle = DistributedReplayBuffer.create(
         folder.name, folder, stores=stores, refresh_interval=3600.0, actor_options={"num_cpus": 1}
     )
-    for _ in range(options.count(64, 4)):
-        handle.add_trajectories([state_trajectory(generator)])
-    handle.flush()
+    added = states(options.count(64, 4))
+    add_all(handle, added, len(added), 1)
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(folder / "rank_0" if stores == 1 else folder)
-        took, used = in_turn(
-            [lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)], CALLS * options.repeats, CALLS
-        )
+        works = [lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)]
+        ours, theirs = in_turn(works, CALLS * options.repeats, warmup=CALLS, used=time.thread_time)
     handle.stop()
     details = {
-        "us": median(took[0]) * 1e6,
-        "us_reader": median(took[1]) * 1e6,
-        "processor_ratio": ratio(used[0], used[1]),
-        "processor_us": median(used[0]) * 1e6,
+        "us": ours.ms * 1e3,
+        "us_reader": theirs.ms * 1e3,
+        "processor_ratio": processor_ratio(ours, theirs),
+        "processor_us": ours.processor_ms * 1e3,
     }
     if stores == 1:
         name, target = "sampling through a handle on the owner's node over a reader's", 1.1
     else:
         name, target = f"the same, {stores} stores, over a reader of both", None
-    return Figure("T19", name, ratio(took[0], took[1]), target, details=details)
+    return Figure("T19", name, ratio(ours, theirs), target, details=details)

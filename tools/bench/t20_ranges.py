@@ -2,38 +2,33 @@
 
 The server is moto's, a process of its own; time is measured by the clock and by the processor of the client. ``warm``
 has every row fetched before, and is compared with a store on the local disk: single batches in turn, by the clock and
-by processor time, which other work on the machine lengthens less. Where ``pylance`` is installed, Lance's ``take``
-fetches the same rows of the same data from the same server, and from the local disk.
+by processor time, which other work on the machine lengthens less.
 """
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
 
-import torch
-
-from tools.bench import lance_take
 from tools.bench.report import Figure, Options, needs
-from tools.bench.timing import percentile, ratio, seconds
-from tools.bench.workloads import Workload, image, raw_columns, state
+from tools.bench.timing import Times, in_turn, processor_ratio, ratio
+from tools.bench.workloads import Workload, filled, image, state
+from tools.campaigns import at_work, s3_server
+from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.fields import join_name, walk
+from trajstore.columns.fields import walk
 from trajstore.files.object_store import ObjectStore
 
 BUCKET = "bench"
 _CALLS = 4
-_PATIENCE = 60.0
-_SAMPLES = 32 * 4  # of each trajectory of the workload
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -46,61 +41,46 @@ def figures(options: Options) -> Iterator[Figure]:
     import s3fs  # optional
 
     workload = image(options)
-    _write(options.folder / "local", workload, {})
-    with _server() as port:
-        storage = {"key": "bench", "secret": "benchbench", "endpoint_url": f"http://127.0.0.1:{port}"}
+    filled(options.folder / "local", workload.trajectories).close()
+    ours, theirs = forking().Pipe()
+    with at_work(_serve, theirs):
+        storage = ours.recv()
         s3fs.S3FileSystem(**storage).mkdir(BUCKET)
         yield from _of_workload(workload, storage, options)
         yield from _of_workload(state(options), storage, options)
         url = f"s3://{BUCKET}/{workload.name}"
         yield _warm(url, {**storage, "range_reads": True}, workload, options)
-        if lance_take.installed():
-            yield from _lance(url, {**storage, "range_reads": True}, port, workload, options)
 
 
 def _of_workload(workload: Workload, storage: dict[str, Any], options: Options) -> Iterator[Figure]:
     """Yield what cold batches cost, over the same ranges by obstore alone."""
     url = f"s3://{BUCKET}/{workload.name}"
-    _write(url, workload, storage)
-    times: list[list[float]] = [[], []]
-    processor: list[list[float]] = [[], []]
+    filled(url, workload.trajectories, storage_options=storage).close()
+    ours, theirs = Times(warmup=1), Times(warmup=1)
     fetched, wanted, requests = [], [], []
     with ThreadPoolExecutor(_CALLS) as pool:
         for repeat in range(options.repeats + 1):
             with _open(url, {**storage, "range_reads": True}, seed=repeat) as reader, _recorded() as asked:
-                ours = _cost(lambda reader=reader: reader.sample(workload.batch))
-                batch_bytes = sum(tensor.nbytes for _, tensor in walk(reader.sample(1))) * workload.batch
-            bare = _bare(storage, url, asked[0], pool)
-            theirs = _cost(bare)
-            if repeat:  # the first one warms up
-                for kept, one in zip((times, processor), zip(ours, theirs, strict=True), strict=True):
-                    kept[0].append(one[0])
-                    kept[1].append(one[1])
-                fetched.append(sum(stop - start for _, start, stop in asked[0]))
-                wanted.append(batch_bytes)
-                requests.append(len(asked[0]))
+                ours.take(partial(reader.sample, workload.batch))
+                wanted.append(sum(tensor.nbytes for _, tensor in walk(reader.sample(1))) * workload.batch)
+            theirs.take(_bare(storage, url, asked[0], pool))
+            fetched.append(sum(stop - start for _, start, stop in asked[0]))
+            requests.append(len(asked[0]))
     yield Figure(
         "T20",
         f"sample by ranges, cold, over obstore's bare ranges, {workload.name}",
-        median(times[0]) / median(times[1]),
+        ratio(ours, theirs),
         1.3,
         details={
-            "by_processor_time": median(processor[0]) / median(processor[1]),
-            "cold_ms": 1e3 * median(times[0]),
-            "bare_ms": 1e3 * median(times[1]),
-            "cold_processor_ms": 1e3 * median(processor[0]),
-            "bare_processor_ms": 1e3 * median(processor[1]),
+            "by_processor_time": processor_ratio(ours, theirs),
+            "cold_ms": ours.ms,
+            "bare_ms": theirs.ms,
+            "cold_processor_ms": ours.processor_ms,
+            "bare_processor_ms": theirs.processor_ms,
             "requests": median(requests),
         },
     )
     yield Figure("T20", f"bytes fetched over the batch's, {workload.name}", median(fetched) / median(wanted), 2.0)
-
-
-def _cost(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds and the processor seconds that a call takes."""
-    began = time.process_time()
-    took = seconds(work)
-    return took, time.process_time() - began
 
 
 def _bare(
@@ -139,104 +119,12 @@ def _warm(url: str, storage: dict[str, Any], workload: Workload, options: Option
             for number in one.trajectory_ids.tolist():
                 one.get(number)
         with _recorded() as asked:
-            draws = [lambda: reader.sample(workload.batch), lambda: local.sample(workload.batch)]
-            times, processor = _in_turn(draws, options.count(60 * options.repeats))
+            draws = [partial(reader.sample, workload.batch), partial(local.sample, workload.batch)]
+            ours, theirs = in_turn(draws, options.count(60 * options.repeats), warmup=5)
     if asked:
         raise RuntimeError("rows were fetched that were there")
-    ratios = [mine / peer for mine, peer in zip(*times, strict=True)]
-    return Figure(
-        "T20",
-        "sample by ranges, warm, over local, image",
-        ratio(*times),
-        1.25,
-        details={
-            "by_processor_time": ratio(*processor),
-            "quarter_below": percentile(ratios, 0.25),
-            "quarter_above": percentile(ratios, 0.75),
-            "warm_ms": 1e3 * median(times[0]),
-            "local_ms": 1e3 * median(times[1]),
-            "batches": len(ratios),
-        },
-    )
-
-
-def _in_turn(works: Sequence[Callable[[], object]], repeats: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the seconds of each call, and its processor seconds, both ``[len(works)][repeats]``; works take turns."""
-    times: list[list[float]] = [[] for _ in works]
-    processor: list[list[float]] = [[] for _ in works]
-    for repeat in range(-5, repeats):
-        for place, work in enumerate(works):
-            began = time.process_time()
-            took = seconds(work)
-            if repeat >= 0:
-                times[place].append(took)
-                processor[place].append(time.process_time() - began)
-    return times, processor
-
-
-def _lance(url: str, storage: dict[str, Any], port: int, workload: Workload, options: Options) -> Iterator[Figure]:
-    """Yield our time over Lance's for the same rows, cold from the server and from the local disk."""
-    columns = raw_columns(workload.trajectories)
-    there = {
-        "aws_access_key_id": storage["key"],
-        "aws_secret_access_key": storage["secret"],
-        "aws_endpoint": storage["endpoint_url"],
-        "aws_region": "us-east-1",
-        "allow_http": "true",
-        "aws_virtual_hosted_style_request": "false",
-    }
-    places = {f"s3://{BUCKET}/{workload.name}.lance": there, str(options.folder / f"{workload.name}.lance"): {}}
-    for place, given in places.items():
-        lance_take.write(columns, place, given)
-    remote, local = places  # files of about the size of our shards
-    mine, peer = [], []
-    for repeat in range(options.repeats + 1):
-        with _open(url, storage, seed=repeat) as reader:
-            drawn = reader.draw(workload.batch)
-            rows = drawn.ids * _SAMPLES + drawn.samples
-            lance = lance_take.LanceRows(remote, there, columns)
-            theirs: list[dict[str, torch.Tensor]] = []
-            took = seconds(lambda reader=reader, drawn=drawn: reader.read(drawn))
-            peer_took = seconds(lambda lance=lance, rows=rows, theirs=theirs: theirs.append(lance.take(rows)))
-            _compare(reader.read(drawn), theirs[0])
-        if repeat:
-            mine.append(took)
-            peer.append(peer_took)
-    yield Figure(
-        "T20",
-        "sample by ranges, cold, over Lance's take, image",
-        median(mine) / median(peer),
-        None,
-        details={"ours_ms": 1e3 * median(mine), "lance_ms": 1e3 * median(peer)},
-    )
-    with _open(options.folder / "local", {}, seed=1) as reader:
-        lance = lance_take.LanceRows(local, {}, columns)
-        drawn = reader.draw(workload.batch)
-        rows = drawn.ids * _SAMPLES + drawn.samples
-        times, processor = _in_turn([lambda: reader.read(drawn), lambda: lance.take(rows)], 10 * options.repeats)
-    yield Figure(
-        "T20",
-        "read of local rows, over Lance's take, image",
-        ratio(*times),
-        None,
-        details={
-            "by_processor_time": ratio(*processor),
-            "ours_ms": 1e3 * median(times[0]),
-            "lance_ms": 1e3 * median(times[1]),
-        },
-    )
-
-
-def _compare(mine: Mapping[str, Any], theirs: Mapping[str, torch.Tensor]) -> None:
-    for path, tensor in walk(mine):
-        if not torch.equal(tensor, theirs[join_name(path)]):
-            raise RuntimeError(f"{join_name(path)}: the two batches are not the same")
-
-
-def _write(url: str | Path, workload: Workload, storage: dict[str, Any]) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=storage) as buffer:
-        for trajectory in workload.trajectories:
-            buffer.add_trajectories([trajectory])
+    details = {"by_processor_time": processor_ratio(ours, theirs), "warm_ms": ours.ms, "local_ms": theirs.ms}
+    return Figure("T20", "sample by ranges, warm, over local, image", ratio(ours, theirs), 1.25, details=details)
 
 
 def _open(url: str | Path, storage: dict[str, Any], seed: int) -> TrajectoryReplayBuffer:
@@ -259,22 +147,7 @@ def _recorded() -> Iterator[list[list[tuple[str, int, int]]]]:
         yield asked
 
 
-@contextmanager
-def _server() -> Iterator[int]:
-    """Start a server; yield its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with ExitStack() as ending:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        ending.callback(process.wait)
-        ending.callback(process.terminate)
-        end = time.monotonic() + _PATIENCE
-        while time.monotonic() < end:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield port
+def _serve(told: Connection) -> None:
+    with s3_server() as options:
+        told.send(options)
+        signal.pause()

@@ -7,12 +7,11 @@ two minutes with an error that says what did not come.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,8 +21,8 @@ import torch
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.t08_open import write_store
 from tools.bench.t23_questions import some_facts
-from tools.bench.timing import in_child, processor_seconds
-from tools.bench.workloads import PROMPT, agent_trajectory
+from tools.bench.timing import in_child, processor_seconds, seconds
+from tools.bench.workloads import PROMPT, add_all, agents, opened, rollout
 from tools.browser import Command, NoBrowserError, Page, browser
 from tools.meanwhile import meanwhile
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
@@ -75,17 +74,14 @@ def figures(options: Options) -> Iterator[Figure]:
 def _first_rollout(options: Options, path: Path, page: Page) -> Iterator[Figure]:
     """A rollout of 1,000 tokens by its link, from a store of 10,000 that is being written."""
     total = options.count(10_000, 100)
-    generator = torch.Generator().manual_seed(4)
-    made = [agent_trajectory(generator, number) for number in range(100)]
-    with _writer_to(path) as writer:
-        for _ in range(total // len(made)):
-            writer.add_trajectories(made)
-        writer.flush()
+    made = agents(100)
+    with opened(path) as writer:
+        add_all(writer, made, total, len(made))
         with Command(path) as command, meanwhile(lambda: writer.add_trajectories(made[:8]), 0.05):
             links = [f"{command.address}/#/trajectory/{number * 7 % total}" for number in range(options.repeats)]
             times = [_seen(page, f"{link}?color=old_log_probs&token={PROMPT}", _TOKEN) for link in links]
     name = f"first coloured rollout, one of {total:,} in a store that is written"
-    details = {"first_s": times[0], "longest_s": max(times)}
+    details = {"first_s": times[0]}
     yield Figure("T21", name, median(times), 1.0, "s", details=details)
 
 
@@ -93,25 +89,26 @@ def _first_page(options: Options, path: Path, page: Page) -> Iterator[Figure]:
     """The table of many trajectories, each time from a server that has just been started, over opening the store."""
     total = options.count(1_000_000, 800)
     write_store(path, total, 100, some_facts)
-    times, opened, again = [], [], []
+    times, alone, again = [], [], []
     for _ in range(options.repeats):
-        opened.append(in_child("tools.bench.t21_view", path)["seconds"])
+        alone.append(in_child(_opening, path))
         with Command(path) as command:
             times.append(_seen(page, f"{command.address}/#/table", _ROW))
             again.append(_seen(page, f"{command.address}/#/table", _ROW))
-    details = {"page_s": median(times), "open_s": median(opened), "page_again_s": median(again)}
+    details = {"page_s": median(times), "open_s": median(alone), "page_again_s": median(again)}
     name = f"first page of {total:,} trajectories over opening the store"
-    yield Figure("T21", name, median(times) / median(opened), 2.0, details=details)
+    yield Figure("T21", name, median(times) / median(alone), 2.0, details=details)
 
 
 def _scrolling(options: Options, path: Path, page: Page) -> Iterator[Figure]:
     """All tokens of a long rollout scrolled through within ten seconds, in equal steps at each frame."""
     tokens = options.count(100_000, 2000)
-    with _writer_to(path) as writer:
-        writer.add_trajectories([_long_rollout(tokens)])
+    ones = torch.ones(tokens, dtype=torch.int64)
+    with opened(path) as writer:
+        writer.add_trajectories([rollout(torch.Generator().manual_seed(5), 0, 0, ones)])
     found: list[list[float]] = []
     with Command(path) as command:
-        opened = _seen(page, f"{command.address}/#/trajectory/0?show=tokens&color=old_log_probs", _TOKEN)
+        _seen(page, f"{command.address}/#/trajectory/0?show=tokens&color=old_log_probs", _TOKEN)
         for _ in range(max(1, options.repeats // 2)):
             page.run("document.querySelector('.scroller').scrollTop = 0")
             told = page.driver.execute_async_script(_SCROLL, 10 * min(1.0, options.scale * 10))
@@ -120,13 +117,7 @@ def _scrolling(options: Options, path: Path, page: Page) -> Iterator[Figure]:
             frames = told["frames"]
             found.append([after - before for before, after in pairwise(frames)])
     rates = [1000 * len(gaps) / sum(gaps) for gaps in found]
-    gaps = sorted(gap for some in found for gap in some)
-    details = {
-        "frame_ms_99": gaps[int(0.99 * len(gaps))],
-        "frame_ms_longest": gaps[-1],
-        "frames_above_20_ms": sum(gap > 21 for gap in gaps) / len(gaps),
-        "opened_s": opened,
-    }
+    details = {"frame_ms_longest": max(gap for gaps in found for gap in gaps)}
     name = f"frames a second while {tokens:,} tokens are scrolled"
     yield Figure("T21", name, median(rates), 50.0, "1/s", at_least=True, details=details)
 
@@ -138,10 +129,9 @@ def _writer(options: Options, path: Path, page: Page) -> Iterator[Figure]:
     is the median of those of turns that follow each other.
     """
     total = options.count(8_000, 128)
-    generator = torch.Generator().manual_seed(6)
-    made = [agent_trajectory(generator, number) for number in range(64)]
+    made = agents(64)
     turns: list[dict[bool, tuple[float, float, float]]] = []
-    with _writer_to(path) as writer:
+    with opened(path) as writer:
         _added(writer, made, total)
         with Command(path) as command:
             _seen(page, f"{command.address}/#/table", _ROW)
@@ -168,9 +158,7 @@ def _writer(options: Options, path: Path, page: Page) -> Iterator[Figure]:
 def _added(writer: TrajectoryReplayBuffer, made: list[AgentTrajectory], total: int) -> tuple[float, float, float]:
     """Add rollouts; return the seconds until all are durable, by the clock, of this process and of its children."""
     clock, used, of_all = time.perf_counter(), time.process_time(), processor_seconds()
-    for _ in range(total // len(made)):
-        writer.add_trajectories(made)
-    writer.flush()
+    add_all(writer, made, total, len(made))
     mine = time.process_time() - used
     return time.perf_counter() - clock, mine, processor_seconds() - of_all - mine
 
@@ -187,31 +175,6 @@ def _seen(page: Page, address: str, what: str) -> float:
         page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
-def _writer_to(path: Path) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, enable_cache=False)
-
-
-def _long_rollout(tokens: int) -> AgentTrajectory:
-    generator = torch.Generator().manual_seed(5)
-    ones = torch.ones(tokens, dtype=torch.int64)
-    return AgentTrajectory(
-        input_ids=torch.randint(1, 150_000, (tokens,), generator=generator),
-        attention_mask=ones,
-        loss_mask=ones,
-        response_start=0,
-        old_log_probs=-torch.rand(tokens, generator=generator),
-        response_mask=ones,
-        task_id="long",
-    )
-
-
-def _child(path: str) -> None:
-    start = time.perf_counter()
-    reader = TrajectoryReplayBuffer.open(path)
-    took = time.perf_counter() - start
-    sys.stdout.write(json.dumps({"seconds": took}))
-    del reader
-
-
-if __name__ == "__main__":
-    _child(*sys.argv[1:])
+def _opening(path: Path) -> float:
+    """Return the seconds of opening a store."""
+    return seconds(partial(TrajectoryReplayBuffer.open, path))

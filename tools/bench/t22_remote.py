@@ -11,22 +11,20 @@ name (root).
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import random
 import socket
-import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from tools.bench.report import Figure, Options, SkippedError, needs
-from tools.bench.timing import in_child, in_turn, ratio
-from tools.bench.workloads import raw_columns, state_trajectory
+from tools.bench.timing import Times, in_child, in_turn, ratio
+from tools.bench.workloads import raw_columns, states
 
 BATCH = 1024
 CALLS = 30  # of each, for every repeat
@@ -43,8 +41,9 @@ def figures(options: Options) -> Iterator[Figure]:
     needs("ray", extra="ray")
     if os.geteuid():
         raise SkippedError("needs root, for a host name of its own")
-    took = in_child("tools.bench.t22_remote", options.folder, options.repeats, options.count(16, 4))
-    details = {f"us_{name}": median(times) * 1e6 for name, times in took.items()}
+    took = in_child(_measure, options.folder, options.repeats, options.count(16, 4))
+    details = {f"us_{name}": one.ms * 1e3 for name, one in took.items()}
+    details |= {f"us_thread_{name}": one.processor_ms * 1e3 for name, one in took.items()}
     for stores in (1, 4):
         name, mine = f"a batch from {stores} store{'s'[: stores - 1]} on another node", took[f"stores_{stores}"]
         yield Figure("T22", f"{name} over an actor with a list", ratio(mine, took["list"]), 0.5, details=details)
@@ -85,7 +84,7 @@ class _Columns:
         return {name: column[chosen] for name, column in self._columns.items()}
 
 
-def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, list[float]]:
+def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), "no host name of its own")
     import ray
@@ -95,8 +94,7 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, list[fl
     cluster.add_node(num_cpus=8, resources={"there": 1})
     ray.init(address=cluster.address, log_to_driver=False)
     try:
-        generator = torch.Generator().manual_seed(0)
-        added = [state_trajectory(generator) for _ in range(trajectories)]
+        added = states(trajectories)
         columns = raw_columns(added)
         works: dict[str, Callable[[], object]] = {}
         for name, peer in (("list", _Listed), ("columns", _Columns)):
@@ -128,15 +126,12 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, list[fl
         socket.sethostname("elsewhere")
         for work in works.values():
             work()
-        calls = CALLS * repeats
-        times, used = in_turn(list(works.values()), calls, CALLS)
-        took = dict(zip(works, times, strict=True)) | {
-            f"thread_{name}": of for name, of in zip(works, used, strict=True)
-        }
+        measured = partial(in_turn, repeats=CALLS * repeats, warmup=CALLS, used=time.thread_time)
+        took = dict(zip(works, measured(list(works.values())), strict=True))
         for stores in (1, 4):
             other = DistributedReplayBuffer.connect(f"stores-{stores}", refresh_interval=3600.0)
             with ReplayLoader(other, batch_size=BATCH) as loader:
-                took[f"loader_{stores}"] = in_turn([partial(next, loader)], calls, CALLS)[0][0]
+                (took[f"loader_{stores}"],) = measured([partial(next, loader)])
         return took
     finally:
         ray.shutdown()
@@ -164,7 +159,3 @@ def _torchrl(columns: dict[str, torch.Tensor]) -> Any:
     )
     found.extend(TensorDict(columns, batch_size=[count]))
     return found
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_measure(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

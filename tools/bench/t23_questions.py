@@ -11,14 +11,9 @@ process that asks, above what it had with the store open.
 
 from __future__ import annotations
 
-import json
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,8 +22,9 @@ import torch
 
 from tools.bench.report import Figure, Options, needs
 from tools.bench.t08_open import write_store
-from tools.bench.timing import in_child, status_bytes
-from tools.bench.workloads import agent_trajectory
+from tools.bench.timing import Times, in_child, in_turn, status_bytes
+from tools.bench.workloads import agent_trajectory, opened
+from tools.meanwhile import meanwhile
 from trajstore import TrajectoryReplayBuffer
 from trajstore.files.opening import open_directory
 from trajstore.querying import Query
@@ -83,22 +79,17 @@ def figures(options: Options) -> Iterator[Figure]:
         write_store(folder, total, 100, some_facts)
         reader = TrajectoryReplayBuffer.open(folder)
         query = reader.query()
-        table, first = _timed(query.table)
+        first = Times()
+        table = first.take(query.table)
         parquet = options.folder / f"facts_{full}.parquet"
         table.write_parquet(parquet)
         connection = duckdb.connect()
         connection.execute(f"create view facts as select * from '{parquet}'")
         for name, (ask, text) in QUESTIONS.items():
-            ours, theirs = _in_turn(
-                options.repeats,
-                partial(ask, query),
-                partial(lambda connection, text: connection.execute(text).fetchall(), connection, text),
-            )
-            details = {"processor_ms": ours[1], "duckdb_ms": theirs[0], "duckdb_processor_ms": theirs[1]}
             wanted = target if full == 100_000 or name == "group_by" else None
-            yield Figure("T23", f"{name}, {total:,} rollouts", ours[0], wanted, "ms", details=details)
-        details = {"processor_ms": 1000 * first[1]}
-        yield Figure("T23", f"first question, {total:,} rollouts", 1000 * first[0], None, "ms", details=details)
+            yield _asked(f"{name}, {total:,} rollouts", partial(ask, query), connection, text, wanted, options)
+        details = {"processor_ms": first.processor_ms}
+        yield Figure("T23", f"first question, {total:,} rollouts", first.ms, None, "ms", details=details)
         yield from _memory(folder, total, table.estimated_size())
         connection.close()
         reader.close()
@@ -112,7 +103,7 @@ def _within(options: Options) -> Iterator[Figure]:
     total = options.count(100_000, 800)
     folder = options.folder / "rollouts"
     random = torch.Generator().manual_seed(3)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(folder), sample_window_size=0) as writer:
+    with opened(folder) as writer:
         for first in range(0, total, 100):
             writer.add_trajectories([agent_trajectory(random, at) for at in range(first, min(first + 100, total))])
     reader = TrajectoryReplayBuffer.open(folder)
@@ -125,54 +116,38 @@ def _within(options: Options) -> Iterator[Figure]:
         connection.execute(f"create view {relation} as select * from '{parquet}'")
         connection.unregister("stream")
     for name, (_, text) in WITHIN.items():
-        ours, theirs = _in_turn(
-            options.repeats,
-            partial(lambda text: reader.query().sql(text).rows(), text),
-            partial(lambda text: connection.execute(text).fetchall(), text),
-        )
-        details = {"processor_ms": ours[1], "duckdb_ms": theirs[0], "duckdb_processor_ms": theirs[1]}
-        yield Figure("T23", f"{name}, {total:,} rollouts", ours[0], None, "ms", details=details)
+        ask = partial(lambda text: reader.query().sql(text).rows(), text)
+        yield _asked(f"{name}, {total:,} rollouts", ask, connection, text, None, options)
     for relation in ("messages", "tokens"):
         text = next(text for one, text in WITHIN.values() if one == relation)
-        memory = in_child("tools.bench.t23_questions", folder, text)
+        memory = in_child(_most_memory, folder, text)
         yield Figure("T23", f"all {relation} of {total:,} rollouts, memory", memory / 1e6, None, "MB")
     connection.close()
     reader.close()
 
 
-def _child(folder: str, text: str) -> None:
+def _asked(
+    name: str, ask: Callable[[], object], connection: Any, text: str, target: float | None, options: Options
+) -> Figure:
+    """Ask ours and DuckDB the same question in turn."""
+    works = [ask, lambda: connection.execute(text).fetchall()]
+    ours, theirs = in_turn(works, options.repeats, warmup=1)
+    details = {
+        "processor_ms": ours.processor_ms,
+        "duckdb_ms": theirs.ms,
+        "duckdb_processor_ms": theirs.processor_ms,
+    }
+    return Figure("T23", name, ours.ms, target, "ms", details=details)
+
+
+def _most_memory(folder: Path, text: str) -> int:
+    """Return the most anonymous memory that a statement takes, above that of the open store."""
     reader = TrajectoryReplayBuffer.open(folder)
     reader.query().table()
-    before, most, ended = status_bytes("RssAnon"), [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.01):
-            most[0] = max(most[0], status_bytes("RssAnon"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    reader.query().sql(text)
-    ended.set()
-    watcher.join()
-    sys.stdout.write(json.dumps(max(most[0] - before, 0)))
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """Return what a call returns, and its seconds by the clock and of the process's threads."""
-    clock, processor = time.perf_counter(), time.process_time()
-    found = call()
-    return found, (time.perf_counter() - clock, time.process_time() - processor)
-
-
-def _in_turn(repeats: int, *works: Callable[[], object]) -> list[tuple[float, float]]:
-    """Return the median milliseconds of several things timed in turn, by the clock and of the process's threads."""
-    times: list[list[tuple[float, float]]] = [[] for _ in works]
-    for repeat in range(-1, repeats):
-        for kept, work in zip(times, works, strict=True):
-            taken = _timed(work)[1]
-            if repeat >= 0:
-                kept.append(taken)
-    return [(1000 * median(one[0] for one in kept), 1000 * median(one[1] for one in kept)) for kept in times]
+    before, seen = status_bytes("RssAnon"), [0]
+    with meanwhile(lambda: seen.append(status_bytes("RssAnon")), 0.01):
+        reader.query().sql(text)
+    return max(max(seen) - before, 0)
 
 
 def _memory(folder: Path, total: int, table: int) -> Iterator[Figure]:
@@ -195,7 +170,3 @@ def some_facts(total: int, texts: StringTable) -> dict[str, npt.NDArray[Any]]:
         "version_low": versions,
         "version_high": versions,
     }
-
-
-if __name__ == "__main__":
-    _child(*sys.argv[1:])

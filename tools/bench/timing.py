@@ -1,88 +1,129 @@
-"""Timing: two things in turn, so that the noise of a shared machine meets both."""
+"""Timing: things in turn, so that the noise of a shared machine meets all of them."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from statistics import median
+from typing import TypeVar
 
 import torch
 
 from tools.bench.report import SkippedError
+from tools.proc import processes, stat, status
+
+T = TypeVar("T")
 
 
-def seconds(work: Callable[[], object], calls: int = 1) -> float:
-    """Return the seconds that one call takes, as the mean of ``calls`` in a row."""
+def seconds(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    return (time.perf_counter() - start) / calls
+    work()
+    return time.perf_counter() - start
 
 
-def alternate(
-    works: Sequence[Callable[[], object]], repeats: int, *, calls: int = 1, warmup: int = 2
-) -> list[list[float]]:
-    """Time several things in turn.
+class Times:
+    """Seconds of the calls of one thing.
+
+    Args:
+        warmup: how many of the first times are not kept.
+        used: tells the processor's seconds until now; by default of all threads of this process.
+
+    Attributes:
+        clock: seconds of a call by the clock.
+        processor: seconds of a call by the processor.
+    """
+
+    def __init__(self, warmup: int = 0, used: Callable[[], float] = time.process_time) -> None:
+        self.clock: list[float] = []
+        self.processor: list[float] = []
+        self._warmup, self._used = warmup, used
+
+    def take(self, work: Callable[[], T], calls: int = 1) -> T:
+        """Time a call, or the mean of several in a row, and return what the last one returns."""
+        used, start = self._used(), time.perf_counter()
+        for _ in range(calls):
+            found = work()
+        took, used = time.perf_counter() - start, self._used() - used
+        if self._warmup > 0:
+            self._warmup -= 1
+        else:
+            self.clock.append(took / calls)
+            self.processor.append(used / calls)
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Median by the clock."""
+        return median(self.clock)
+
+    @property
+    def ms(self) -> float:
+        """Median by the clock, in milliseconds."""
+        return 1e3 * self.seconds
+
+    @property
+    def processor_ms(self) -> float:
+        """Median by the processor, in milliseconds."""
+        return 1e3 * median(self.processor)
+
+
+def in_turn(
+    works: Sequence[Callable[[], object]],
+    repeats: int,
+    *,
+    calls: int = 1,
+    warmup: int = 2,
+    used: Callable[[], float] = time.process_time,
+) -> list[Times]:
+    """Time several things, one of each after the other.
+
+    Which comes first is drawn anew each time: what one leaves to the allocator the next one finds.
 
     Args:
         works: what to time.
         repeats: how many times are kept of each.
         calls: calls in a row that make one time (of things that take well below a millisecond).
         warmup: rounds before the first time that is kept.
-
-    Returns:
-        Seconds per call, ``[len(works)][repeats]``.
+        used: tells the processor's seconds until now.
     """
-    times: list[list[float]] = [[] for _ in works]
-    for repeat in range(-warmup, repeats):
-        for kept, work in zip(times, works, strict=True):
-            took = seconds(work, calls)
-            if repeat >= 0:
-                kept.append(took)
+    chance = random.Random(0)
+    times = [Times(warmup, used) for _ in works]
+    for _ in range(warmup + repeats):
+        for at in chance.sample(range(len(works)), len(works)):
+            times[at].take(works[at], calls)
     return times
 
 
-def in_turn(
-    works: Sequence[Callable[[], object]], calls: int, warmup: int
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Return seconds and processor seconds of each call, ``[len(works)][calls]``, one call of each after the other.
-
-    Which comes first is drawn anew each time: what one leaves to the allocator the next one finds.
-
-    Args:
-        works: what to time.
-        calls: how many are kept of each.
-        warmup: calls of each before these.
-    """
-    chance = random.Random(0)
-    took: list[list[float]] = [[] for _ in works]
-    used: list[list[float]] = [[] for _ in works]
-    for call in range(-warmup, calls):
-        for at in chance.sample(range(len(works)), len(works)):
-            before = time.thread_time()
-            duration = seconds(works[at])
-            if call >= 0:
-                took[at].append(duration)
-                used[at].append(time.thread_time() - before)
-    return took, used
+def ratio(mine: Times, peer: Times) -> float:
+    """Return the ratio of two medians by the clock."""
+    return mine.seconds / peer.seconds
 
 
-def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:
-    """Return the ratio of two medians."""
-    return statistics.median(mine) / statistics.median(peer)
+def processor_ratio(mine: Times, peer: Times) -> float:
+    """Return the ratio of two medians by the processor."""
+    return mine.processor_ms / peer.processor_ms
 
 
 def percentile(times: Sequence[float], share: float) -> float:
     """Return the smallest time that at least ``share`` of all times do not exceed."""
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def status_bytes(name: str) -> int:
@@ -91,11 +132,10 @@ def status_bytes(name: str) -> int:
     Raises:
         SkippedError: it tells no such number.
     """
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise SkippedError(f"needs {name} in {status}")
+    try:
+        return status("self", name)
+    except OSError as error:
+        raise SkippedError(f"needs /proc: {error}") from error
 
 
 def processor_seconds() -> float:
@@ -104,42 +144,20 @@ def processor_seconds() -> float:
     Raises:
         SkippedError: there is no ``/proc``.
     """
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        parents[int(file.parent.name)] = int(fields[1])
-        ticks[int(file.parent.name)] = int(fields[11]) + int(fields[12])
-    if not ticks:
+    found = {number: fields for number in processes() if (fields := stat(number))}
+    if not found:
         raise SkippedError("needs /proc")
     mine = {os.getpid()}
-    while found := {number for number, parent in parents.items() if parent in mine} - mine:
-        mine |= found
-    return sum(ticks[number] for number in mine) / os.sysconf("SC_CLK_TCK")
+    while more := {number for number, fields in found.items() if int(fields[1]) in mine} - mine:
+        mine |= more
+    ticks = sum(int(found[number][11]) + int(found[number][12]) for number in mine)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def repeats_told(said: str | None, usual: int) -> int:
-    """Return the repeats that the command line of a benchmark asks for, and use as many threads as it says."""
-    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=usual)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    repeats: int = options.repeats
-    return repeats
+def in_child(work: Callable[..., T], *arguments: object) -> T:
+    """Call a function in a process of its own, newly started; return what it returns, or raise its error.
 
-
-def in_child(module: str, *arguments: object) -> Any:
-    """Run ``python -m module arguments`` in a process of its own and return the JSON value that it writes.
-
-    Raises:
-        RuntimeError: it failed; with what it wrote to standard error.
+    What it prints goes to standard error, as standard output has the figures.
     """
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr}")
-    return json.loads(done.stdout)
+    with ProcessPoolExecutor(1, get_context("spawn"), os.dup2, (2, 1)) as pool:
+        return pool.submit(work, *arguments).result()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tools.bench.report import Options
+from trajstore import TrajectoryReplayBuffer
 from trajstore.columns.conversion import flatten
 from trajstore.columns.fields import Axis
-from trajstore.trajectory import AgentTrajectory, Trajectory
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 PROMPT, RESPONSE, TURNS = 300, 700, 3
+LIST = 16
+"""Trajectories that are added with one call."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,7 @@ class Workload:
 
 def state(options: Options) -> Workload:
     """Return 64 trajectories, T 80, B 32: eleven columns, 768 bytes per sample, one bootstrap row; batch 1024."""
-    generator = torch.Generator().manual_seed(1)
-    trajectories = [state_trajectory(generator) for _ in range(options.count(64, 2))]
-    return Workload("state", trajectories, 1024)
+    return Workload("state", states(options.count(64, 2), seed=1), 1024)
 
 
 def state_trajectory(generator: torch.Generator, steps: int = 80, batch: int = 32) -> Trajectory:
@@ -81,40 +84,84 @@ def image_trajectory(generator: torch.Generator, steps: int = 32, batch: int = 4
     )
 
 
+def rollout(generator: torch.Generator, number: int, prompt: int, mask: Tensor, **more: Any) -> AgentTrajectory:
+    """Return a rollout of random tokens with log-probs.
+
+    Args:
+        generator: of the numbers.
+        number: names the task, unless ``more`` does.
+        prompt: tokens of the prompt.
+        mask: which tokens of the response the model wrote.
+        more: fields besides.
+    """
+    tokens, response = prompt + len(mask), len(mask)
+    fields = {"task_id": f"task-{number}", **more}
+    return AgentTrajectory(
+        input_ids=torch.randint(1, 150_000, (tokens,), generator=generator),
+        attention_mask=torch.ones(tokens, dtype=torch.int64),
+        loss_mask=torch.cat([torch.zeros(prompt, dtype=torch.int64), mask]),
+        response_start=prompt,
+        old_log_probs=-torch.rand(response, generator=generator),
+        response_mask=mask,
+        **fields,
+    )
+
+
+def turns(response: int) -> Tensor:
+    """Return the mask of a response in three turns, two thirds of each written by the model."""
+    turn = response // TURNS + 1
+    return (torch.arange(response) % turn < turn * 2 // 3).long()
+
+
 def agent_trajectory(generator: torch.Generator, number: int) -> AgentTrajectory:
     """Return a rollout of 1,000 tokens: prompt 300, response 700 in three turns; ids, masks, log-probs, messages."""
-    tokens = PROMPT + RESPONSE
     turn = RESPONSE // TURNS + 1
-    wrote = (torch.arange(RESPONSE) % turn < turn * 2 // 3).long()
     messages = [{"role": "system", "content": _text(generator, PROMPT)}]
     for _ in range(TURNS):
         messages.append({"role": "assistant", "author": "llm", "content": _text(generator, turn * 2 // 3)})
         messages.append({"role": "user", "content": _text(generator, turn // 3)})
-    return AgentTrajectory(
-        messages=messages,
-        input_ids=torch.randint(1, 150_000, (tokens,), generator=generator),
-        attention_mask=torch.ones(tokens, dtype=torch.int64),
-        loss_mask=torch.cat([torch.zeros(PROMPT, dtype=torch.int64), wrote]),
-        response_start=PROMPT,
-        old_log_probs=-torch.rand(RESPONSE, generator=generator),
-        response_mask=wrote,
-        task_id=f"task-{number // 8}",
-        rollout_id=str(number % 8),
-        policy_version=number // 512,
+    names = {"task_id": f"task-{number // 8}", "rollout_id": str(number % 8), "policy_version": number // 512}
+    return rollout(generator, number, PROMPT, turns(RESPONSE), messages=messages, **names)
+
+
+def agents(count: int = 256, seed: int = 0) -> list[AgentTrajectory]:
+    """Return some rollouts of 1,000 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [agent_trajectory(generator, number) for number in range(count)]
+
+
+def smalls(count: int = 256) -> list[AgentTrajectory]:
+    """Return some rollouts of 1 KB, all in all."""
+    generator, mask = torch.Generator().manual_seed(0), torch.ones(16, dtype=torch.int64)
+    return [rollout(generator, number, 16, mask) for number in range(count)]
+
+
+def states(count: int, seed: int = 0) -> list[Trajectory]:
+    """Return some trajectories of the state workload."""
+    generator = torch.Generator().manual_seed(seed)
+    return [state_trajectory(generator) for _ in range(count)]
+
+
+def opened(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
+    """Return a buffer that writes to a path, caches nothing, and draws from everything; ``options`` are its own."""
+    return TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=path, **{"enable_cache": False, "sample_window_size": 0, **options}
     )
 
 
-def small_trajectory(generator: torch.Generator, number: int) -> AgentTrajectory:
-    """Return a rollout of 1 KB, all in all."""
-    return AgentTrajectory(
-        input_ids=torch.randint(1, 150_000, (32,), generator=generator),
-        attention_mask=torch.ones(32, dtype=torch.int64),
-        loss_mask=torch.ones(32, dtype=torch.int64),
-        response_start=16,
-        old_log_probs=-torch.rand(16, generator=generator),
-        response_mask=torch.ones(16, dtype=torch.int64),
-        task_id=f"task-{number}",
-    )
+def filled(path: Path | str, trajectories: Sequence[AnyTrajectory], **options: Any) -> TrajectoryReplayBuffer:
+    """Write trajectories one by one, and return a buffer that has opened their store anew."""
+    with opened(path, **options) as buffer:
+        add_all(buffer, trajectories, len(trajectories), 1)
+    return opened(path, **options)
+
+
+def add_all(buffer: Any, pool: Sequence[AnyTrajectory], total: int, size: int = LIST) -> None:
+    """Add so many trajectories out of a pool, in lists of a size, and flush."""
+    for start in range(0, total, size):
+        at = start % len(pool)
+        buffer.add_trajectories(pool[at : at + min(size, total - start)])
+    buffer.flush()
 
 
 def _text(generator: torch.Generator, tokens: int) -> str:

@@ -10,12 +10,5 @@ from tools.crash.campaign import run_campaign
 if __name__ == "__main__":
     parser = command("tools.crash", __doc__, "actions and moments")
     parser.add_argument("--kills", type=int, default=200, help="how often to kill")
-    parser.add_argument("--signal", choices=("KILL", "INT"), default="KILL", help="what is sent")
-    sys.exit(
-        main(
-            parser,
-            lambda options, folder, tell: run_campaign(
-                folder, options.kills, options.seed, tell, interrupt=options.signal == "INT"
-            ),
-        )
-    )
+    parser.add_argument("--signal", choices=("KILL", "INT"), default="KILL", dest="sent", help="what is sent")
+    sys.exit(main(parser, run_campaign))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Literal
 
 from tools.campaigns import Result, at_work, wait_for
 from tools.crash.child import torture
@@ -26,8 +27,7 @@ def run_campaign(
     kills: int,
     seed: int,
     progress: Callable[[Result], None] | None = None,
-    *,
-    interrupt: bool = False,
+    sent: Literal["KILL", "INT"] = "KILL",
 ) -> Result:
     """Kill ``kills`` children that work on one store after the other; return what was found.
 
@@ -36,9 +36,9 @@ def run_campaign(
         kills: how many.
         seed: of the children's actions and of the moments (the machine's timing adds its own chance).
         progress: told after each kill.
-        interrupt: send SIGINT instead of SIGKILL; the child has to come to an end by itself.
+        sent: the signal; after SIGINT the child has to come to an end by itself.
     """
-    chance = random.Random(seed)
+    chance, interrupt = random.Random(seed), sent == "INT"
     with at_work(int) as loaded:  # the fork server starts with the first child
         loaded.join()
     result, promises = Result(), Promises()

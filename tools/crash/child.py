@@ -1,8 +1,9 @@
-"""The process that is killed: it uses a store in every way it can, and writes down what it was promised."""
+"""Who uses a store in every way, and writes down what was promised; one of them is the process that is killed."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,8 +36,116 @@ class Notes(Protocol):
         """Take one entry, so that it is there when this returns."""
 
 
-class Child:
-    """Uses the store ``folder/store`` at random, and tells what it was promised.
+class User:
+    """Uses a buffer at random, and notes what it was promised.
+
+    Args:
+        chance: decides what is done.
+        journal: is told.
+        first_key: of the witnesses that are added; values that are given count from it too.
+    """
+
+    buffer: TrajectoryReplayBuffer
+    weights: Mapping[str, int]
+    """Of what is done, by the name of the method."""
+
+    def __init__(self, chance: random.Random, journal: Notes, first_key: int) -> None:
+        self.chance, self.journal = chance, journal
+        self.next_key = self.next_value = first_key
+        self.keys: dict[int, int] = {}
+        """Of the trajectories that it knows, by id."""
+        self.points: dict[int, set[int]] = {}
+        """Ids of its own saved points, by step."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Of all trajectories, in order."""
+        ids: list[int] = self.buffer.trajectory_ids.tolist()
+        return ids
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the saved points."""
+        return [point.step for point in self.buffer.points.saved]
+
+    def some(self, most: int) -> list[int]:
+        """Return some ids."""
+        ids = self.ids
+        return sorted(self.chance.sample(ids, min(len(ids), self.chance.randint(1, most))))
+
+    def step(self) -> None:
+        """Do one thing."""
+        (name,) = self.chance.choices([*self.weights], weights=[*self.weights.values()])
+        getattr(self, name)()
+
+    def add(self) -> None:
+        keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
+        self.next_key = keys.stop
+        self.added(keys)
+
+    def added(self, keys: Sequence[int]) -> dict[int, int]:
+        """Add the witnesses of some keys, and return these by id."""
+        ids = self.buffer.add_trajectories([witness(key) for key in keys])
+        self.keys |= (new := dict(zip(ids, keys, strict=True)))
+        return new
+
+    def flush(self) -> None:
+        before = self.ids
+        self.buffer.flush()
+        known = {str(number): self.keys[number] for number in before if number in self.keys}
+        self.journal.note("flushed", keys=known)
+
+    def evict(self) -> None:
+        chosen = self.some(3)
+        self.journal.note("evicting", ids=chosen)
+        self.buffer.evict(chosen)
+        self.journal.note("evicted", ids=chosen)
+
+    def point(self) -> None:
+        """Save a point, also one of the newest step once more."""
+        step = max(self.steps, default=0) + self.chance.randrange(2)
+        self.journal.note("saving_point")
+        self.buffer.points.save(step, {"step": step}, keep=2)
+        self.points[step] = set(self.ids)
+        self.journal.note("saved_point", steps=self.steps)
+
+    def back(self) -> None:
+        """Go back to a saved point of its own."""
+        steps = self.steps
+        if own := [step for step in steps if step in self.points]:
+            step = self.chance.choice(own)
+            leaving = sorted(set(self.ids) - self.points[step])
+            self.journal.note("evicting", ids=leaving)
+            self.journal.note("going_back", ids=leaving, later=[one for one in steps if one > step])
+            self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
+            self.journal.note("went_back", steps=self.steps)
+
+    def compact(self) -> None:
+        self.buffer.compact()
+
+    def annotate(self, through: Path | None = None) -> None:
+        """Give trajectories a value that is higher than all before it, as the writer or through the inbox of a store.
+
+        The writer gives it by row too, in the same call: both are there, or neither.
+        """
+        self.flush()
+        chosen = self.some(3)
+        if chosen:
+            self.next_value += 1
+            self.journal.note("annotating", ids=chosen, value=self.next_value)
+            values: dict[str, Any] = {"v": self.next_value}
+            if through is None:
+                shapes = [self.buffer.get(number).rewards.shape[:2] for number in chosen]
+                values |= {
+                    "rows": [torch.full(shape, self.next_value, dtype=torch.float64) for shape in shapes],
+                    "of_rows": values["v"],
+                }
+            annotate(self.buffer if through is None else through, chosen, values)
+            self.journal.note("annotated", ids=chosen, value=self.next_value)
+
+
+class Child(User):
+    """Uses the store ``folder/store``.
 
     Args:
         folder: of store and checkpoint.
@@ -45,14 +154,15 @@ class Child:
         journal: is told.
     """
 
+    weights = {  # noqa: RUF012
+        **{"add": 40, "flush": 20, "evict": 8, "sample": 8, "pin": 4, "unpin": 6},
+        **{"checkpoint": 4, "reopen": 3, "load": 2, "give": 12},
+    }
+
     def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Notes) -> None:
+        super().__init__(chance, journal, round_number * _KEYS_PER_ROUND)
         self.folder = folder
-        self.journal = journal
         self.round = round_number
-        self.chance = chance
-        self.next_key = round_number * _KEYS_PER_ROUND
-        self.next_value = self.next_key
-        self.keys: dict[int, int] = {}
         self.opened = False
         self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
 
@@ -72,39 +182,14 @@ class Child:
 
     def look(self) -> None:
         """See which trajectories there are; each must be what its key says."""
-        self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self._ids()}
-
-    def _ids(self) -> list[int]:
-        ids: list[int] = self.buffer.trajectory_ids.tolist()
-        return ids
-
-    def step(self) -> None:
-        """Do one thing."""
-        actions = (
-            *(self.add, self.flush, self.evict, self.sample, self.pin, self.unpin),
-            *(self.checkpoint, self.reopen, self.load, self.annotate),
-        )
-        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3, 2, 12))[0]()
-
-    def add(self) -> None:
-        keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
-        self.next_key = keys.stop
-        self.keys |= dict(zip(self.buffer.add_trajectories([witness(key) for key in keys]), keys, strict=True))
-
-    def flush(self) -> None:
-        before = self._ids()
-        self.buffer.flush()
-        self.journal.note("flushed", keys={str(number): self.keys[number] for number in before})
+        self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self.ids}
 
     def evict(self) -> None:
-        ids = self._ids()
-        chosen = sorted(self.chance.sample(ids, min(len(ids) // 3, self.chance.randint(1, 3))))
-        if chosen:
-            self.buffer.flush()  # may let retention act: only what is still there can be evicted
-            chosen = [number for number in chosen if number in set(self._ids())]
-            self.journal.note("evicting", ids=chosen)
-            self.buffer.evict(chosen)
-            self.journal.note("evicted", ids=chosen)
+        self.buffer.flush()  # may let retention act: only what is still there can be evicted
+        super().evict()
+
+    def give(self) -> None:
+        self.annotate(self.folder / "store" if self.chance.random() < 0.5 else None)
 
     def sample(self) -> None:
         if len(self.buffer):
@@ -117,7 +202,7 @@ class Child:
             return
         self.journal.note("pinning", name=name)
         self.buffer.flush()
-        keys = {str(number): self.keys[number] for number in self._ids()}
+        keys = {str(number): self.keys[number] for number in self.ids}
         self.buffer.points.pin(name)
         self.pins.append(name)
         self.journal.note("pinned", name=name, keys=keys)
@@ -129,30 +214,9 @@ class Child:
             self.buffer.points.unpin(name)
             self.journal.note("unpinned", name=name)
 
-    def annotate(self) -> None:
-        """Give trajectories a value that is higher than all before it, as the writer or through the inbox.
-
-        The writer gives it by row too, in the same call: both are there, or neither.
-        """
-        self.flush()
-        chosen = sorted(self.chance.sample(ids := self._ids(), min(len(ids), 3)))
-        if chosen:
-            self.next_value += 1
-            self.journal.note("annotating", ids=chosen, value=self.next_value)
-            store = self.folder / "store" if self.chance.random() < 0.5 else self.buffer
-            values: dict[str, Any] = {"v": self.next_value}
-            if isinstance(store, TrajectoryReplayBuffer):
-                shapes = [self.buffer.get(number).rewards.shape[:2] for number in chosen]
-                values |= {
-                    "rows": [torch.full(shape, self.next_value, dtype=torch.float64) for shape in shapes],
-                    "of_rows": values["v"],
-                }
-            annotate(store, chosen, values)
-            self.journal.note("annotated", ids=chosen, value=self.next_value)
-
     def checkpoint(self) -> None:
         self.buffer.flush()
-        self.journal.note("saving", keys={str(number): self.keys[number] for number in self._ids()})
+        self.journal.note("saving", keys={str(number): self.keys[number] for number in self.ids})
         self.buffer.save_checkpoint(self.folder / "checkpoint")
         self.journal.note("saved")
 

@@ -106,11 +106,16 @@ class Promises:
 
 
 def read_journal(path: Path, promises: Promises) -> Promises:
-    """Take a child's journal in; a last line that its death cut short was no promise."""
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        entry = orjson.loads(line)
+    """Take a child's journal in."""
+    for entry in entries(path):
         promises.take(entry.pop("event"), entry)
     return promises
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a journal, none if it is not there yet; a last one that a death cut short was no promise."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else ()
+    return [orjson.loads(line) for line in lines]
 
 
 def _keys(values: Mapping[str, Any]) -> dict[int, int]:

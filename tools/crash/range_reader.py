@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from tools.campaigns import PATIENCE, Result, start
-from tools.crash.forked import forking
+from tools.campaigns import PATIENCE, Asked, NoAnswerError, Result, heard
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, TrajstoreError
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory
@@ -114,26 +112,9 @@ class RangeRows:
             reader.close()
 
 
-class _Told(logging.Handler):
-    """Puts warnings among the troubles."""
-
-    def __init__(self, troubles: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.troubles = troubles
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.troubles.append(record.getMessage())
-
-
-@contextmanager
-def detours_told(rows: RangeRows) -> Iterator[None]:
+def detours_told(rows: RangeRows) -> AbstractContextManager[None]:
     """Count a warning that ranges do not come by obstore among the troubles: something else would be compared."""
-    told, told_by = _Told(rows.troubles), logging.getLogger("trajstore.files.object_store")
-    told_by.addHandler(told)
-    try:
-        yield
-    finally:
-        told_by.removeHandler(told)
+    return heard("trajstore.files.object_store", rows.troubles)
 
 
 def _serve(options: dict[str, Any], orders: Connection) -> None:
@@ -162,7 +143,7 @@ def _obey(rows: RangeRows, orders: Connection) -> None:
         rows.batches = 0
 
 
-class RangeReader:
+class RangeReader(Asked):
     """A process that reads by ranges; one that hangs is replaced. To be closed.
 
     Args:
@@ -172,38 +153,19 @@ class RangeReader:
     """
 
     def __init__(self, options: dict[str, Any], result: Result, patience: float = PATIENCE) -> None:
-        self._options, self._result, self.patience = options, result, patience
-        self._begin()
-
-    def _begin(self) -> None:
-        self._orders, theirs = forking().Pipe()
-        self.process = start(_serve, self._options, theirs)
-        theirs.close()
+        super().__init__(_serve, options, patience=patience)
+        self._result = result
 
     def follow(self, url: str) -> None:
         """Let rows be read again and again until :meth:`look`, beside whatever is done to the store meanwhile."""
-        with suppress(OSError):  # it has ended, and the look will tell
-            self._orders.send(("follow", url))
+        self.tell(("follow", url))
 
     def look(self, url: str) -> tuple[dict[int, Seen], list[str]]:
         """Return every trajectory of a store as it is now, and what was wrong since the last look."""
         try:
-            self._orders.send(("look", url))
-            if not self._orders.poll(self.patience):
-                raise TimeoutError(f"has not come to an end in {self.patience:g} s")
-            seen, troubles, batches = self._orders.recv()
-        except (EOFError, OSError) as error:
-            self.process.join(1)
-            ended = self.process.exitcode
-            self.close()
-            self._begin()
-            return {}, [f"the reader by ranges {error if ended is None else f'ended with {ended}'}"]
+            seen, troubles, batches = self.ask(("look", url))
+        except NoAnswerError as error:
+            return {}, [f"the reader by ranges {error}"]
         self._result.counts["batches by ranges"] += batches
         self._result.counts["trajectories by ranges"] += len(seen)
         return seen, [f"by ranges: {trouble}" for trouble in troubles]
-
-    def close(self) -> None:
-        """End the process."""
-        self._orders.close()
-        self.process.kill()
-        self.process.join()

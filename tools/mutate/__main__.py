@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tools.campaigns import command, counted, main
 from tools.mutate.campaign import Result, run_campaign
 from tools.mutate.pristine import KINDS, kinds_of
 
 
-def _campaign(options: Namespace, folder: Path, tell: Callable[[Result], None]) -> Result:
-    kinds = kinds_of(options.kind)
-    if options.only is not None and len(kinds) != 1:
+def _campaign(folder: Path, kind: str | None, only: int | None, **options: Any) -> Result:
+    kinds = kinds_of(kind)
+    if only is not None and len(kinds) != 1:
         raise SystemExit("--only needs the --kind of the mutation")
-    return run_campaign(folder, kinds, options.mutations, options.seed, only=options.only, progress=tell)
+    return run_campaign(folder, kinds, only=only, **options)
 
 
 def _summary(result: Result) -> str:

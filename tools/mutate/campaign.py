@@ -8,6 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -64,12 +65,9 @@ def run_campaign(
         probe: looks at a directory; None has a process of its own do it.
         progress: told after each mutation.
     """
-    worker = Worker() if probe is None else None
-    look = probe if worker is None else worker.probe
-    if look is None:
-        raise ValueError("probe")
     result = Result()
-    try:
+    with ExitStack() as ending:
+        look = probe or ending.enter_context(closing(Worker())).probe
         pristine = {kind.name: _pristine(folder / kind.name, kind, look) for kind in kinds}
         plan = (
             [(kinds[n % len(kinds)], n // len(kinds)) for n in range(mutations)] if only is None else [(kinds[0], only)]
@@ -81,9 +79,6 @@ def run_campaign(
             result.slowest = max(result.slowest, time.monotonic() - begun)
             if progress is not None:
                 progress(result)
-    finally:
-        if worker is not None:
-            worker.close()
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -134,8 +135,8 @@ def with_program(archive: bytes, change: Callable[[bytes], bytes]) -> bytes:
 def lying_zip(archive: bytes, chance: random.Random) -> bytes:
     """Return an archive whose directory says what is not so."""
     data = bytearray(archive)
-    ends, entries = _all(archive, b"PK\x05\x06"), _all(archive, b"PK\x01\x02")
-    locals_ = _all(archive, b"PK\x03\x04")
+    magics = (b"PK\x05\x06", b"PK\x01\x02", b"PK\x03\x04")
+    ends, entries, locals_ = ([found.start() for found in re.finditer(magic, archive)] for magic in magics)
     if not ends or not entries:
         return archive + b"PK\x05\x06"
     huge = struct.pack("<I", chance.choice((0, 1, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, len(archive))))
@@ -170,12 +171,3 @@ def lying_zip(archive: bytes, chance: random.Random) -> bytes:
     else:
         data[chance.choice(entries) + 8] ^= 1  # encrypted
     return bytes(data)
-
-
-def _all(data: bytes, magic: bytes) -> list[int]:
-    found = []
-    at = data.find(magic)
-    while at >= 0:
-        found.append(at)
-        at = data.find(magic, at + 1)
-    return found

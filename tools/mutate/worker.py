@@ -8,13 +8,13 @@ import sys
 import time
 import warnings
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tools.crash.forked import forking
+from tools.campaigns import Asked, NoAnswerError
 from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
+from tools.proc import status
 
 SECONDS = 60.0
 """A case that takes longer hangs, or the machine is very busy."""
@@ -34,49 +34,25 @@ _FORBIDDEN = (
 )
 
 
-class Worker:
+class Worker(Asked):
     """Probes one directory after the other in a process of its own, which is replaced when it hangs or dies."""
 
     def __init__(self) -> None:
-        self._context = forking()
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
+        super().__init__(_serve, patience=SECONDS)
 
     def probe(self, path: Path, kind: Kind) -> Report:
         """Return what became of a directory; a process that hangs or dies is a problem in it."""
-        connection = self._start()
-        connection.send((path, kind))
         try:
-            if connection.poll(SECONDS):
-                report: Report = connection.recv()
-                return report
-            trouble = f"not done after {SECONDS:.0f} s"
-        except EOFError:
-            trouble = "the process died"
-        self.close()
-        return Report(ended=False, problems=[trouble])
-
-    def _start(self) -> Connection:
-        if self._connection is None:
-            self._connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
-        return self._connection
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None and self._connection is not None:
-            self._process.kill()
-            self._process.join()
-            self._connection.close()
-        self._process = self._connection = None
+            report: Report = self.ask((path, kind))
+        except NoAnswerError as error:
+            return Report(ended=False, problems=[f"the process {error}"])
+        return report
 
 
 def _serve(connection: Connection) -> None:
     import tools.crash.warm  # noqa: F401  # before memory and calls are watched; the fork server may lack it
 
-    used = _status("VmSize")
+    used = status("self", "VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESS_SPACE, used + _ADDRESS_SPACE))
     sys.addaudithook(_audit)
     logging.disable()  # what is said about damage besides errors is no finding
@@ -85,11 +61,11 @@ def _serve(connection: Connection) -> None:
         path, kind = connection.recv()
         _calls.clear()
         _reset_peak()
-        before, begun = _status("VmRSS"), time.process_time()
+        before, begun = status("self", "VmRSS"), time.process_time()
         report = probe(path, kind)
         if time.process_time() - begun > CPU_SECONDS:
             report.problems.append(f"took {time.process_time() - begun:.0f} s of the processor")
-        grown = _status("VmHWM") - before
+        grown = status("self", "VmHWM") - before
         if _calls:
             report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
         if grown > GROWTH:
@@ -113,14 +89,6 @@ def _loads_kernels() -> bool:
         if frame.f_globals.get("__name__", "").startswith("numba."):
             return True
     return False
-
-
-def _status(field: str) -> int:
-    """Return a number of bytes that the kernel tells of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def _reset_peak() -> None:

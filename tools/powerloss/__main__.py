@@ -11,13 +11,5 @@ from tools.powerloss.campaign import run_campaign
 if __name__ == "__main__":
     parser = command("tools.powerloss", __doc__, "sessions and crashes")
     parser.add_argument("--states", type=int, default=2000, help="how many states of the disk")
-    parser.add_argument("--sessions", type=int, default=8, help="how many sessions with a store")
-    parser.add_argument("--steps", type=int, default=0, help="things done before and after a kill; 0 = 30, 6 of zarr")
-    sys.exit(
-        main(
-            parser,
-            lambda options, folder, tell: run_campaign(
-                folder, options.states, range(options.sessions), options.seed, steps=options.steps, progress=tell
-            ),
-        )
-    )
+    parser.add_argument("--sessions", type=lambda text: range(int(text)), default="8", help="sessions with a store")
+    sys.exit(main(parser, run_campaign))

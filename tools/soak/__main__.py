@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from tools.soak.measure import table
 from tools.soak.session import Plan, Result, judge, soak
 
 
-def _campaign(options: Namespace, folder: Path, _: object) -> Result:
-    result = soak(folder, Plan(60 * options.minutes), options.seed, _show)
+def _campaign(folder: Path, minutes: float, seed: int, progress: object) -> Result:
+    result = soak(folder, Plan(60 * minutes), seed, _show)
     return replace(result, problems=judge(result))
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tools.proc import status
+
 _SLACK = {
     "memory": (1.15, 48 << 20),
     "descriptors": (1.0, 16),
@@ -47,11 +49,8 @@ def taken_by(processes: Sequence[int]) -> dict[str, int]:
     found = dict.fromkeys(("memory", "descriptors", "maps", "threads"), 0)
     for process in processes:
         folder = Path("/proc") / str(process)
-        for line in (folder / "status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                found["memory"] += int(line.split()[1]) << 10
-            elif line.startswith("Threads:"):
-                found["threads"] += int(line.split()[1])
+        found["memory"] += status(process, "RssAnon")
+        found["threads"] += status(process, "Threads")
         found["descriptors"] += len(os.listdir(folder / "fd"))
         found["maps"] += (folder / "maps").read_bytes().count(b"\n")
     return found

@@ -13,12 +13,5 @@ if __name__ == "__main__":
     parser = command("tools.threads", __doc__, "what is replaced, changed and read")
     parser.add_argument("--seconds", type=float, default=600, help="of each session")
     parser.add_argument("--replacer", choices=REPLACERS, nargs="+", default=REPLACERS, help="what replaces contents")
-    parser.add_argument("--format", choices=FORMATS, nargs="+", default=list(FORMATS), help="formats of the stores")
-    sys.exit(
-        main(
-            parser,
-            lambda options, folder, tell: run_campaign(
-                folder, options.replacer, options.format, options.seconds, options.seed, tell
-            ),
-        )
-    )
+    parser.add_argument("--format", choices=FORMATS, nargs="+", default=list(FORMATS), dest="form", help="of stores")
+    sys.exit(main(parser, run_campaign))

@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.campaigns import Result, start
-from tools.threads.session import FOUND, TOLD, Found, run
+from tools.threads.session import FOUND, TOLD, run
 
 _LAST_LINES = 60
 
 
-def run_session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> Found:
+def run_session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> Result:
     """Return what one session found; its death is a problem."""
     folder.mkdir(parents=True)
     child = start(run, folder, replacer, form, seconds, seed)
     child.join()
     code = child.exitcode or 0
     if code == 0:
-        return Found(**json.loads((folder / FOUND).read_bytes()))
+        found = json.loads((folder / FOUND).read_bytes())
+        return Result(problems=found["problems"], counts=Counter(found["counts"]))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     told = "\n".join((folder / TOLD).read_text(errors="replace").splitlines()[-_LAST_LINES:])
-    return Found(problems=[f"the process ended by {how}:\n{told}"])
+    return Result(problems=[f"the process ended by {how}:\n{told}"])
 
 
 def run_campaign(
     folder: Path,
-    replacers: Sequence[str],
-    formats: Sequence[str],
+    replacer: Sequence[str],
+    form: Sequence[str],
     seconds: float,
     seed: int,
-    tell: Callable[[Result], None],
+    progress: Callable[[Result], None],
 ) -> Result:
     """Run a session for each replacer and each format."""
     result = Result()
-    for replacer in replacers:
-        for form in formats:
-            found = run_session(folder / f"{replacer}-{form}", replacer, form, seconds, seed)
-            result.counts["processes"] += 1
-            result.counts["replacements"] += found.replaced
-            result.counts["evictions and rewritings"] += found.changed
-            result.counts["readings"] += sum(found.read.values())
-            result.counts["comparisons with the store"] += found.checked
-            result.problems += [f"{replacer}, {form}, seed {seed}: {problem}" for problem in found.problems]
-            tell(result)
+    for one, kind in itertools.product(replacer, form):
+        found = run_session(folder / f"{one}-{kind}", one, kind, seconds, seed)
+        result.counts["processes"] += 1
+        result.counts += found.counts
+        result.problems += [f"{one}, {kind}, seed {seed}: {problem}" for problem in found.problems]
+        progress(result)
     return result

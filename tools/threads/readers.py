@@ -7,7 +7,7 @@ trajectory than the one drawn is seen, and so is one of a trajectory that the st
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from random import Random
 from typing import Any
 
@@ -163,7 +163,8 @@ def _tokens(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collecti
         rows = internals_of(buffer).token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
     except TrajectoryUnavailableError:  # let go of since it was listed
         return
-    with closing(_Ended(rows)):
+    with ExitStack() as ending:
+        ending.callback(rows.end)
         starts = [0, *rows.lengths.cumsum().tolist()]
         for _ in range(3):
             keys = _check_tokens(rows.ids, starts, rows.copy(rows.lengths.cumsum() - rows.lengths, starts[-1]))
@@ -171,11 +172,6 @@ def _tokens(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collecti
             if said != [str(key) for key in keys]:
                 raise WitnessError(f"rollouts with keys {keys} say that they are {said}")
     yield ()  # held while they were read: they may be of what was let go of since
-
-
-class _Ended:
-    def __init__(self, rows: Any) -> None:
-        self.close = rows.end
 
 
 def _token_loader(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:

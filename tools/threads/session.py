@@ -11,10 +11,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+from tools.campaigns import Result
 from tools.threads.readers import ID_BITS, READERS, check, made
 from tools.threads.released import released_is_unreadable
 from trajstore import TrajectoryReplayBuffer, WriterOptions
@@ -35,25 +35,6 @@ _HANGS = 180
 """Seconds beyond its time after which a session says where each thread is, and ends."""
 
 
-@dataclass
-class Found:
-    """What a session has done and found.
-
-    Attributes:
-        replaced: how often contents were replaced.
-        changed: how often something was evicted, or shards were rewritten.
-        read: how often each reader has read.
-        checked: how often the ids shown were compared with those of the store.
-        problems: what was wrong, with the traceback.
-    """
-
-    replaced: int = 0
-    changed: int = 0
-    read: dict[str, int] = field(default_factory=dict)
-    checked: int = 0
-    problems: list[str] = field(default_factory=list)
-
-
 class Stage:
     """A store of one kind, what reads it, and what replaces what is shown.
 
@@ -66,7 +47,7 @@ class Stage:
         ended: whether the session is over.
     """
 
-    def __init__(self, folder: Path, kind: str, form: str, seed: int, found: Found, ended: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path, kind: str, form: str, seed: int, found: Result, ended: Callable[[], bool]) -> None:
         self.folder, self.kind, self.form, self.found, self.ended = folder, kind, form, found, ended
         self._seeds = itertools.count(1000 * seed)
         self._random = Random(next(self._seeds))
@@ -75,6 +56,8 @@ class Stage:
         self.gone: frozenset[int] = frozenset()
         """Keys that nobody may read at present: their trajectories were let go of."""
         self.given: set[int] = set()
+        self.has_read: set[str] = set()
+        """Which readers have read."""
         self.path = folder / "store"
         self.writer = self._opened(self.path)
         self.add(self.writer, 0, _FIRST)
@@ -122,8 +105,8 @@ class Stage:
             buffer, before = self.shown, self.gone
             try:
                 for keys in READERS[self.kind][name](buffer, random):
-                    label = f"{self.kind}: {name}"
-                    self.found.read[label] = self.found.read.get(label, 0) + 1
+                    self.found.counts["readings"] += 1
+                    self.has_read.add(name)
                     stale = before & self.gone & set(keys)
                     if stale:
                         raise AssertionError(f"{name} read {sorted(stale)}, which had been let go of before")
@@ -151,7 +134,7 @@ class Stage:
                     buffer.compact()
                 elif len(ids) > _FIRST // 2:
                     buffer.evict(random.sample(ids, 2))
-                self.found.changed += 1
+                self.found.counts["evictions and rewritings"] += 1
             except TrajectoryUnavailableError:  # let go of since it was listed
                 return
             except StoreClosedError:
@@ -168,7 +151,7 @@ class Stage:
         def replace(random: Random) -> None:
             self.gone = frozenset()  # what is replaced may bring back what had left
             next(steps)
-            self.found.replaced += 1
+            self.found.counts["replacements"] += 1
             if random.random() < 0.3:
                 self.compare()
 
@@ -195,9 +178,7 @@ class Stage:
                 self.writer.points.take_back(name)
                 self.writer.points.unpin("step-1")
             yield
-            with self.still:
-                ids = self.writer.trajectory_ids.tolist()
-                self.writer.evict(ids[: max(len(ids) - 2 * _FIRST, 0)])
+            self._shrink()
 
     def _aside(self) -> str:
         """Return the name of what a rollback set aside last; empty if it set nothing aside."""
@@ -230,14 +211,17 @@ class Stage:
             self.writer.close()
             self.writer = self.shown = self._opened(self.path)
             yield
-            with self.still:
-                ids = self.writer.trajectory_ids.tolist()
-                self.writer.evict(ids[: max(len(ids) - 2 * _FIRST, 0)])
+            self._shrink()
 
     def _grow(self) -> None:
         self.add(self.writer, 0, self._random.randrange(1, 5))
         if self._random.random() < 0.5:
             self.writer.flush()
+
+    def _shrink(self) -> None:
+        with self.still:
+            ids = self.writer.trajectory_ids.tolist()
+            self.writer.evict(ids[: max(len(ids) - 2 * _FIRST, 0)])
 
     def compare(self) -> None:
         """Compare the ids that are shown with those of the store, and read every one of them."""
@@ -252,22 +236,19 @@ class Stage:
                 )
             keys = {check(self.kind, self.shown.get(number)) for number in ids}
             self.gone = frozenset(self.given - keys)
-            self.found.checked += 1
+            self.found.counts["comparisons with the store"] += 1
 
 
-def session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> Found:
+def session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> Result:
     """Replace contents for some seconds, and until every reader has read; return what was found."""
-    found = Found()
-    readers = sum(map(len, READERS.values()))
-    end = 0.0
+    found = Result()
+    end, stages = 0.0, list[Stage]()
 
     def ended() -> bool:
-        now = time.monotonic()
-        return bool(found.problems) or now > (
-            end if len(found.read) == readers and found.replaced else end + _HANGS / 2
-        )
+        has_begun = found.counts["replacements"] and all(one.has_read == READERS[one.kind].keys() for one in stages)
+        return bool(found.problems) or time.monotonic() > (end if has_begun else end + _HANGS / 2)
 
-    stages = [Stage(folder / kind, kind, form, seed, found, ended) for kind in READERS]
+    stages += [Stage(folder / kind, kind, form, seed, found, ended) for kind in READERS]
     end = time.monotonic() + seconds
     threads = []
     for stage in stages:
@@ -279,6 +260,9 @@ def session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -
         thread.start()
     for thread in threads:
         thread.join()
+    absent = [f"{one.kind}: {name}" for one in stages for name in READERS[one.kind].keys() - one.has_read]
+    if absent and not found.problems:
+        found.problems.append(f"some readers never read: {absent}")
     return found
 
 
@@ -292,4 +276,4 @@ def run(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> No
     faulthandler.dump_traceback_later(seconds + _HANGS, exit=True, file=2)
     with released_is_unreadable():
         found = session(folder, replacer, form, seconds, seed)
-    (folder / FOUND).write_text(json.dumps(asdict(found)))
+    (folder / FOUND).write_text(json.dumps({"problems": found.problems, "counts": found.counts}))

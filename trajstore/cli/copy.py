@@ -12,8 +12,6 @@ from trajstore.cli.output import Output, ProgressBar, format_bytes
 if TYPE_CHECKING:
     from trajstore.inspection.copying import Copied
 
-_SHOWN = 50  # problems written one by one
-
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=SOURCE)
@@ -46,10 +44,7 @@ def _write(copied: Copied, options: Namespace, out: Output) -> int:
 def _write_one(copied: Copied, out: Output) -> None:
     for part in copied.parts:
         _write_one(part, out)
-    for problem in copied.problems[:_SHOWN]:
-        out.line(f"{copied.source}: {problem}")
-    if len(copied.problems) > _SHOWN:
-        out.line(f"{copied.source}: and {len(copied.problems) - _SHOWN:,} more; --json lists all")
+    out.problems([f"{copied.source}: {problem}" for problem in copied.problems], f"{copied.source}: ")
     for note in copied.notes:
         out.line(f"{copied.source}: note: {note}")
     if lost := copied.lost_in_words:

@@ -8,8 +8,6 @@ from argparse import ArgumentParser, Namespace
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar
 
-_SHOWN = 50  # problems written one by one
-
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
@@ -30,10 +28,8 @@ def _run(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(done.to_json())
         return int(bool(done.problems))
-    for name, problem in list(done.problems.items())[:_SHOWN]:
-        out.line(f"{options.path}: trajectory {name} was left out: {problem}")
-    if len(done.problems) > _SHOWN:
-        out.line(f"{options.path}: and {len(done.problems) - _SHOWN:,} more; --json lists all")
+    above = f"{options.path}: "
+    out.problems([f"{above}trajectory {name} was left out: {why}" for name, why in done.problems.items()], above)
     if done.steps:
         out.line(
             f"{options.path}: {done.steps:,} step trajectories were left out; they have neither messages nor tokens"

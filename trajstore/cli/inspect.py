@@ -11,8 +11,6 @@ from trajstore.cli.output import Output, ProgressBar, format_bytes, format_numbe
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
 from trajstore.errors import listed
 
-_SHOWN = 50  # problems written one by one
-
 KINDS = {
     "store": "trajectory store",
     "rlinf": "RLinf directory",
@@ -406,10 +404,7 @@ def _write_integrity(report: dict[str, Any], out: Output) -> None:
     problems = integrity["problems"]
     if problems:
         out.heading(_problems(len(problems)))
-        for problem in problems[:_SHOWN]:
-            out.line(f"  {problem}")
-        if len(problems) > _SHOWN:
-            out.line(f"  and {len(problems) - _SHOWN:,} more; --json lists all")
+        out.problems([f"  {problem}" for problem in problems], "  ")
     out.line()
     names = _problems(len(problems)) if problems else "all files there, sizes fit"
     out.line(f"  at a glance: {names} (`trajstore verify` checks every checksum)")

@@ -12,6 +12,9 @@ from unicodedata import category
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 """Unicode categories of characters that a terminal obeys, or shows nothing of."""
 
+_SHOWN = 50
+"""Problems that are written one by one."""
+
 
 def visible(text: str) -> str:
     """Return text with every character that is not one to be read (controls, direction marks) as an escape.
@@ -64,6 +67,13 @@ class Output:
             self.line(f"  | {line}")
         if left > 0:
             self.line(f"  ({left:,} more characters; --json shows all)")
+
+    def problems(self, lines: Sequence[str], above: str, where: str = "--json lists all") -> None:
+        """Write the first 50 lines about damage, and how many more there are: behind ``above``, and where they are."""
+        for line in lines[:_SHOWN]:
+            self.line(line)
+        if len(lines) > _SHOWN:
+            self.line(f"{above}and {len(lines) - _SHOWN:,} more; {where}")
 
     def json(self, value: Any, indent: int | None = 2) -> None:
         """Write a JSON document, keys in their order, indented or (None) as one line."""

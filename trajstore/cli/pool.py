@@ -200,20 +200,8 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
 
 
 def _as_json(done: Exchanged) -> dict[str, Any]:
-    return {
-        "source": done.source,
-        "trajectories": done.trajectories,
-        "tasks": done.tasks,
-        "read": done.read,
-        "before": done.before,
-        "entered": done.entered,
-        "left": dict(done.left),
-        "refused": dict(done.refused),
-        "left_out": list(done.left_out),
-        "tokenized": done.tokenized,
-        "without_log_probs": done.without_log_probs,
-        "unreadable": done.unreadable,
-    }
+    names = ("source", "trajectories", "tasks", "read", "before", "entered", "left", "refused", "left_out")
+    return {name: getattr(done, name) for name in (*names, "tokenized", "without_log_probs", "unreadable")}
 
 
 def _tell(store: str, done: Exchanged, what: str, out: Output) -> None:

@@ -10,9 +10,7 @@ from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.inspection.verification import Verification
-
-_SHOWN = 50  # problems written one by one
+    from trajstore.inspection.verification import Problem, Verification
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -32,20 +30,20 @@ def _run(options: Namespace, out: Output) -> int:
     return 0 if result.sound else 1
 
 
-def _write(result: Verification, out: Output) -> None:
+def _said(path: str, problem: Problem) -> str:
     from trajstore.store.lost_records import lost_in_words
 
+    above = "" if path in problem.message else f"{'/'.join(filter(None, (path, problem.file)))}: "
+    lost = lost_in_words(problem.lost, problem.uncounted)
+    return f"{above}{problem.message}" + (f"; lost: {lost}" if lost else "")
+
+
+def _write(result: Verification, out: Output) -> None:
     for part in result.parts:
         _write(part, out)
     of_parts = sum(len(part.problems) for part in result.parts)
     problems = result.problems[: len(result.problems) - of_parts]
-    for problem in problems[:_SHOWN]:
-        named = result.path in problem.message
-        text = problem.message if named else f"{'/'.join(filter(None, (result.path, problem.file)))}: {problem.message}"
-        lost = lost_in_words(problem.lost, problem.uncounted)
-        out.line(f"{text}; lost: {lost}" if lost else text)
-    if len(problems) > _SHOWN:
-        out.line(f"{result.path}: and {len(problems) - _SHOWN:,} more; --json lists all")
+    out.problems([_said(result.path, problem) for problem in problems], f"{result.path}: ")
     for note in result.notes:
         out.line(f"{result.path}: note: {note}")
     verdict = "sound" if result.sound else "DAMAGED"

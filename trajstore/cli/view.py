@@ -13,8 +13,6 @@ from trajstore.errors import ConfigurationError
 _HOST = "127.0.0.1"
 _PORT = 8421
 
-_SHOWN = 50  # problems written one by one
-
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
@@ -65,10 +63,9 @@ def _bundle(options: Namespace, out: Output) -> int:
         done = write_bundle(living, options.bundle, where=options.where or "", progress=bar)
     if done.trouble is not None:
         out.line(f"{options.path}: {done.trouble}")
-    for name, problem in list(done.problems.items())[:_SHOWN]:
-        out.line(f"{options.path}: trajectory {name} cannot be read: {problem}")
-    if len(done.problems) > _SHOWN:
-        out.line(f"{options.path}: and {len(done.problems) - _SHOWN:,} more; the page names them")
+    above = f"{options.path}: "
+    lines = [f"{above}trajectory {name} cannot be read: {problem}" for name, problem in done.problems.items()]
+    out.problems(lines, above, "the page names them")
     out.line(f"{done.target}: {done.trajectories:,} trajectories, {format_bytes(done.bytes)}")
     return int(bool(done.problems or done.trouble))
 

@@ -13,7 +13,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, 
 from trajstore.files.base import Directory
 from trajstore.files.opening import nested, open_directory
 from trajstore.inspection.points import numbers_absent
-from trajstore.inspection.verification import Problem
+from trajstore.inspection.verification import Problem, Progress, Verification
 from trajstore.inspection.verify import verify, verify_place
 from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
@@ -22,9 +22,6 @@ from trajstore.store.lost_records import lost_in_words
 from trajstore.store.saved_points import PINS_FOLDER
 from trajstore.store.sealed import without_advice
 from trajstore.store.shard_table import shard_name, shard_number
-
-Progress = Callable[[int, int], None]
-"""Told (done, total) shards."""
 
 
 @dataclass
@@ -65,6 +62,15 @@ class Copied:
         """Whether every trajectory of the source is in the copy, as far as can be known."""
         here = not self.lost and not self.left_out and not self.uncounted
         return here and all(part.is_whole for part in self.parts)
+
+    def take(self, found: Verification, url: str) -> None:
+        """Note what checking a source found, which is not copied or may not be."""
+        self.lost = sorted(
+            {at for problem in found.problems for low, high in problem.lost for at in range(low, high + 1)}
+        )
+        self.problems = [told(problem, url) for problem in found.problems]
+        self.uncounted = any(problem.uncounted for problem in found.problems)
+        self.notes = found.notes
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -121,15 +127,12 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 
     def repair(place: Place, to: str) -> Copied:
         found = verify_place(place, progress)  # of a store beside ranks, without them
-        lost = sorted(
-            {number for problem in found.problems for low, high in problem.lost for number in range(low, high + 1)}
-        )
+        noted = Copied(place.url, to)
+        noted.take(found, place.url)
         unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
         files = [problem.file for problem in found.problems]
-        copied = _copy(place.url, to, lost, progress, strict=False, unwritten=unwritten, damaged=files)
-        copied.problems = [told(problem, place.url) for problem in found.problems]
-        copied.uncounted = any(problem.uncounted for problem in found.problems)
-        copied.notes = found.notes
+        copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
+        copied.take(found, place.url)
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
             copied.problems.append(
@@ -204,6 +207,19 @@ def told(problem: Problem, url: str) -> str:
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
 
 
+def verified(target: str, what: str, progress: Progress | None) -> Verification:
+    """Check what was written to a place.
+
+    Raises:
+        CorruptStoreError: it is damaged; calls it ``what``.
+    """
+    found = verify(target, progress)
+    if not found.sound:
+        said = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
+        raise CorruptStoreError(f"{target}: {what} is damaged: {said}")
+    return found
+
+
 def _copy(
     source: str,
     target: str,
@@ -226,10 +242,7 @@ def _copy(
         shards = damaged_shards(directory, damaged)
         reader._view.locked(lambda contents: contents.forget_rows(shards))
         reader.save_checkpoint(target)
-    found = verify(target, progress)
-    if not found.sound:
-        told = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
-        raise CorruptStoreError(f"{target}: the copy of {source} is damaged: {told}")
+    found = verified(target, f"the copy of {source}", progress)
     copied = Copied(source, target, found.trajectories, found.nbytes, lost)
     if before > unwritten and not lost:
         copied.left_out = before - unwritten

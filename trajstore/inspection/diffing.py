@@ -17,7 +17,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.inspection.column_difference import Columns, column_difference, rows_along_tokens
 from trajstore.inspection.measure import turns_of
 from trajstore.inspection.single import Single, read_single
-from trajstore.inspection.trajectory_report import Decode, decoder, token_parts
+from trajstore.inspection.trajectory_report import WORDS, Decode, decoder, token_parts
 from trajstore.store.run_ids import id_from, shown_id
 from trajstore.trajectory import AgentTrajectory
 
@@ -28,8 +28,6 @@ _BEFORE = 16
 
 _ALIGNED = 2_000
 """Turns of each side that are aligned; the work grows with their product."""
-
-_WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_terminated", "entropy")
 
 
 def diff_trajectories(
@@ -137,7 +135,7 @@ def _facts_of(one: Single) -> Iterator[tuple[str, Any]]:
     entry, rollout = one.entry, one.trajectory
     yield "kind", one.kind
     if isinstance(rollout, AgentTrajectory):
-        for name in _WORDS:
+        for name in WORDS:
             yield name, getattr(rollout, name) if getattr(rollout, name) != "" else None
         reward, recorded = one.reward_in_force()
         for name, value in ({} if reward is None else asdict(reward)).items():

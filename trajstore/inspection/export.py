@@ -27,6 +27,7 @@ from trajstore.columns.portions import portions
 from trajstore.errors import ConfigurationError, TrajstoreError
 from trajstore.querying.engine import polars
 from trajstore.querying.facts import FACTS
+from trajstore.querying.messages import text_of
 from trajstore.querying.query import Query
 from trajstore.reading.late import COLUMNS
 from trajstore.store.run_ids import shown_id
@@ -219,16 +220,12 @@ def _row(rollout: dict[str, Any]) -> dict[str, Any]:
         "outcome": reward.get("outcome"),
         "success_rate": reward.get("success_rate"),
         "messages": [
-            {"role": _text(one.get("role")), "content": _text(one.get("content")), "json": _text(one)}
+            {"role": text_of(one.get("role")), "content": text_of(one.get("content")), "json": text_of(one)}
             for one in rollout["messages"]
         ],
         **{f"{COLUMNS}{name}": value for name, value in rollout["notes"].items()},
-        "rest": _text({"reward": rollout["reward"], "metadata": rollout["metadata"]}),
+        "rest": text_of({"reward": rollout["reward"], "metadata": rollout["metadata"]}),
     }
-
-
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()
 
 
 @contextmanager

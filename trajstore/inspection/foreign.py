@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.files.base import Directory
 from trajstore.inspection.measure import row_keys, seam_names, turns_of
-from trajstore.inspection.statistics import RewardStatistics, Seam, id_gaps, policy_report, range_of
+from trajstore.inspection.statistics import (
+    RewardStatistics,
+    Seam,
+    agents_report,
+    columns_report,
+    ids_report,
+    policy_report,
+    range_of,
+)
+from trajstore.inspection.verification import Progress
 from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 
 Report = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 MISSING = "named by the index, but missing"
 
@@ -31,7 +39,6 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
     present = directory.sizes()
     count = len(readable) if measure == 0 else min(measure, len(readable))
     ids = np.array([entry.trajectory_id for entry in entries], np.int64)
-    gaps = id_gaps(ids)
     steps, batch = (np.array([entry.shape[axis] for entry in entries if len(entry.shape) > 1]) for axis in (0, 1))
     report: Report = {
         "kind": "rlinf",
@@ -45,15 +52,7 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
         "steps": range_of(steps),
         "batch": range_of(batch),
         "max_episode_length": range_of([e.max_episode_length for e in entries if e.max_episode_length > 0]),
-        "ids": None
-        if not entries
-        else {
-            "first": int(ids.min()),
-            "last": int(ids.max()),
-            "absent": sum(last - first + 1 for first, last in gaps),
-            "gaps": gaps[:20],
-            "without_file": len(missing),
-        },
+        "ids": ids_report(ids, without_file=len(missing)),
         "integrity": {
             "problems": [
                 *(str(damage).removeprefix(f"{directory.url}/") for damage in found.damaged),
@@ -93,10 +92,7 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, p
             highs.append(flat.versions[1])
     return {
         "measured": measured,
-        "columns": [
-            {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
-            for (name, dtype, shape), nbytes in columns.items()
-        ],
+        "columns": columns_report(columns),
         "rewards": rewards.rewards_report(),
         "episodes": rewards.episodes_report(),
         "policy": policy_report(lows, highs, (e.model_weights_id for e in found.entries), measured - len(lows)),
@@ -144,6 +140,8 @@ def inspect_pool(directory: Directory) -> Report:
     outcomes = [
         item.reward.outcome for item in trajectories if item.reward is not None and item.reward.outcome is not None
     ]
+    turns = [count for item in trajectories if (count := turns_of(item)) is not None]
+    messages = sum(bool(item.messages) for item in trajectories)
     return {
         "kind": "experience_pool",
         "path": directory.url,
@@ -155,15 +153,7 @@ def inspect_pool(directory: Directory) -> Report:
         "tokens": range_of(lengths),
         "replayable": total - refused.total(),
         "refused": dict(+refused),
-        "agents": {
-            "rollouts": len(trajectories),
-            "tasks": len(contents.task2trajectories),
-            "without_task": 0,
-            "outcomes": range_of(outcomes),
-            "without_outcome": len(trajectories) - int(np.isfinite(np.array(outcomes, np.float64)).sum()),
-            "turns": range_of([turns for item in trajectories if (turns := turns_of(item)) is not None]),
-            "with_messages": sum(bool(item.messages) for item in trajectories),
-        },
+        "agents": agents_report(len(trajectories), len(contents.task2trajectories), 0, outcomes, turns, messages),
         "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
         "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
         "skipped_tasks": len(contents.skip_uid_set),

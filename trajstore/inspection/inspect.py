@@ -6,7 +6,7 @@ JSON values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from trajstore.inspection.mirrors import mirror_report
 from trajstore.inspection.points import points_report, run_points_report
 from trajstore.inspection.pools import pool_report
 from trajstore.inspection.statistics import (
-    id_gaps,
+    columns_report,
+    ids_report,
     merge_agents,
     merge_episodes,
     merge_policies,
@@ -35,6 +36,7 @@ from trajstore.inspection.statistics import (
     policy_report,
     range_of,
 )
+from trajstore.inspection.verification import Progress
 from trajstore.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
@@ -42,13 +44,9 @@ from trajstore.store.lost_records import Damage
 from trajstore.store.salvage import open_leniently
 
 Report = dict[str, Any]
-Progress = Callable[[int, int], None]
-"""Told (done, total)."""
 
 MEASURED_AT_MOST = 2_000
 """Rewards and episodes are read from this many of the newest trajectories unless said otherwise."""
-
-_SHOWN_GAPS = 20
 
 
 def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
@@ -268,7 +266,7 @@ def _report(
         "response_tokens": range_of(responses),
         "response_tokens_known": len(responses),
         "max_episode_length": range_of(index["max_episode_length"][index["max_episode_length"] > 0]),
-        "ids": _ids(index["trajectory_id"]),
+        "ids": ids_report(index["trajectory_id"]),
         "policy": _policy(index, counted),
         "integrity": integrity,
     }
@@ -286,10 +284,7 @@ def _columns(catalog: Catalog) -> list[Report]:
             key = (column.name, column.dtype, column.row_shape)
             nbytes = int(rows_on[column.axis][of_schema].sum()) * column.row_nbytes
             totals[key] = totals.get(key, 0) + nbytes
-    return [
-        {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
-        for (name, dtype, shape), nbytes in totals.items()
-    ]
+    return columns_report(totals)
 
 
 def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
@@ -301,18 +296,6 @@ def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
         Axis.LAST_EXTRA: with_extra,
         Axis.RESPONSE: extra,
         Axis.DOCUMENT: index["document"].astype(np.int64),
-    }
-
-
-def _ids(ids: npt.NDArray[np.int64]) -> Report | None:
-    if not len(ids):
-        return None
-    gaps = id_gaps(ids)
-    return {
-        "first": int(ids.min()),
-        "last": int(ids.max()),
-        "absent": sum(last - first + 1 for first, last in gaps),
-        "gaps": gaps[:_SHOWN_GAPS],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,8 @@ from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.guidance.worth import GuidanceRecords
-from trajstore.inspection.statistics import RewardStatistics, Seam, range_of
+from trajstore.inspection.statistics import RewardStatistics, Seam, agents_report
+from trajstore.inspection.verification import Progress
 from trajstore.reading.late import outcomes_given
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
@@ -23,7 +24,6 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.trajectory import AgentTrajectory
 
 Report = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 _SEAM_BYTES = 64 << 10
 """Of an observation, at most this much is compared."""
@@ -150,21 +150,11 @@ class _Measurement:
             self._outcomes.append(outcome)
 
     def report(self) -> Report:
-        agents = None
-        if self._agents:
-            agents = {
-                "rollouts": self._agents,
-                "tasks": len(self._tasks),
-                "without_task": self._nameless,
-                "outcomes": range_of(self._outcomes),
-                "without_outcome": self._agents - int(np.isfinite(np.array(self._outcomes, np.float64)).sum()),
-                "turns": range_of(self._turns),
-                "with_messages": self._messages,
-            }
+        counted = self._agents, len(self._tasks), self._nameless, self._outcomes, self._turns, self._messages
         return {
             "rewards": self._rewards.rewards_report(),
             "episodes": self._rewards.episodes_report(),
-            "agents": agents,
+            "agents": agents_report(*counted) if self._agents else None,
             "experiences": self._guidance.report(),
             "response_lengths": np.array(self._responses, np.int64),
         }

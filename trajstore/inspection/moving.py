@@ -6,7 +6,7 @@ is linked or copied as it is wherever it can be, and what is written appears who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, nested, open_directory
 from trajstore.formats import FORMATS, get_format
-from trajstore.inspection.copying import Copied, Progress, damaged_shards, told
+from trajstore.inspection.copying import Copied, damaged_shards, verified
 from trajstore.inspection.points import absent_ranks
-from trajstore.inspection.verify import verify, verify_place
+from trajstore.inspection.verification import Progress
+from trajstore.inspection.verify import verify_place
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore.reading.sources import StoreSource
@@ -35,7 +36,6 @@ from trajstore.store.partition import share_of
 from trajstore.store.run_ids import in_run
 
 _Part = tuple[Picture, CheckpointState]
-_Select = Callable[[TrajectoryReplayBuffer, Picture], Mapping[str, npt.NDArray[np.intp]]]
 
 
 def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress | None = None) -> Copied:
@@ -183,12 +183,9 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
     damaged: set[tuple[str, str]] = set()
     for number, store in stores.items():
         found = verify_place(store, progress)
-        gone = sorted({at for problem in found.problems for low, high in problem.lost for at in range(low, high + 1)})
-        lost += in_run(number, np.array(gone, np.int64)).tolist()
-        part = Copied(store.url, result.target, found.trajectories - found.pinned, found.nbytes, gone)
-        part.problems = [told(problem, store.url) for problem in found.problems]
-        part.uncounted = any(problem.uncounted for problem in found.problems)
-        part.notes = found.notes
+        part = Copied(store.url, result.target, found.trajectories - found.pinned, found.nbytes)
+        part.take(found, store.url)
+        lost += in_run(number, np.array(part.lost, np.int64)).tolist()
         damaged |= damaged_shards(store.directory, [problem.file for problem in found.problems])
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
@@ -245,10 +242,7 @@ def _write(
                 form = get_format(state.trajectory_format)
                 to = made.inner(name) if name else made
                 save_checkpoint(to, picture, state, form, "trajstore", converted=trajectory_format is not None)
-    found = verify(result.target, progress)
-    if not found.sound:
-        told_of = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
-        raise CorruptStoreError(f"{target.url}: what was written is damaged: {told_of}")
+    found = verified(result.target, "what was written", progress)
     result.trajectories, result.nbytes = found.trajectories, found.nbytes
     return result
 

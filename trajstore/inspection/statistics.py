@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from trajstore.columns.fields import Axis, axis_of, skip_extra_rows
 
 Range = dict[str, float]
 
+_SHOWN_GAPS = 20
+
 
 def range_of(values: npt.ArrayLike) -> Range | None:
     """Return ``{"min", "mean", "max"}`` of the finite values; None if there are none."""
@@ -24,6 +26,47 @@ def range_of(values: npt.ArrayLike) -> Range | None:
     if not array.size:
         return None
     return {"min": array.min().item(), "mean": float(array.mean(dtype=np.float64)), "max": array.max().item()}
+
+
+def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None:
+    """Return ``{"first", "last", "absent", "gaps"}`` of ids, the first gaps only, and what is known besides."""
+    if not len(ids):
+        return None
+    gaps = id_gaps(ids)
+    absent = sum(last - first + 1 for first, last in gaps)
+    return {"first": int(ids.min()), "last": int(ids.max()), "absent": absent, "gaps": gaps[:_SHOWN_GAPS], **more}
+
+
+def agents_report(
+    rollouts: int, tasks: int, nameless: int, outcomes: Sequence[float], turns: Sequence[int], messages: int
+) -> dict[str, Any]:
+    """Return the report on rollouts.
+
+    Args:
+        rollouts: how many.
+        tasks: how many different ones they have.
+        nameless: rollouts without a task.
+        outcomes: of those that have one.
+        turns: of the model, of those where they are known.
+        messages: rollouts with messages.
+    """
+    return {
+        "rollouts": rollouts,
+        "tasks": tasks,
+        "without_task": nameless,
+        "outcomes": range_of(outcomes),
+        "without_outcome": rollouts - int(np.isfinite(np.array(outcomes, np.float64)).sum()),
+        "turns": range_of(turns),
+        "with_messages": messages,
+    }
+
+
+def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
+    """Return the report on columns, of their bytes by name, dtype and shape of a row."""
+    return [
+        {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
+        for (name, dtype, shape), nbytes in totals.items()
+    ]
 
 
 def id_gaps(ids: npt.NDArray[np.int64]) -> list[list[int]]:
@@ -273,6 +316,12 @@ def merge_ranges(parts: Iterable[tuple[dict[str, Any] | None, float]]) -> dict[s
     }
 
 
+def _known(parts: Sequence[dict[str, Any] | None], *summed: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the parts of which something is known, and the sums of some of their numbers."""
+    known = [part for part in parts if part is not None]
+    return known, {name: sum(part[name] for part in known) for name in summed}
+
+
 def merge_rewards(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the report on the rewards of several parts together."""
     known = [part for part in parts if part is not None]
@@ -289,34 +338,28 @@ def merge_rewards(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | No
 
 def merge_episodes(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the report on the episodes of several parts together."""
-    known = [part for part in parts if part is not None]
+    known, sums = _known(parts, "ended", "begun_before")
     if not known:
         return None
     spanning = [part["spanning"] for part in known]
     counted = [(part, part["ended"] - part["begun_before"]) for part in known]
     return {
-        "ended": sum(part["ended"] for part in known),
+        "ended": sums["ended"],
         "length": merge_ranges([(part["length"], count) for part, count in counted]),
         "return": merge_ranges([(part["return"], count) for part, count in counted]),
         "spanning": None if None in spanning else sum(spanning),
-        "begun_before": sum(part["begun_before"] for part in known),
+        "begun_before": sums["begun_before"],
     }
 
 
 def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the report on the rollouts of several parts together; tasks are not counted, parts may share them."""
-    known = [part for part in parts if part is not None and "rollouts" in part]
+    known, sums = _known(parts, "rollouts", "without_task", "without_outcome", "with_messages")
     if not known:
         return None
-    return {
-        "rollouts": sum(part["rollouts"] for part in known),
-        "tasks": None,
-        "without_task": sum(part["without_task"] for part in known),
-        "outcomes": merge_ranges([(part["outcomes"], part["rollouts"] - part["without_outcome"]) for part in known]),
-        "without_outcome": sum(part["without_outcome"] for part in known),
-        "turns": merge_ranges([(part["turns"], part["rollouts"]) for part in known]),
-        "with_messages": sum(part["with_messages"] for part in known),
-    }
+    outcomes = merge_ranges([(part["outcomes"], part["rollouts"] - part["without_outcome"]) for part in known])
+    turns = merge_ranges([(part["turns"], part["rollouts"]) for part in known])
+    return {**known[0], **sums, "tasks": None, "outcomes": outcomes, "turns": turns}
 
 
 def merge_policies(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

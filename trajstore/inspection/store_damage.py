@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.inspection.late_values import waiting_in_words, waiting_values
 from trajstore.inspection.live import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.inspection.shard_damage import damage_in
-from trajstore.inspection.verification import Problem, Verification, problem_of
+from trajstore.inspection.verification import Problem, Progress, Verification, problem_of
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.index import TrajectoryIndex
@@ -28,9 +28,6 @@ from trajstore.store.lost_records import Damage
 from trajstore.store.salvage import SalvagedCatalog
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
-
-Progress = Callable[[int, int], None]
-"""Told (done, total) shards."""
 
 _ATTEMPTS = 20  # trajectories that a writer moves to another shard while they are checked are looked for there
 

@@ -26,7 +26,8 @@ Decode = Callable[[Sequence[int]], str]
 TOKENIZER_KEY = "tokenizer"
 """Key of an agent trajectory's ``metadata`` that names the folder of the tokenizer its tokens are of."""
 
-_WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_terminated", "entropy")
+WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_terminated", "entropy")
+"""Fields of a rollout that are told as they are."""
 
 
 def inspect_trajectory(
@@ -113,7 +114,7 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
     for part in parts:
         part["text"] = None if decode is None else decode(_ids(trajectory, part["first"], part["last"] + 1))
     return {
-        **{name: _known(getattr(trajectory, name)) for name in _WORDS},
+        **{name: _known(getattr(trajectory, name)) for name in WORDS},
         "tokens": None if trajectory.input_ids is None else len(trajectory.input_ids),
         "turns": turns_of(trajectory),
         "token_parts": parts,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.files.base import Directory
 from trajstore.store.lost_records import Damage
+
+Progress = Callable[[int, int], None]
+"""Told (done, total): shards, files or trajectories."""
 
 
 @dataclass(frozen=True, slots=True)

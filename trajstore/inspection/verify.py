@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,11 @@ from trajstore.files.base import Directory
 from trajstore.inspection.foreign import MISSING, iterate_rlinf
 from trajstore.inspection.points import absent_ranks, incomplete_points
 from trajstore.inspection.store_damage import check_state, check_store
-from trajstore.inspection.verification import Problem, Verification, problem_of
+from trajstore.inspection.verification import Problem, Progress, Verification, problem_of
 from trajstore.reading.places import Place, find_place, mixed_sentence
 from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.store.lost_records import Damage
 from trajstore.store.sealed import METADATA_NAME
-
-Progress = Callable[[int, int], None]
-"""Told (done, total) shards or files."""
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> Verification:

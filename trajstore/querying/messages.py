@@ -66,10 +66,11 @@ def _turns(rollouts: Rollouts) -> Iterable[int]:
 
 
 def _texts(name: str) -> Callable[[Rollouts], Iterable[str | None]]:
-    return lambda rollouts: [_text(one.get(name)) for said in rollouts for one in said]
+    return lambda rollouts: [text_of(one.get(name)) for said in rollouts for one in said]
 
 
-def _text(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
+    """Return a text as it is, and anything else as JSON; None where there is none."""
     return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -22,11 +24,12 @@ from starlette.staticfiles import StaticFiles
 
 from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
-from trajstore.view.answers import plain
+from trajstore.view.answers import Answer, plain
 from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
 from trajstore.view.living import Living, State
 from trajstore.view.page import STATIC
+from trajstore.view.shown import Shown
 
 T = TypeVar("T")
 
@@ -102,18 +105,21 @@ class Service:
 
     def routes(self) -> list[Route | Mount]:
         """Return what is answered, by path."""
+        told: dict[str, Callable[[Request], Answer]] = {
+            "about": self._about,
+            "page": self._page,
+            "ids": self._ids,
+            "group": self._group,
+            "facts": lambda request: self._living.facts(_said(request, "id")),
+            "notes": lambda request: self._living.notes(_said(request, "id")),
+            "overview": lambda request: self._living.overview(_said(request, "where")),
+        }
         return [
+            *(Route(f"/api/{name}", self._told(call)) for name, call in told.items()),
             Route("/", self._index),
-            Route("/api/about", self._about),
-            Route("/api/page", self._page),
-            Route("/api/ids", self._ids),
-            Route("/api/facts", self._facts),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
-            Route("/api/group", self._group),
-            Route("/api/overview", self._overview),
             Route("/api/log_probs", self._log_probs),
-            Route("/api/notes", self._notes),
             Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -122,41 +128,42 @@ class Service:
     async def _index(self, _: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
-    async def _about(self, _: Request) -> Response:
-        write = None if self._correcting is None else {"who": self._correcting.who}
-        return _json({**await self._ask(self._living.about), "write": write})
+    def _told(self, call: Callable[[Request], Answer]) -> Callable[[Request], Awaitable[Response]]:
+        """Return what answers a request about many with the value of a call."""
 
-    async def _page(self, request: Request) -> Response:
+        async def answer(request: Request) -> Response:
+            return _json(await self._ask(partial(call, request)))
+
+        return answer
+
+    def _about(self, _: Request) -> Answer:
+        write = None if self._correcting is None else {"who": self._correcting.who}
+        return {**self._living.about(), "write": write}
+
+    def _page(self, request: Request) -> Answer:
         asked = request.query_params
         first, count = _number(request, "first", 0), min(_number(request, "count", 100), _MOST_ROWS)
-        where, order, state = asked.get("where", ""), asked.getlist("order"), asked.get("state", "")
-        return _json(await self._ask(lambda: self._living.page(where, order, first, count, state)))
+        return self._living.page(_said(request, "where"), asked.getlist("order"), first, count, _said(request, "state"))
 
-    async def _ids(self, request: Request) -> Response:
-        where, state = (request.query_params.get(name, "") for name in ("where", "state"))
+    def _ids(self, request: Request) -> Answer:
         order = request.query_params.getlist("order")
-        return _json(await self._ask(lambda: self._living.ids(where, order, state)))
+        return self._living.ids(_said(request, "where"), order, _said(request, "state"))
 
-    async def _facts(self, request: Request) -> Response:
-        return _json(await self._ask(lambda: self._living.facts(request.query_params.get("id", ""))))
+    def _group(self, request: Request) -> Answer:
+        version = _number(request, "version", 0) if "version" in request.query_params else None
+        return self._living.group(_said(request, "task"), version)
 
     async def _rollout(self, request: Request) -> Response:
-        shown = request.query_params.get("id", "")
+        shown = _said(request, "id")
         return await self._read(lambda: self._living.rollout(shown))
 
     async def _frames(self, request: Request) -> Response:
-        asked = request.query_params
-        environment = _number(request, "environment", 0)
-        steps = [_whole("step", text) for text in asked.getlist("step")]
-        return await self._read(
-            lambda: self._living.frames(asked.get("id", ""), asked.get("name", ""), environment, steps)
-        )
-
-    async def _overview(self, request: Request) -> Response:
-        return _json(await self._ask(lambda: self._living.overview(request.query_params.get("where", ""))))
+        shown, name, environment = _said(request, "id"), _said(request, "name"), _number(request, "environment", 0)
+        steps = [_whole("step", text) for text in request.query_params.getlist("step")]
+        return await self._read(lambda: self._living.frames(shown, name, environment, steps))
 
     async def _log_probs(self, request: Request) -> Response:
-        where, over = (request.query_params.get(name, "") for name in ("where", "over"))
+        where, over = _said(request, "where"), _said(request, "over")
         told, samples = await self._ask(lambda: self._living.sampled(where, over))
         for some in samples:  # one by one: a rollout that is opened meanwhile comes in between
             if await request.is_disconnected():
@@ -166,14 +173,6 @@ class Service:
             told["log_prob"].append(plain(value))
             told["unread"] += unread
         return _json(told)
-
-    async def _group(self, request: Request) -> Response:
-        asked = request.query_params
-        version = _number(request, "version", 0) if "version" in asked else None
-        return _json(await self._ask(lambda: self._living.group(asked.get("task", ""), version)))
-
-    async def _notes(self, request: Request) -> Response:
-        return _json(await self._ask(lambda: self._living.notes(request.query_params.get("id", ""))))
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # the guard has refused it before
@@ -220,6 +219,11 @@ async def _body(request: Request) -> bytes:
         if len(body) > MOST_BYTES:
             raise ConfigurationError(f"annotate: a request has at most {MOST_BYTES:,} bytes")
     return body
+
+
+def _said(request: Request, name: str) -> str:
+    said: str = request.query_params.get(name, "")
+    return said
 
 
 def _number(request: Request, name: str, default: int) -> int:
@@ -292,3 +296,37 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None,
     name = f"[{host}]" if ":" in host else host
     with listener:
         yield listener, token, f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"
+
+
+@contextmanager
+def served(
+    shown: Shown,
+    host: str,
+    port: int,
+    *,
+    tokenizer: str | Path | None = None,
+    token: str | None = None,
+    correcting: Correcting | None = None,
+) -> Iterator[str]:
+    """Serve from a thread until the context is left; yields the address.
+
+    Args:
+        shown: of which the page is; belongs to the server from now on.
+        host: address to listen on.
+        port: 0 = any that is free.
+        tokenizer: as for :class:`Living`.
+        token: what must be known to be let in, where only this machine asks.
+        correcting: takes values from the page; None if nothing can be changed.
+
+    Raises:
+        ConfigurationError: there is no such address here, or the port is taken.
+    """
+    with listening(host, port) as (listener, own, address), closing(Living(shown, tokenizer=tokenizer)) as living:
+        server = server_of(living, own or token, correcting)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
+        thread.start()
+        try:
+            yield address
+        finally:
+            server.should_exit = True
+            thread.join()

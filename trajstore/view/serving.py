@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +34,7 @@ def serving(
         StoreUnreachableError: a store does not answer.
     """
     try:
-        from trajstore.view.living import Living
-        from trajstore.view.server import listening, server_of
+        from trajstore.view.server import served
         from trajstore.view.shown import OfHandle
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
@@ -45,15 +43,5 @@ def serving(
     from trajstore.distributed import DistributedReplayBuffer
 
     check_instance("handle", handle, DistributedReplayBuffer, "a handle of stores; `trajstore view PATH` shows others")
-    with (
-        listening(host, port) as (listener, token, address),
-        closing(Living(OfHandle(handle), tokenizer=tokenizer)) as living,
-    ):
-        server = server_of(living, token)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
-        thread.start()
-        try:
-            yield address
-        finally:
-            server.should_exit = True
-            thread.join()
+    with served(OfHandle(handle), host, port, tokenizer=tokenizer) as address:
+        yield address

@@ -110,15 +110,36 @@ def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
     return OfReader(path, pin)
 
 
-class OfReader:
+class _OfBuffer:
+    """What a buffer shows, or the pool in it."""
+
+    _reader: TrajectoryReplayBuffer
+    pool: SeenPool | None = None
+    limits: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self._reader if self.pool is None else self.pool)
+
+    def query(self) -> Query:
+        return self._reader.query() if self.pool is None else self.pool.query()
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self._reader).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self._reader.read(drawn, columns=columns)
+
+
+class OfReader(_OfBuffer):
     """What a reader shows; of a pool's store the pool.
 
     Args:
         path: directory or URL.
         pin: name of a pin, whose trajectories are shown; None: the newest.
     """
-
-    limits: Sequence[str] = ()
 
     def __init__(self, path: str | Path, pin: str | None) -> None:
         self.path = str(path)
@@ -128,7 +149,6 @@ class OfReader:
         """None: nothing is there that would say it."""
         self._is_seen = False
         """Whether the pool is that of the state that the reader shows."""
-        self.pool: SeenPool | None = None
         try:
             self._look()
         except CorruptStoreError as error:
@@ -142,27 +162,12 @@ class OfReader:
         self.pool = self._records.look() if self._is_pool else None
         self._is_seen = True
 
-    def __len__(self) -> int:
-        return len(self._reader if self.pool is None else self.pool)
-
     def refresh(self) -> bool:
         if not self._reader.refresh() and self._is_seen:
             return False
         self._is_seen = False
         self._look()
         return True
-
-    def query(self) -> Query:
-        return self._reader.query() if self.pool is None else self.pool.query()
-
-    def get(self, shown: str, /) -> AnyTrajectory:
-        return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
-
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self._reader).extents(ids)
-
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
-        return self._reader.read(drawn, columns=columns)
 
     def catalogs(self) -> Mapping[int, Catalog]:
         return internals_of(self._reader).catalogs_by_rank()
@@ -190,7 +195,7 @@ def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, 
         return reader, damage
 
 
-class PoolFiles:
+class PoolFiles(_OfBuffer):
     """The three files of a pool, or the newest of the pools in a folder of ``step_N``.
 
     Args:
@@ -218,23 +223,9 @@ class PoolFiles:
         told = {step: read_buckets(folder) for step, folder in pools.items()}
         difficulties = {step: {key: len(tasks) for key, tasks in buckets.items()} for step, buckets in told.items()}
         self.pool = replace(pool, difficulties=difficulties)
+        self._reader = pool.buffer
         self.path, self._files = str(newest), files
         return True
-
-    def __len__(self) -> int:
-        return len(self.pool)
-
-    def query(self) -> Query:
-        return self.pool.query()
-
-    def get(self, shown: str, /) -> AnyTrajectory:
-        return self.pool.get(shown)
-
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self.pool.buffer).extents(ids)
-
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
-        return self.pool.buffer.read(drawn, columns=columns)
 
     def catalogs(self) -> Mapping[int, Catalog]:
         return {}

@@ -11,4 +11,4 @@ if __name__ == "__main__":
     parser = command("tools.crash.cluster", __doc__, "what is killed when")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long producers add")
     parser.add_argument("--producers", type=int, default=8, help="how many")
-    sys.exit(main(parser, lambda options, folder, _: run(folder, options.seconds, options.producers, options.seed)))
+    sys.exit(main(parser, run))

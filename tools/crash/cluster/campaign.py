@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from tools.campaigns import Result
+from tools.campaigns import Result, heard
 from trajstore import TrajectoryReplayBuffer
 from trajstore.distributed import DistributedReplayBuffer
 from trajstore.errors import TrajstoreError
@@ -25,27 +24,18 @@ _LONGEST_START = 120.0  # seconds
 _MOMENT = 1.0  # seconds; a producer asks a store that did not answer again after two at the most
 
 
-class _Retries(logging.Handler):
-    """Counts the parcels that were sent again."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.count += "sent again" in record.getMessage() or "go to rank_" in record.getMessage()
-
-
 def produce(number: int, seconds: float) -> tuple[dict[int, int], list[str], int]:
     """Add trajectories for a while; return the keys by acknowledged id, errors that were told, parcels sent again."""
-    counter = _Retries()
-    logging.getLogger("trajstore.distributed").addHandler(counter)
+    said: list[str] = []
     acknowledged: dict[int, int] = {}
     errors: list[str] = []
     end = time.monotonic() + seconds
     key = number * _KEYS
     open_receipts: list[tuple[Any, list[int]]] = []
-    with DistributedReplayBuffer.connect(NAME, patience=5.0, deadline=120.0) as handle:
+    with (
+        heard("trajstore.distributed", said),
+        DistributedReplayBuffer.connect(NAME, patience=5.0, deadline=120.0) as handle,
+    ):
         while time.monotonic() < end or open_receipts:
             try:
                 if time.monotonic() < end and len(open_receipts) < 8:
@@ -60,11 +50,11 @@ def produce(number: int, seconds: float) -> tuple[dict[int, int], list[str], int
                 errors.append(f"{type(error).__name__}: {error}")
                 if time.monotonic() > end + 300:
                     break
-    return acknowledged, errors, counter.count
+    return acknowledged, errors, sum("sent again" in one or "go to rank_" in one for one in said)
 
 
-def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
-    """Run a campaign in an empty folder.
+def run(folder: Path, seconds: float, producers: int, seed: int, progress: object = None) -> Result:
+    """Run a campaign in an empty folder; ``progress`` is told nothing.
 
     Raises:
         StoreUnreachableError: the stores do not start.

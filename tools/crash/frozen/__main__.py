@@ -10,4 +10,4 @@ from tools.crash.frozen.campaign import run_campaign
 if __name__ == "__main__":
     parser = command("tools.crash.frozen", __doc__, "actions and moments")
     parser.add_argument("--freezes", type=int, default=100, help="how many writers to freeze")
-    sys.exit(main(parser, lambda options, folder, tell: run_campaign(folder, options.freezes, options.seed, tell)))
+    sys.exit(main(parser, run_campaign))

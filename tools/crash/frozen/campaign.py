@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import orjson
-
 from tools.campaigns import PATIENCE, Result, at_work, s3_server, wait_for
-from tools.crash.frozen.sleeper import Freeze, give, open_store, sleep_and_go_on
+from tools.crash.frozen.sleeper import Freeze, Writer, sleep_and_go_on
+from tools.crash.journal import Promises, entries
 from tools.crash.range_reader import RangeReader, read_all
+from tools.proc import stat
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.files.holder import LOCK_NAME
@@ -26,11 +26,11 @@ from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.opening import open_directory
 from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
-from trajstore.testing.witness import WitnessError, witness
+from trajstore.testing.witness import WitnessError
 
 _LAST_REQUEST = 120
 
-_OF_POINTS = ("saving", "saved", "going_back", "went_back")
+_OF_POINTS = ("saving_point", "saved_point", "going_back", "went_back")
 
 _RENEWED = (LOCK_NAME, "metadata.json")
 """What a living writer writes again by itself."""
@@ -81,10 +81,8 @@ class _Round:
         self.bucket = f"bucket-{uuid.uuid4()}"
         self.filesystem.mkdir(self.bucket)
         self.url = f"s3://{self.bucket}/run"
-        self.keys: dict[int, int] = {}
-        self.evicted: set[int] = set()
-        self.given: list[tuple[list[int], float]] = []
-        """Ids and value of each call that gave values."""
+        self.said: list[dict[str, Any]] = []
+        """What those that take over noted."""
         self.where = ""
         self.points_judged = False
 
@@ -108,7 +106,7 @@ class _Round:
         return not self.notes("ended") and self.is_frozen(child)
 
     def is_frozen(self, child: BaseProcess) -> bool:
-        return bool(self.notes("freezing")) and child.is_alive() and _state(child) == "T"
+        return bool(self.notes("freezing")) and child.is_alive() and stat(child.pid or 0)[:1] == ["T"]
 
     def take_over(self, child: BaseProcess, freeze: Freeze) -> None:
         (point,) = self.notes("freezing")
@@ -125,7 +123,7 @@ class _Round:
         if child.is_alive():
             self.problem("the writer did not come to its end when it was awake")
         after = self.picture(heir is not None)
-        self.compare(before, after, heir)
+        self.compare(before, after)
         if lost := points - self.points():
             self.problem(f"the saved points {sorted(lost)} are void or gone since the writer woke")
         self.judge_error()
@@ -134,12 +132,17 @@ class _Round:
         self.look()
         self.result.counts["writers frozen"] += 1
 
-    def write(self, *, closing: bool) -> TrajectoryReplayBuffer | None:
-        """Open the store as soon as it is free, use it, and return it unless it was closed."""
+    def note(self, event: str, **values: Any) -> None:
+        """Take what a writer that takes over was promised."""
+        self.said.append({"event": event, **values})
+
+    def write(self, *, closing: bool) -> Writer | None:
+        """Open the store as soon as it is free, use it, and return its writer unless it was closed."""
         end = time.monotonic() + PATIENCE
+        writer = Writer(self.chance, self, self.chance.randrange(1 << 30, 1 << 39))
         while True:
             try:
-                buffer = open_store(self.url, self.options)
+                writer.open(self.url, self.options)
                 break
             except StoreLockedError:
                 if time.monotonic() > end:
@@ -147,59 +150,40 @@ class _Round:
                 time.sleep(0.1)
         if not self.points_judged and self.notes("freezing"):
             self.points_judged = True
-            self.judge_points(buffer)
-        return self.go_on(buffer, closing=closing)
+            self.judge_points(writer)
+        return self.go_on(writer, closing=closing)
 
-    def judge_points(self, buffer: TrajectoryReplayBuffer) -> None:
+    def judge_points(self, writer: Writer) -> None:
         """Saved points that were acknowledged must be there, and be void only if the rollback has happened."""
-        steps = {point.step for point in buffer.points.saved}
+        steps = set(writer.steps)
         last = next((one for one in reversed(self.notes()) if one["event"] in _OF_POINTS), None)
-        if last is None or last["event"] == "saving":
+        if last is None or last["event"] == "saving_point":
             return
         if last["event"] != "going_back":
             if absent := set(last["steps"]) - steps:
                 self.problem(f"the saved points {sorted(absent)} are lost")
             return
-        live = set(last["ids"]) & set(buffer.trajectory_ids.tolist())
+        live = set(last["ids"]) & set(writer.ids)
         if live and live != set(last["ids"]):
             self.problem(f"half a rollback: {sorted(live)} of {last['ids']} are live")
         if live and (void := set(last["later"]) - steps):
             self.problem(f"the saved points {sorted(void)} are void, and the rollback has not happened")
 
-    def go_on(self, buffer: TrajectoryReplayBuffer, *, closing: bool) -> TrajectoryReplayBuffer | None:
+    def go_on(self, writer: Writer, *, closing: bool) -> Writer | None:
         for _ in range(self.chance.randint(1, 5)):
-            new = [self.chance.randrange(1 << 30, 1 << 39) for _ in range(self.chance.randint(1, 3))]
-            self.keys |= dict(zip(buffer.add_trajectories([witness(key) for key in new]), new, strict=True))
-            buffer.flush()
-            what = self.chance.choice(("", "evict", "pin", "point", "annotate"))
-            if what == "evict":
-                ids = self.chance.sample(buffer.trajectory_ids.tolist(), 1)
-                self.evicted.update(ids)
-                buffer.evict(ids)
-            elif what == "annotate":
-                ids, value = (
-                    self.chance.sample(buffer.trajectory_ids.tolist(), 1),
-                    self.chance.randrange(1 << 50, 1 << 51),
-                )
-                give(buffer, ids, value)
-                self.given.append((ids, float(value)))
-            elif what == "pin":
-                buffer.points.pin(f"pin-{self.chance.randrange(2)}")
-            elif what == "point":
-                buffer.points.save(max([point.step for point in buffer.points.saved], default=0) + 1)
+            writer.commit()
+            if what := self.chance.choice(("", "evict", "pin", "point", "annotate")):
+                getattr(writer, what)()
         if not closing:
-            return buffer
-        buffer.close()
+            return writer
+        writer.buffer.close()
         return None
 
     # -- looking ----------------------------------------------------------------------------------
 
     def notes(self, event: str | None = None) -> list[dict[str, Any]]:
         """Return what the frozen writer noted, of one kind or all."""
-        if not self.journal.exists():
-            return []
-        lines = [orjson.loads(line) for line in self.journal.read_bytes().split(b"\n")[:-1]]
-        return [line for line in lines if event in (None, line["event"])]
+        return [line for line in entries(self.journal) if event in (None, line["event"])]
 
     def points(self) -> set[int]:
         return {point.step for point in saved_points(self.url, **self.options)}
@@ -211,7 +195,7 @@ class _Round:
         of_others = (*_RENEWED * living, READERS_FOLDER)
         return {name: version for name, version in names.items() if name.partition("/")[0] not in of_others}
 
-    def compare(self, before: dict[str, str], after: dict[str, str], heir: TrajectoryReplayBuffer | None) -> None:
+    def compare(self, before: dict[str, str], after: dict[str, str]) -> None:
         for name, version in before.items():
             if name not in after:
                 self.problem(f"{name} was removed")
@@ -236,10 +220,10 @@ class _Round:
 
     def look(self) -> None:
         """Everything that any writer was promised must be there, and nothing be damaged."""
-        promised = dict(self.keys)
-        for entry in self.notes("flushed"):
-            promised |= {int(number): key for number, key in entry["keys"].items()}
-        evicted = self.evicted | {number for entry in self.notes("evicting") for number in entry["ids"]}
+        promises = Promises()
+        for entry in (*self.notes(), *self.said):
+            promises.take(entry["event"], entry)
+        promised, evicted = promises.flushed, promises.evicted
         try:
             report = verify(self.url)
             for problem in report.problems:
@@ -265,11 +249,11 @@ class _Round:
             elif number not in present and number not in evicted:
                 self.problem(f"trajectory {number} was acknowledged and is lost")
         self.result.counts["trajectories compared"] += len(promised)
-        given = [*self.given, *((entry["ids"], float(entry["value"])) for entry in self.notes("annotated"))]
+        given = [entry for entry in (*self.notes(), *self.said) if entry["event"] == "annotated"]
         for number in present:
-            history = [note for note in catalog.notes.history(number) if note.name == "value"]
+            history = [note for note in catalog.notes.history(number) if note.name == "v"]
             values = [note.value for note in history]
-            acknowledged = {value for ids, value in given if number in ids}
+            acknowledged = {float(entry["value"]) for entry in given if number in entry["ids"]}
             if len(set(values)) < len(values) or not acknowledged <= set(values):
                 self.problem(f"trajectory {number} was given {acknowledged}, and {values} are told")
             latest = [note.value for note in history if note.in_force][-1:]
@@ -280,11 +264,3 @@ class _Round:
 
     def problem(self, text: str) -> None:
         self.result.problems.append(f"round {self.seed} ({self.where}): {text}")
-
-
-def _state(child: BaseProcess) -> str:
-    """Return in which state the system has a process; ``T`` is stopped."""
-    try:
-        return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
+from tools.crash.child import User
 from tools.crash.journal import Journal
-from trajstore import TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.files import remote_lock
 from trajstore.files.object_store import ObjectStore
-from trajstore.testing.witness import witness
 
 REQUESTS = ("create", "put", "put_if", "delete", "delete_if", "stamped", "version", "read", "probe")
 """Calls around which a writer is frozen."""
@@ -41,15 +41,33 @@ class Freeze:
     clock: Literal["stands", "runs"]
 
 
-def open_store(url: str, options: dict[str, Any]) -> TrajectoryReplayBuffer:
-    """Open a store for writing, so that it writes its index often and loses its lock soon."""
-    return TrajectoryReplayBuffer(
-        auto_save=True,
-        auto_save_path=url,
-        sample_window_size=0,
-        storage_options={**options, "lock_ttl": LOCK_TTL},
-        writer=WriterOptions(threads=2, commit_interval=0.005, snapshot_bytes=1 << 12),
-    )
+class Writer(User):
+    """Uses a store of its own, or one of others."""
+
+    weights = {  # noqa: RUF012
+        **{"commit": 3, "evict": 1, "pin": 1, "unpin": 1},
+        **{"point": 2, "back": 1, "compact": 1, "annotate": 2},
+    }
+
+    def open(self, url: str, options: dict[str, Any]) -> None:
+        """Open a store so that its index is written often and its lock is lost soon."""
+        self.buffer = TrajectoryReplayBuffer(
+            auto_save=True,
+            auto_save_path=url,
+            sample_window_size=0,
+            storage_options={**options, "lock_ttl": LOCK_TTL},
+            writer=WriterOptions(threads=2, commit_interval=0.005, snapshot_bytes=1 << 12),
+        )
+
+    def commit(self) -> None:
+        self.add()
+        self.flush()
+
+    def pin(self) -> None:
+        self.buffer.points.pin(f"pin-{self.chance.randrange(2)}")
+
+    def unpin(self) -> None:
+        self.buffer.points.unpin(f"pin-{self.chance.randrange(2)}")
 
 
 def sleep_and_go_on(url: str, options: dict[str, Any], journal: str, seed: str, freeze: Freeze, actions: int) -> None:
@@ -60,65 +78,17 @@ def sleep_and_go_on(url: str, options: dict[str, Any], journal: str, seed: str, 
     notes = Journal(Path(journal))
     _freeze_at(freeze, notes)
     try:
-        use(open_store(url, options), notes, random.Random(seed), int(seed.rpartition("/")[2]) << 20, actions)
+        writer = Writer(random.Random(seed), notes, int(seed.rpartition("/")[2]) << 20)
+        writer.open(url, options)
+        notes.note("opened")
+        for _ in range(actions):
+            writer.step()
+        writer.buffer.close()
+        notes.note("closed")
     except Exception as error:  # whatever it is, it is judged by who reads the journal
         notes.note("error", kind=type(error).__name__, text=str(error))
     notes.note("ended")
     os._exit(0)  # as a process that was told that it lost the store may do
-
-
-def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, key: int, actions: int) -> None:
-    """Add, evict, pin, save and go back, and note what was acknowledged."""
-    notes.note("opened")
-    keys: dict[int, int] = {}
-    points: dict[int, set[int]] = {}
-    for number in range(actions):
-        what = chance.choice(
-            ("add", "add", "add", "evict", "pin", "unpin", "point", "point", "back", "compact", "annotate", "annotate")
-        )
-        if what == "add":
-            new = [key + number * 8 + offset for offset in range(chance.randint(1, 4))]
-            keys |= dict(zip(buffer.add_trajectories([witness(one) for one in new]), new, strict=True))
-            buffer.flush()
-            notes.note("flushed", keys={str(one): value for one, value in keys.items()})
-        elif what == "evict" and len(buffer):
-            ids = chance.sample(buffer.trajectory_ids.tolist(), min(2, len(buffer)))
-            notes.note("evicting", ids=ids)
-            buffer.evict(ids)
-        elif what == "annotate" and len(buffer):
-            ids = chance.sample(buffer.trajectory_ids.tolist(), min(2, len(buffer)))
-            give(buffer, ids, key + number)
-            notes.note("annotated", ids=ids, value=key + number)
-        elif what == "pin":
-            buffer.points.pin(f"pin-{chance.randrange(2)}")
-        elif what == "unpin":
-            buffer.points.unpin(f"pin-{chance.randrange(2)}")
-        elif what == "point":
-            step = max([point.step for point in buffer.points.saved], default=0) + chance.randrange(2)
-            notes.note("saving")
-            buffer.points.save(step, keep=2)
-            points[step] = set(buffer.trajectory_ids.tolist())
-            notes.note("saved", steps=[point.step for point in buffer.points.saved])
-        elif what == "back":
-            steps = [point.step for point in buffer.points.saved]
-            if own := [step for step in steps if step in points]:
-                step = chance.choice(own)
-                leaving = set(buffer.trajectory_ids.tolist()) - points[step]
-                notes.note("evicting", ids=sorted(leaving))
-                notes.note("going_back", ids=sorted(leaving), later=[one for one in steps if one > step])
-                buffer.points.rollback(step, aside=chance.random() < 0.5)
-                notes.note("went_back", steps=[point.step for point in buffer.points.saved])
-        else:
-            buffer.compact()
-    buffer.close()
-    notes.note("closed")
-
-
-def give(buffer: TrajectoryReplayBuffer, ids: list[int], value: int) -> None:
-    """Give trajectories a value, and by row too, in the same call: both are there, or neither."""
-    shapes = [buffer.get(number).rewards.shape[:2] for number in ids]
-    rows = [torch.full(shape, value, dtype=torch.float64) for shape in shapes]
-    annotate(buffer, ids, {"value": float(value), "rows": rows})
 
 
 def _freeze_at(freeze: Freeze, notes: Journal) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 from tools.campaigns import Result, command, main
 from tools.crash.node.campaign import run, s3
 
 
-def _campaign(options: Namespace, folder: Path, _: object) -> Result:
-    if options.local:
-        return run(folder, f"{folder}/mirrors", {}, options.rounds, options.seed)
-    with s3() as (url, storage_options):
-        return run(folder, url, storage_options, options.rounds, options.seed)
+def _campaign(folder: Path, rounds: int, seed: int, local: bool, progress: object) -> Result:
+    with nullcontext((f"{folder}/mirrors", {})) if local else s3() as (mirrors, storage_options):
+        return run(folder, mirrors, storage_options, rounds, seed)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,12 +9,14 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.campaigns import Result, s3_server, start, wait_for
+from tools.crash.journal import entries
 from tools.crash.node.child import work
 from tools.crash.range_reader import RangeReader, Seen, read_all
 from trajstore import TrajectoryReplayBuffer
@@ -47,22 +48,20 @@ class _Known:
                 far as its own mirror went.
         """
         keys: dict[int, int] = {}
-        watermark = -1
         shown: set[int] = set()
-        for line in journal.read_text().splitlines():
-            try:
-                said = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the last line, cut by the kill
-            self.offered.update(said.get("keys", ()))
-            keys.update((number, key) for number, key in said.get("added", ()))
-            self.may_be_gone.update(said.get("evicting", ()))
-            if "live" in said:  # a rollback has returned; before it, these are there as well
-                self.may_be_gone -= shown & set(said["live"])
-            elif "rolling_back" in said:
+        for said in entries(journal):
+            if said["event"] == "adding":
+                self.offered.update(said["keys"])
+            elif said["event"] == "added":
+                keys |= {int(number): key for number, key in said["keys"].items()}
+            elif said["event"] == "evicting":
+                self.may_be_gone.update(said["ids"])
+            elif said["event"] == "rolling_back":
                 shown = set(said["ids"]) - self.may_be_gone
                 self.may_be_gone |= shown
-            watermark = max(watermark, said.get("watermark", -1))
+            elif said["event"] == "rolled_back":  # before it, these are there as well
+                self.may_be_gone -= shown & set(said["ids"])
+        watermark = _watermark(journal)
         if woken:
             self.keys.update((number, key) for number, key in keys.items() if number <= watermark)
         else:
@@ -92,95 +91,80 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         seed: of what is done when.
     """
     result = Result()
+    rng, known = random.Random(seed), _Known()
+    disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
+    options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
+    frozen: Any = None
     with closing(RangeReader(storage_options, result)) if storage_options else nullcontext() as ranges:
-        _lose(folder, mirrors, storage_options, rounds, seed, result, ranges)
+        for number in range(rounds):
+            journal = folder / f"journal_{number}"
+            journal.touch()
+            store = disks / str(number)
+            given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
+            child = start(work, *given)
+            if ranges is not None and number % 2 == 0:  # else nobody reads, for whom evicted shards would stay
+                ranges.follow(mirror)
+            wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
+            if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
+                child.join(rng.random())
+                os.kill(frozen.pid, signal.SIGCONT)
+            if rng.random() < 0.75:  # however slow the machine is, there must be something to compare
+                wait_for(child, lambda journal=journal: _watermark(journal) > known.watermark)
+            child.join(0.05 + 2.0 * rng.random() ** 2)
+            if child.exitcode is not None:
+                result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
+            if frozen is not None:
+                frozen.kill()
+                frozen.join()
+                frozen = None
+                known.read(folder / f"journal_{number - 1}", woken=True)
+            if storage_options and rng.random() < 0.4 and child.exitcode is None:
+                os.kill(child.pid, signal.SIGSTOP)
+                frozen = child
+                result.counts["of them only frozen"] += 1
+                time.sleep(2 * _LOCK_TTL)
+            else:
+                child.kill()
+                child.join()
+            known.read(journal)
+            if frozen is None:
+                shutil.rmtree(disks)
+            result.counts["nodes lost"] += 1
+            if known.watermark < 0 and not before:
+                mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
+                continue
+            store = disks / str(number + 1)
+            if rng.random() < 0.3:
+                result.counts["restores killed and taken up"] += _killed_restore(mirror, storage_options, store, rng)
+            try:
+                restore(mirror, store, storage_options=storage_options)
+                there = _look(store, known, before, result, number)
+                if ranges is not None:
+                    seen, troubles = ranges.look(mirror)
+                    result.problems += [f"round {number}: {trouble}" for trouble in troubles]
+                    if differing := [one for one in there.keys() | seen.keys() if there.get(one) != seen.get(one)]:
+                        text = f"ids {sorted(differing)} are others by ranges, or absent"
+                        result.problems.append(f"round {number}: {text}")
+                before = set(there)
+            except (TrajstoreError, WitnessError) as error:
+                result.problems.append(f"round {number}: {type(error).__name__}: {error}")
+                break
+    if frozen is not None:
+        frozen.kill()
+        frozen.join()
     if rounds and not result.counts["trajectories below the watermark"]:
         result.problems.append("no trajectory was on a mirror: nothing was tested")
     return result
 
 
-def _lose(
-    folder: Path,
-    mirrors: str,
-    storage_options: dict[str, Any],
-    rounds: int,
-    seed: int,
-    result: Result,
-    ranges: RangeReader | None,
-) -> None:
-    rng, known = random.Random(seed), _Known()
-    disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
-    options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
-    frozen: Any = None
-    for number in range(rounds):
-        journal = folder / f"journal_{number}"
-        journal.touch()
-        store = disks / str(number)
-        given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
-        child = start(work, *given)
-        if ranges is not None and number % 2 == 0:  # else nobody reads meanwhile, for whom evicted shards would stay
-            ranges.follow(mirror)
-        wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
-        if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
-            child.join(rng.random())
-            os.kill(frozen.pid, signal.SIGCONT)
-        if rng.random() < 0.75:  # however slow the machine is, there must be something to compare
-            wait_for(child, lambda journal=journal: _watermark(journal) > known.watermark)
-        child.join(0.05 + 2.0 * rng.random() ** 2)
-        if child.exitcode is not None:
-            result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
-        if frozen is not None:
-            frozen.kill()
-            frozen.join()
-            frozen = None
-            known.read(folder / f"journal_{number - 1}", woken=True)
-        if storage_options and rng.random() < 0.4 and child.exitcode is None:
-            os.kill(child.pid, signal.SIGSTOP)
-            frozen = child
-            result.counts["of them only frozen"] += 1
-            time.sleep(2 * _LOCK_TTL)
-        else:
-            child.kill()
-            child.join()
-        known.read(journal)
-        if frozen is None:
-            shutil.rmtree(disks)
-        result.counts["nodes lost"] += 1
-        if known.watermark < 0 and not before:
-            mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
-            continue
-        store = disks / str(number + 1)
-        if rng.random() < 0.3:
-            result.counts["restores killed and taken up"] += _killed_restore(mirror, storage_options, store, rng)
-        try:
-            restore(mirror, store, storage_options=storage_options)
-            there = _look(store, known, before, result, number)
-            if ranges is not None:
-                seen, troubles = ranges.look(mirror)
-                result.problems += [f"round {number}: {trouble}" for trouble in troubles]
-                if differing := [one for one in there.keys() | seen.keys() if there.get(one) != seen.get(one)]:
-                    result.problems.append(f"round {number}: ids {sorted(differing)} are others by ranges, or absent")
-            before = set(there)
-        except (TrajstoreError, WitnessError) as error:
-            result.problems.append(f"round {number}: {type(error).__name__}: {error}")
-            break
-    if frozen is not None:
-        frozen.kill()
-        frozen.join()
-
-
 def _watermark(journal: Path) -> int:
     """Return the watermark that a journal noted last; -1 if none."""
-    found = -1
-    for line in journal.read_text().splitlines():
-        with suppress(json.JSONDecodeError):  # the last line, half written
-            found = max(found, json.loads(line).get("watermark", -1))
-    return found
+    return max([said["watermark"] for said in entries(journal) if said["event"] == "mirrored"], default=-1)
 
 
 def _killed_restore(mirror: str, options: dict[str, Any], store: Path, rng: random.Random) -> bool:
     """Kill a restore at a random moment; return whether it had not ended."""
-    child = start(_restore, mirror, str(store), options)
+    child = start(partial(restore, storage_options=options), mirror, str(store))
     child.join(0.02 + 0.4 * rng.random())
     alive = child.exitcode is None
     if alive and child.pid is not None:
@@ -190,10 +174,6 @@ def _killed_restore(mirror: str, options: dict[str, Any], store: Path, rng: rand
     if ended:  # it was quicker: the store is whole, and a second restore would be refused
         shutil.rmtree(store)
     return not ended
-
-
-def _restore(mirror: str, store: str, options: dict[str, Any]) -> None:
-    restore(mirror, store, storage_options=options)
 
 
 def _look(store: Path, known: _Known, before: set[int], result: Result, number: int) -> dict[int, Seen]:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.crash.child import User
+from tools.crash.journal import Journal
 from trajstore import Mirror, TrajectoryReplayBuffer
-from trajstore.testing.witness import witness
 
 FORMATS = ("pt", "zarr", "pkl")
+
+
+class Writer(User):
+    """Uses a mirrored store."""
+
+    weights = {"add": 12, "settle": 4, "evict": 1, "point": 1, "back": 1, "compact": 1}  # noqa: RUF012
+
+    def added(self, keys: Sequence[int]) -> dict[int, int]:
+        self.journal.note("adding", keys=list(keys))
+        new = super().added(keys)
+        self.journal.note("added", keys={str(number): key for number, key in new.items()})
+        return new
+
+    def settle(self) -> None:
+        self.buffer.flush()
+
+    def back(self) -> None:
+        """Go back to any saved point; nobody knows here what is in those that the mirror has brought."""
+        if steps := self.steps:
+            self.buffer.flush()
+            self.journal.note("rolling_back", ids=self.ids)
+            self.buffer.points.rollback(self.chance.choice(steps))
+            self.journal.note("rolled_back", ids=self.ids)
 
 
 def work(store: str, mirror: str, storage_options: dict[str, Any], journal: str, seed: int, first_key: int) -> None:
@@ -22,58 +45,22 @@ def work(store: str, mirror: str, storage_options: dict[str, Any], journal: str,
         store: path of the store.
         mirror: URL of its mirror.
         storage_options: of the mirror.
-        journal: file on another machine, so to speak: it is not lost. One JSON line for each thing noted.
+        journal: file on another machine, so to speak: it is not lost.
         seed: of what is done.
         first_key: of the witnesses that are added.
     """
     logging.getLogger("trajstore").setLevel(logging.ERROR)  # rollbacks warn of what they set aside
-    rng = random.Random(seed)
-    with Path(journal).open("a", buffering=1) as notes:
-
-        def note(**what: Any) -> None:
-            notes.write(json.dumps(what) + "\n")
-
-        buffer = TrajectoryReplayBuffer(
-            auto_save=True,
-            auto_save_path=store,
-            trajectory_format=FORMATS[seed % len(FORMATS)],
-            sample_window_size=0,
-            mirror=Mirror(mirror, storage_options=storage_options, interval=0.0, longest_pause=0.2),
-        )
-        note(ready=True)
-        key, step = first_key, max([point.step for point in buffer.points.saved], default=0)
-
-        def add() -> None:
-            nonlocal key
-            keys = list(range(key, key + rng.randrange(1, 7)))
-            key = keys[-1] + 1
-            note(keys=keys)
-            note(added=list(zip(buffer.add_trajectories([witness(one) for one in keys]), keys, strict=True)))
-
-        def evict() -> None:
-            ids = buffer.trajectory_ids.tolist()
-            chosen = rng.sample(ids, min(len(ids), rng.randrange(1, 6)))
-            note(evicting=chosen)
-            buffer.evict(chosen)
-
-        def point() -> None:
-            nonlocal step
-            step += 1
-            buffer.points.save(step, {"step": step}, keep=2)
-
-        def back() -> None:
-            points = buffer.points.saved
-            if points:
-                nonlocal step
-                step = rng.choice(points).step
-                buffer.flush()
-                note(rolling_back=step, ids=buffer.trajectory_ids.tolist())
-                buffer.points.rollback(step)
-                note(live=buffer.trajectory_ids.tolist())
-
-        actions: list[Callable[[], object]] = [add] * 12 + [buffer.flush] * 4 + [evict, point, back, buffer.compact]
-        while True:
-            rng.choice(actions)()
-            state = buffer.mirror.state
-            if state is not None:
-                note(watermark=state.newest_id, generation=state.generation, error=state.error)
+    notes = Journal(Path(journal))
+    writer = Writer(random.Random(seed), notes, first_key)
+    writer.buffer = TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=store,
+        trajectory_format=FORMATS[seed % len(FORMATS)],
+        sample_window_size=0,
+        mirror=Mirror(mirror, storage_options=storage_options, interval=0.0, longest_pause=0.2),
+    )
+    notes.note("ready")
+    while True:
+        writer.step()
+        if (state := writer.buffer.mirror.state) is not None:
+            notes.note("mirrored", watermark=state.newest_id, error=state.error)

@@ -10,4 +10,4 @@ from tools.crash.resume.campaign import run_campaign
 if __name__ == "__main__":
     parser = command("tools.crash.resume", __doc__, "the moments")
     parser.add_argument("--kills", type=int, default=100, help="how often to kill")
-    sys.exit(main(parser, lambda options, folder, tell: run_campaign(folder, options.kills, options.seed, tell)))
+    sys.exit(main(parser, run_campaign))

@@ -6,13 +6,14 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tools.campaigns import Result, start
-from tools.crash.resume.loop import EVERY, running
+from tools.crash.resume.loop import EVERY, Loop
 from trajstore import saved_points
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
@@ -63,7 +64,7 @@ def child(folder: str, moment: str, number: int, checkpoints: int) -> None:
             return lock
 
         setattr(LocalDirectory, "lock_writer", lock_writer)  # noqa: B010  # mypy sees no assignment to a method
-    with running(Path(folder)) as loop:
+    with closing(Loop(Path(folder))) as loop:
         for passed in range(checkpoints + 1):
             for _ in range(EVERY):
                 loop.train_step()
@@ -128,10 +129,13 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
 
 def finish(folder: str, steps: int) -> None:
     """Resume or begin the loop, and end it at a step."""
-    from tools.crash.resume.loop import run
-
     torch.set_num_threads(1)
-    run(Path(folder), steps)
+    with closing(Loop(Path(folder))) as loop:
+        while loop.step < steps:
+            loop.train_step()
+            if loop.step % EVERY == 0:
+                loop.save_point()
+                loop.save_model()
 
 
 def _look(folder: Path, kill: int, moment: str, result: Result) -> None:

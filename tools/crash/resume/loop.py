@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,38 +113,9 @@ class Loop:
 def _demonstrations(path: Path) -> Path:
     """Make the store of demonstrations unless it is there whole."""
     with TrajectoryReplayBuffer(seed=13, auto_save=True, auto_save_path=path) as demos:
-        generator = torch.Generator().manual_seed(17 + len(demos))
-        for _ in range(8 - len(demos)):
+        for number in range(len(demos), 8):
+            generator = torch.Generator().manual_seed(17 + number)
             seen = torch.rand(4, 2, _WIDTH, generator=generator, dtype=torch.float64)
             demos.add_trajectories([Trajectory(rewards=seen.sum(-1, keepdim=True), curr_obs={"x": seen})])
             demos.flush()
-            generator = torch.Generator().manual_seed(17 + len(demos))
     return path
-
-
-@contextmanager
-def running(folder: Path) -> Iterator[Loop]:
-    """Yield a loop that is closed in the end."""
-    loop = Loop(folder)
-    try:
-        yield loop
-    finally:
-        loop.close()
-
-
-def run(folder: Path, steps: int, between: Callable[[], None] = lambda: None) -> list[str]:
-    """Train up to a step and return the digests of all steps.
-
-    Args:
-        folder: begun in or resumed.
-        steps: of the whole run; a multiple of ``EVERY``.
-        between: called after each saved point, before the model is saved.
-    """
-    with running(folder) as loop:
-        while loop.step < steps:
-            loop.train_step()
-            if loop.step % EVERY == 0:
-                loop.save_point()
-                between()
-                loop.save_model()
-        return loop.digests

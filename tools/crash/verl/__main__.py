@@ -13,11 +13,4 @@ if __name__ == "__main__":
     parser = command("tools.crash.verl", __doc__, "the moments")
     parser.add_argument("--kills", type=int, default=10, help="how often to kill")
     parser.add_argument("--on-resume", choices=get_args(OnResume), default="exact", help="exp_manager.on_resume")
-    sys.exit(
-        main(
-            parser,
-            lambda options, folder, tell: run_campaign(
-                folder, options.kills, options.seed, tell, on_resume=options.on_resume
-            ),
-        )
-    )
+    sys.exit(main(parser, run_campaign))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from tools.crash.journal import entries
 from tools.crash.verl.layout import SAVE_EVERY
 from tools.crash.verl.processes import Driver
 
@@ -57,20 +56,11 @@ class JournalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
         self.entries: list[dict[str, Any]] = []
 
     def refresh(self) -> list[dict[str, Any]]:
         """Return the lines that came since the last call. One without its line feed was no promise."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        fresh = [orjson.loads(line) for line in whole.splitlines()]
+        fresh = entries(self._path)[len(self.entries) :]
         self.entries += fresh
         return fresh
 

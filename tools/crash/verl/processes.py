@@ -13,6 +13,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from tools.proc import processes, stat
 from trainer_hooks.verl.config import OnResume
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,17 +84,13 @@ class Driver:
     def _descendants(self) -> list[int]:
         """Return the processes that have the driver's mark in their environment or are in its session."""
         found = []
-        for path in Path("/proc").iterdir():
-            if not path.name.isdecimal():
+        for number in processes():
+            fields, environment = stat(number), Path(f"/proc/{number}/environ")
+            if not fields or fields[0] == "Z":
                 continue
-            try:
-                state, _, _, session = path.joinpath("stat").read_text().rpartition(")")[2].split()[:4]
-                if state == "Z":
-                    continue
-                if int(session) == self._process.pid or self._mark.encode() in path.joinpath("environ").read_bytes():
-                    found.append(int(path.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # ended meanwhile, or another user's
+            with suppress(OSError):  # ended meanwhile, or another user's
+                if int(fields[3]) == self._process.pid or self._mark.encode() in environment.read_bytes():
+                    found.append(number)
         return found
 
     def tail(self, size: int = 3000) -> str:
