@@ -30,8 +30,6 @@ from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
 
-KINDS = [("memory", "pt"), ("store", "pt"), ("store", "zarr"), ("store", "pkl")]
-
 
 def make(kind: str, fmt: str, path: Path, **options: Any) -> TrajectoryReplayBuffer:
     options = {"sample_window_size": 0, **options}
@@ -54,15 +52,12 @@ def listing(path: Path) -> dict[str, tuple[int, int, int]]:
     for file in sorted(path.rglob("*")):
         if "readers" not in file.relative_to(path).parts:
             state = file.stat()
-            found[str(file.relative_to(path))] = (
-                state.st_size,
-                state.st_mtime_ns if file.is_file() else 0,
-                state.st_mode,
-            )
+            written = state.st_mtime_ns if file.is_file() else 0
+            found[str(file.relative_to(path))] = state.st_size, written, state.st_mode
     return found
 
 
-@pytest.mark.parametrize(("kind", "fmt"), KINDS)
+@pytest.mark.parametrize(("kind", "fmt"), [("memory", "pt"), ("store", "zarr")])
 def test_what_is_saved_is_loaded(tmp_path: Path, kind: str, fmt: str) -> None:
     with filled(kind, fmt, tmp_path / "store", 8, seed=3) as buffer:
         buffer.evict([2, 5])
@@ -82,7 +77,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, kind: str, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "store"])
-@pytest.mark.parametrize("stop", range(0, 12, 3))
+@pytest.mark.parametrize("stop", [0, 7])
 def test_resuming_at_any_batch_draws_what_would_have_been_drawn(tmp_path: Path, kind: str, stop: int) -> None:
     def run(buffer: TrajectoryReplayBuffer, steps: range, tags: list[Any]) -> None:
         for step in steps:
@@ -101,8 +96,8 @@ def test_resuming_at_any_batch_draws_what_would_have_been_drawn(tmp_path: Path, 
     assert resumed == plain
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=16), readers=st.integers(1, 16), stored=st.booleans())
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6), readers=st.integers(1, 9), stored=st.booleans())
 def test_any_number_of_ranks_loads_what_any_number_saved(
     tmp_path: Path, sizes: list[int], readers: int, stored: bool
 ) -> None:
@@ -156,8 +151,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Pa
         with full, pytest.raises(errors.StoreWriteError, match="checkpoint"):
             buffer.save_checkpoint(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "store"]
-    other = reader_of(tmp_path / "checkpoint")
-    assert len(other) == 3
+    assert contents_of(tmp_path / "checkpoint") == [0, 1, 2]
 
 
 def test_a_checkpoint_that_an_overlay_cannot_replace_is_kept_and_the_way_out_told(
@@ -180,8 +174,7 @@ def test_a_checkpoint_that_an_overlay_cannot_replace_is_kept_and_the_way_out_tol
                 buffer.save_checkpoint(tmp_path / "checkpoint")
             buffer.save_checkpoint(tmp_path / "another")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "checkpoint"]
-    with TrajectoryReplayBuffer.open(tmp_path / "checkpoint") as other:
-        assert len(other) == 3
+    assert contents_of(tmp_path / "checkpoint") == [0, 1, 2]
 
 
 def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> None:
@@ -191,8 +184,7 @@ def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> 
     assert shards
     assert all(path.stat().st_nlink == 2 for path in shards)
     shutil.rmtree(tmp_path / "store")
-    other = reader_of(tmp_path / "checkpoint")
-    assert keys_of(other) == {number: number for number in range(4)}
+    assert contents_of(tmp_path / "checkpoint") == [0, 1, 2, 3]
 
 
 def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path: Path) -> None:
@@ -218,7 +210,7 @@ def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path:
         adder = threading.Thread(target=add)
         adder.start()
         try:
-            for _ in range(6):
+            for _ in range(3):
                 buffer.save_checkpoint(tmp_path / "checkpoint")
                 other = reader_of(tmp_path / "checkpoint")
                 keys = keys_of(other)
@@ -336,24 +328,23 @@ def test_a_rank_looks_only_at_the_files_of_its_share(tmp_path: Path, monkeypatch
 
 
 def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
-    for rank, keys in enumerate((range(6), range(4, 9))):
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "first") as buffer:
-            if rank == 0:
-                buffer.add_trajectories([witness(key) for key in keys])
-            else:
-                buffer.evict([0, 1, 2, 3])
-                buffer.add_trajectories([witness(key) for key in range(6, 9)])
-            buffer.flush()
-            buffer.save_checkpoint(tmp_path / "run" / f"rank_{rank}")
-    keys_there = contents_of(tmp_path / "run")
-    assert keys_there == list(range(9))
+    with stores.opened(tmp_path / "first") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(6)])
+        buffer.save_checkpoint(tmp_path / "run" / "rank_0")
+        buffer.evict([0, 1, 2, 3])
+        buffer.add_trajectories([witness(key) for key in range(6, 9)])
+        buffer.save_checkpoint(tmp_path / "run" / "rank_1")
+    assert contents_of(tmp_path / "run") == list(range(9))
 
 
 @pytest.mark.parametrize("base", ["", "memory://test-within"])
-def test_a_checkpoint_within_a_store_is_refused(tmp_path: Path, base: str) -> None:
+def test_a_checkpoint_and_a_store_within_a_store_are_refused(tmp_path: Path, base: str) -> None:
     store = f"{base or tmp_path}/store"
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
         buffer.add_trajectories([witness(0)])
+        for inner in () if base else ("rank_0", "shards/inner", "other/deep"):
+            with pytest.raises(errors.ConfigurationError, match="lies within the store"):
+                stores.opened(f"{store}/{inner}")
         for below in ("rank_0", "shards", "shards/new", "log", "readers", "pins", "new", "a/b/c", "."):
             with pytest.raises(errors.ConfigurationError, match=r"lies within the store|is a store|holds other files"):
                 buffer.save_checkpoint(store if below == "." else f"{store}/{below}")
@@ -423,14 +414,3 @@ def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: p
         assert not caplog.records
         with pytest.raises(errors.TrajectoryUnavailableError, match="no trajectory has the id -4"):
             buffer.wait([0, -4])
-
-
-@pytest.mark.parametrize("inner", ["rank_0", "shards/inner", "other/deep"])
-def test_a_store_within_a_store_is_refused(tmp_path: Path, inner: str) -> None:
-    with (
-        filled("store", "pt", tmp_path / "store", 1),
-        pytest.raises(errors.ConfigurationError, match="lies within the store"),
-    ):
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store" / inner)
-    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
-        assert len(reader) == 1

@@ -15,7 +15,6 @@ from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffe
 from trajstore.columns.facts import GIVEN, RECORDED
 from trajstore.errors import SchemaMismatchError
 from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.formats import FORMATS
 from trajstore.sampling import WeightedSampler
 from trajstore.testing.witness import witness
 
@@ -83,16 +82,14 @@ def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_fo
             assert judged.items() <= {0: None, 1: 0.5, 2: 0.25, 3: None}.items()
             assert "notes" not in first_of(TokenLoader(writer, 100, layout=layout))[0]
         for name, message in (("jugde", "no trajectory was given such a value"), ("tag", "its values are texts")):
-            with pytest.raises(
-                SchemaMismatchError, match=rf"column notes\.{name}: {message}; there are outcome, judge"
-            ):
+            said = rf"column notes\.{name}: {message}; there are outcome, judge"
+            with pytest.raises(SchemaMismatchError, match=said):
                 first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
 
 
-@pytest.mark.parametrize("format_", list(FORMATS))
-def test_batches_have_values_that_are_asked_for(tmp_path: Path, format_: str) -> None:
+def test_batches_have_values_that_are_asked_for(tmp_path: Path) -> None:
     blocks = [witness(number) for number in range(4)]
-    with writer_to(tmp_path, trajectory_format=format_) as writer:
+    with writer_to(tmp_path) as writer:
         ids = writer.add_trajectories(blocks)
         annotate(writer, ids[1:3], {"judge": [0.5, 0.25]})
         expected = {ids[0]: None, ids[1]: 0.5, ids[2]: 0.25, ids[3]: None}
@@ -100,9 +97,8 @@ def test_batches_have_values_that_are_asked_for(tmp_path: Path, format_: str) ->
             for buffer in (writer, reader):
                 batch = buffer.sample(64, columns=["rewards", "notes.judge"], sampler=WeightedSampler())
                 assert list(batch) == ["rewards", "notes"]
-                assert nans_as_none(batch["notes"]["judge"]) == [
-                    expected[number] for number in batch.drawn.ids.tolist()
-                ]
+                given = [expected[number] for number in batch.drawn.ids.tolist()]
+                assert nans_as_none(batch["notes"]["judge"]) == given
                 assert torch.equal(batch["rewards"], buffer.read(batch.drawn, columns=["rewards"])["rewards"])
                 out = {"notes.judge": torch.zeros(64, dtype=torch.float64)}
                 alone = buffer.read(batch.drawn, columns=["notes.judge"], out=out)
@@ -133,10 +129,8 @@ def test_what_is_changed_in_a_copy_stays_there(tmp_path: Path, kept: Any) -> Non
     buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=True, **store)
     buffer.add_trajectories([recorded, block])
     for _ in range(2):  # before it is committed, maybe, and from where it is then
-        for one in (
-            buffer.get(0),
-            *(each for each in buffer.sample_trajectories(2) if isinstance(each, AgentTrajectory)),
-        ):
+        drawn = buffer.sample_trajectories(2)
+        for one in (buffer.get(0), *(each for each in drawn if isinstance(each, AgentTrajectory))):
             one.reward.outcome = 0.0
             one.reward.metadata["tests"] = "changed"
             one.metadata["own"][1]["deep"] = 3

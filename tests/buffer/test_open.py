@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.conversion import flatten
 from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
@@ -94,22 +94,6 @@ def test_a_store_whose_first_files_come_while_it_is_opened(store: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(LocalDirectory, "names", come)
             assert len(Catalog.open(open_directory(store)).index) == 151
-
-
-def test_a_store_is_continued_any_number_of_times(tmp_path: Path) -> None:
-    """As by a run that is resumed again and again; some sessions pin, evict, or add nothing."""
-    for session in range(40):
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-            assert len(buffer) == session - (1 if session > 20 else 0)
-            buffer.add_trajectories([AgentTrajectory(task_id=f"task {session}")])  # of weights without a name
-            if session % 10 == 0:
-                buffer.points.pin(f"session {session}")
-            if session == 20:
-                buffer.evict([3])
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store"):
-            pass
-    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
-        assert reader.get(39).task_id == "task 39"
 
 
 def test_what_lies_further_down_is_named(store: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.stores import add_each, reader_of, writer_to
-from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.buffer.internals import internals_of
 from trajstore.store.catalog import Catalog
@@ -46,36 +43,6 @@ def test_a_share_of_an_empty_store_is_followed(tmp_path: Path, rank: int) -> Non
         assert reader.refresh()
         assert [check_trajectory(reader.get(2 * rank + at)) for at in range(2)] == [2 * rank, 2 * rank + 1]
         reader.close()
-
-
-def write_when_told(path: Path, opened: Event, go: Event, done: Event, stop: Event) -> None:
-    torch.set_num_threads(1)
-    with writer_to(path) as source:
-        opened.set()
-        assert go.wait(300)
-        source.add_trajectories([witness(key) for key in range(5)])
-        source.flush()
-        done.set()
-        assert stop.wait(300)
-
-
-def test_a_writer_in_another_process_is_followed_from_the_empty_store_on(tmp_path: Path) -> None:
-    context = forking()
-    opened, go, done, stop = (context.Event() for _ in range(4))
-    child = context.Process(target=write_when_told, args=(tmp_path, opened, go, done, stop), daemon=True)
-    child.start()
-    assert opened.wait(300)
-    reader = reader_of(tmp_path)
-    assert not reader.refresh()
-    go.set()
-    assert done.wait(300)
-    assert reader.refresh()
-    check_batch(reader.sample(20))
-    assert [check_trajectory(reader.get(number)) for number in range(5)] == list(range(5))
-    stop.set()
-    child.join(300)
-    assert child.exitcode == 0
-    reader.close()
 
 
 # -- what it costs ----------------------------------------------------------------------------------

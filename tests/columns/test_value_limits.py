@@ -270,6 +270,26 @@ def test_fields_of_step_trajectories_of_another_type(refused: Refuse, fields: di
     refused(step(**fields), match)
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"actions": torch.zeros(7, 2, 3)}, r"actions: has 7 rows, must have T = 4"),
+        ({"actions": torch.zeros(4, 3, 3)}, r"actions: shape \[4, 3, 3\].* B = 2"),
+        ({"dones": torch.zeros(7, 2, 1)}, r"dones: has 7 rows.*T = 4 or T \+ E with T divisible by E"),
+        ({"curr_obs": {"dones": torch.zeros(5, 2, 1)}}, r"curr_obs\.dones: has 5 rows, must have T = 4$"),
+        ({"dones": torch.zeros(3, 2, 1)}, r"dones: has 3 rows.*T = 4"),
+        ({"dones": torch.zeros(5, 2, 1), "truncations": torch.zeros(6, 2, 1)}, r"has 5 rows|has 6 rows"),
+        ({"rewards": None, "actions": torch.zeros(4, 2, 3)}, "prev_logprobs or rewards"),
+        ({"rewards": torch.zeros(4)}, r"rewards: shape \[4\]"),
+        ({"curr_obs": {"a": {"b": torch.zeros(4, 1)}}}, r"curr_obs\.a\.b: shape \[4, 1\]"),
+        ({"curr_obs": {"a": object()}}, r"field curr_obs\.a: a object"),
+        ({"versions": torch.full((4, 2, 1), float("nan"))}, "versions"),
+    ],
+)
+def test_shapes_that_do_not_fit(refused: Refuse, changes: dict[str, Any], match: str) -> None:
+    refused(Trajectory(**{"rewards": torch.zeros(4, 2, 1), **changes}), match)
+
+
 @pytest.mark.parametrize("value", [None, 3, "x", {"rewards": Z}, Z])
 def test_what_is_no_trajectory(refused: Refuse, value: Any) -> None:
     refused(value, "must be a Trajectory|must be a tensor")

@@ -164,6 +164,7 @@ class Ranks(RuleBasedStateMachine):
         with TrajectoryReplayBuffer.open(self.path, seed=0, sample_window_size=WINDOW) as other:
             assert other.trajectory_ids.tolist() == self.reader.trajectory_ids.tolist()
             other.load_state_dict(self.reader.state_dict())
+            assert other.seed == self.reader.seed
             assert torch.equal(other.sample(7)["curr_obs"]["tag"], self.reader.sample(7)["curr_obs"]["tag"])
 
     @precondition(lambda self: self.pinned)
