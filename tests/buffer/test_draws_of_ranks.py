@@ -13,15 +13,16 @@ from trajstore import Trajectory, TrajectoryReplayBuffer
 SAVED = 4
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of four ranks, with 60 trajectories of one sample each."""
+    path = tmp_path_factory.mktemp("run")
     for rank in range(SAVED):
         with TrajectoryReplayBuffer(seed=rank) as buffer:
             buffer.add_trajectories([Trajectory(rewards=torch.zeros(1, 1, 1)) for _ in range(60)])
             buffer.sample(3)
-            buffer.save_checkpoint(tmp_path / "run" / f"rank_{rank}")
-    return tmp_path / "run"
+            buffer.save_checkpoint(path / f"rank_{rank}")
+    return path
 
 
 def drawn(path: Path, rank: int, ranks: int, seed: int | None) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ def drawn(path: Path, rank: int, ranks: int, seed: int | None) -> tuple[int, ...
         return tuple((buffer.draw(8).ids - buffer.trajectory_ids[0]).tolist())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3, 5])
 def test_no_two_ranks_of_another_number_draw_alike(run: Path, ranks: int) -> None:
     for seeds in ([1000 + rank for rank in range(ranks)], [1234] * ranks, [-1] * ranks, [None] * ranks):
         each = [drawn(run, rank, ranks, seed) for rank, seed in enumerate(seeds)]

@@ -13,21 +13,14 @@ from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
-def holding_one(path: Path) -> TrajectoryReplayBuffer:
-    source = writer_to(path)
-    source.add_trajectories([witness(0)])
-    source.flush()
-    return source
-
-
 def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
-    with holding_one(tmp_path) as source:
+    with writer_to(tmp_path) as source:
+        add_each(source, [0])
         reader = reader_of(tmp_path)
         source.clear()
         assert reader.refresh()
         assert len(reader) == 0
-        source.add_trajectories([witness(1)])
-        source.flush()
+        add_each(source, [1])
         assert reader.refresh()
         assert check_trajectory(reader.get(1)) == 1
         reader.close()
@@ -71,8 +64,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         contents = reader._view.contents
         opened.clear()
         for key in range(8, 60):
-            source.add_trajectories([witness(key)])
-            source.flush()
+            add_each(source, [key])
             mapped = reader.get_stats()["mapped_shards"]
             assert reader.refresh()
             assert reader.get_stats()["mapped_shards"] >= mapped - 1, "maps of what is still there stay"
@@ -85,16 +77,14 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
 
 def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, opened: list[str]) -> None:
     with writer_to(tmp_path, writer=WriterOptions(snapshot_bytes=1 << 12)) as source:
-        source.add_trajectories([witness(0)])
-        source.flush()
+        add_each(source, [0])
         reader = reader_of(tmp_path)
         opened.clear()
         add_each(source, range(1, 60))
         assert reader.refresh()
         assert opened != []
         assert [check_trajectory(reader.get(number)) for number in range(60)] == list(range(60))
-        source.add_trajectories([witness(60)])
-        source.flush()
+        add_each(source, [60])
         opened.clear()
         assert reader.refresh()
         assert opened == []
@@ -104,12 +94,10 @@ def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, 
 
 def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
     with writer_to(tmp_path, retention=Retention(max_trajectories=4), cache_size=2) as source:
-        source.add_trajectories([witness(0)])
-        source.flush()
+        add_each(source, [0])
         reader = reader_of(tmp_path)
-        for key in range(1, 150):
-            source.add_trajectories([witness(key)])
-            source.flush()
+        for key in range(1, 90):
+            add_each(source, [key])
             assert reader.refresh()
             assert check_trajectory(reader.get(key)) == key
             assert check_trajectory(source.get(max(0, key - 3))) == max(0, key - 3)
@@ -123,10 +111,10 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path) -> None:
-    with holding_one(tmp_path) as source:
+    with writer_to(tmp_path) as source:
+        add_each(source, [0])
         reader = reader_of(tmp_path)
-        source.add_trajectories([witness(1), witness(2)])
-        source.flush()
+        add_each(source, [1, 2])
         assert reader.refresh()
         assert internals_of(reader).trajectory_counter == 3
         assert reader.add_trajectories([witness(7)]) == [3]

@@ -122,11 +122,8 @@ def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_sa
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "source") as source:
         source.add_trajectories([witness(key) for key in range(9)])
         source.flush()
-        reader = TrajectoryReplayBuffer(
-            auto_save=auto_save,
-            auto_save_path=tmp_path / "own" if auto_save else "",
-            retention=Retention(max_trajectories=4),
-        )
+        own = {"auto_save": True, "auto_save_path": tmp_path / "own"} if auto_save else {}
+        reader = TrajectoryReplayBuffer(retention=Retention(max_trajectories=4), **own)  # type: ignore[arg-type]
         reader.load_checkpoint(tmp_path / "source")
         assert reader.trajectory_ids.tolist() == [5, 6, 7, 8]
         source.add_trajectories([witness(9)])

