@@ -240,17 +240,21 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
 
 def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> None:
     with writer_to(path) as writer:
-        annotate(writer, 0, {"score": 1})
+        annotate(writer, 0, {"score": 1, "rows": [torch.full((4,), 1.0)]})
         writer.points.save(5)
-        annotate(writer, [0, 1], {"score": 2, "tag": "late"})
+        for value in (7.0, 2.0):
+            annotate(writer, [0, 1], {"score": value, "rows": [torch.full((4,), value)] * 2, "tag": "late"})
         writer.add_trajectories([rollout(4)])
         writer.flush()
         writer.points.rollback(5)
         assert column(writer, "score") == [1.0, None, None, None]
-        assert [note.in_force for note in notes_of(writer, 0)] == [True, False, False]
+        assert writer.get(0).notes["rows"].tolist() == [1.0] * 4
+        assert not writer.get(1).notes
+        assert [note.in_force for note in notes_of(writer, 0) if note.name == "score"] == [True, False, False]
         (aside,) = [name.removesuffix(".json") for name in os.listdir(path / "pins") if name.startswith("aside")]
         writer.points.take_back(aside)
         assert column(writer, "score") == [2.0, 2.0, None, None, None]
+        assert [writer.get(number).notes["rows"].tolist() for number in (0, 1)] == [[2.0] * 4] * 2
         writer.points.rollback(5)
         annotate(writer, 0, {"score": 3})
         assert column(writer, "score") == [3.0, None, None, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,37 +230,24 @@ def test_agent_trajectories(tmp_path: Path, fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", [None, "pt", "zarr"])
 def test_adding_and_sampling_in_several_threads(tmp_path: Path, fmt: str | None) -> None:
-    problems: list[BaseException] = []
-    ids: list[int] = []
-    adding = threading.Event()
-    with TrajectoryReplayBuffer(sample_window_size=12) if fmt is None else uncached(tmp_path, fmt) as buffer:
-        ids += buffer.add_trajectories([witness(0)])
+    made = TrajectoryReplayBuffer(sample_window_size=12) if fmt is None else uncached(tmp_path, fmt)
+    with made as buffer, ThreadPoolExecutor(3) as pool:
+        ids = buffer.add_trajectories([witness(0)])
 
-        def guarded(call: Any) -> None:
-            try:
-                call()
-            except BaseException as error:  # shown by the main thread
-                problems.append(error)
-
-        def add(start: int) -> None:
-            for key in range(start, start + 60, 2):
-                ids.extend(buffer.add_trajectories([witness(key), witness(key + 1)]))
+        def add(start: int) -> list[int]:
+            pairs = ([witness(key), witness(key + 1)] for key in range(start, start + 60, 2))
+            return [number for pair in pairs for number in buffer.add_trajectories(pair)]
 
         def sample() -> None:
-            while not adding.is_set():
+            while not all(each.done() for each in adding):
                 check_batch(buffer.sample(32))
                 check_trajectory(buffer.sample_trajectories(1)[0])
 
-        adders = [threading.Thread(target=guarded, args=(lambda n=n: add(1000 * n),)) for n in (1, 2)]
-        samplers = [threading.Thread(target=guarded, args=(sample,)) for _ in range(2)]
-        for thread in adders + samplers:
-            thread.start()
-        for thread in adders:
-            thread.join()
-        adding.set()
-        for thread in samplers:
-            thread.join()
-        assert problems == []
+        adding = [pool.submit(add, start) for start in (1000, 2000)]
+        sampling = pool.submit(sample)
+        sample()
+        sampling.result()
+        ids += [number for each in adding for number in each.result()]
         assert sorted(ids) == list(range(121)) == buffer.trajectory_ids.tolist()
         buffer.flush()
         if fmt is not None:

@@ -14,9 +14,7 @@ from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.columns.facts import GIVEN, RECORDED
 from trajstore.errors import SchemaMismatchError
-from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.sampling import WeightedSampler
-from trajstore.testing.witness import witness
+from trajstore.feeding import TokenLoader
 
 
 def rollout(number: int, **fields: Any) -> AgentTrajectory:
@@ -85,30 +83,6 @@ def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_fo
             said = rf"column notes\.{name}: {message}; there are outcome, judge"
             with pytest.raises(SchemaMismatchError, match=said):
                 first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
-
-
-def test_batches_have_values_that_are_asked_for(tmp_path: Path) -> None:
-    blocks = [witness(number) for number in range(4)]
-    with writer_to(tmp_path) as writer:
-        ids = writer.add_trajectories(blocks)
-        annotate(writer, ids[1:3], {"judge": [0.5, 0.25]})
-        expected = {ids[0]: None, ids[1]: 0.5, ids[2]: 0.25, ids[3]: None}
-        with TrajectoryReplayBuffer.open(tmp_path) as reader:
-            for buffer in (writer, reader):
-                batch = buffer.sample(64, columns=["rewards", "notes.judge"], sampler=WeightedSampler())
-                assert list(batch) == ["rewards", "notes"]
-                given = [expected[number] for number in batch.drawn.ids.tolist()]
-                assert nans_as_none(batch["notes"]["judge"]) == given
-                assert torch.equal(batch["rewards"], buffer.read(batch.drawn, columns=["rewards"])["rewards"])
-                out = {"notes.judge": torch.zeros(64, dtype=torch.float64)}
-                alone = buffer.read(batch.drawn, columns=["notes.judge"], out=out)
-                assert torch.equal(alone["notes"]["judge"].isnan(), batch["notes"]["judge"].isnan())
-                assert alone["notes"]["judge"].data_ptr() == out["notes.judge"].data_ptr()
-                assert "notes" not in buffer.sample(4)
-                loaded = first_of(ReplayLoader(buffer, 8, columns=["rewards", "notes.judge"]))
-                assert loaded["notes"]["judge"].shape == (8,)
-            with pytest.raises(SchemaMismatchError, match=r"column notes\.score: no trajectory was given such a value"):
-                reader.sample(4, columns=["notes.score"])
 
 
 def test_blocks_of_different_columns_have_values_too(tmp_path: Path) -> None:

@@ -23,17 +23,10 @@ from trajstore.testing.witness import witness
 
 
 def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, states=50, sessions=(0, 3), seed=3, steps=8)
+    result = run_campaign(tmp_path, states=45, sessions=(0, 1, 3), seed=3, steps=6)  # of pt, zarr and pkl
     assert result.problems == []
-    assert result.counts["states"] == 50
+    assert result.counts["states"] == 45
     assert result.counts["trajectories compared"] > 500
-
-
-def test_nothing_of_a_zarr_store_is_lost_when_the_power_fails(tmp_path: Path) -> None:
-    ops = record_store(tmp_path / "record", 1, seed=3, steps=4)
-    result = Result()
-    check(tmp_path / "state", ops, 10, 3, look_at_store, "zarr", result)
-    assert result.problems == []
 
 
 @pytest.mark.slow

@@ -108,18 +108,6 @@ def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> N
     assert {str(tmp_path / "a"), str(tmp_path)} < {path for name, path in recorder.calls if name == "fsync"}
 
 
-def test_names_that_a_killed_writer_left_unsynced_are_synced_by_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    with opened(path) as buffer:
-        buffer.add_trajectories([witness(0)])
-    (path / "log" / f"{2:016d}.log").touch()  # killed when it had made the segment
-    with recording() as recorder, opened(path) as buffer:
-        buffer.add_trajectories([witness(1)])
-        buffer.flush()
-        synced = {folder for name, folder in recorder.calls if name == "fsync"}
-    assert {str(tmp_path), str(path), str(path / "log"), str(path / "shards")} <= synced
-
-
 def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> None:
     with opened(tmp_path, writer=WriterOptions(shard_bytes=1), retention=Retention(max_trajectories=1)) as buffer:
         buffer.add_trajectories([witness(0)])

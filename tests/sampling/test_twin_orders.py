@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from tests.sampling.told import told
 from tests.sampling.twins import SamplerTwin
 from trajstore.errors import EmptyBufferError
-from trajstore.sampling import Drawn, EpochSampler, FreshestSampler, GroupSampler, LeastUsedSampler
+from trajstore.sampling import Additions, Drawn, EpochSampler, FreshestSampler, GroupSampler, LeastUsedSampler
 
 
 class EpochTwin(SamplerTwin):
@@ -20,7 +20,8 @@ class EpochTwin(SamplerTwin):
     @initialize(seed=st.integers(0, 9))
     def begin(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.sampler = EpochSampler()
+        self.make = EpochSampler
+        self.sampler = self.make()
         self.left: set[tuple[int, int]] = set()
 
     @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -28,13 +29,8 @@ class EpochTwin(SamplerTwin):
         new = dict(zip(self.next_numbers(len(sizes)), sizes, strict=True))
         self.note(told(new), new)
 
-    @rule()
-    def reload(self) -> None:
-        state = self.sampler.state_dict()
-        self.sampler = EpochSampler()
-        if self.rows:
-            self.sampler.added(told(dict(sorted(self.rows.items()))))
-        self.sampler.load_state_dict(state)
+    def told(self, numbers: list[int]) -> Additions:
+        return told({number: self.rows[number] for number in numbers})
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 6))
@@ -50,18 +46,20 @@ class EpochTwin(SamplerTwin):
 
 
 class GroupTwin(SamplerTwin):
-    """Whole groups of different tasks, as many as there are to draw; a reloaded sampler draws what the other would."""
+    """Whole groups of different tasks, as many as there are to draw."""
 
     LEAST, MOST, MAX_AGE = 2, 3, 2
 
     @initialize(seed=st.integers(0, 9))
     def begin(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.make = lambda: GroupSampler(self.LEAST, self.MOST, self.MAX_AGE)
         self.sampler = self.make()
         self.newest = 0
 
-    def make(self) -> GroupSampler:
-        return GroupSampler(self.LEAST, self.MOST, self.MAX_AGE)
+    def told(self, numbers: list[int]) -> Additions:
+        rows = [self.rows[number] for number in numbers]
+        return told(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows])
 
     @rule(tasks=st.text("abcd", min_size=1, max_size=8), step=st.integers(0, 2))
     def add(self, tasks: str, step: int) -> None:
@@ -71,11 +69,10 @@ class GroupTwin(SamplerTwin):
         self.note(told(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)), rows)
 
     @precondition(lambda self: self.rows)
-    @rule(count=st.integers(1, 5), window=st.integers(0, 12), reload=st.booleans())
-    def draw(self, count: int, window: int, reload: bool) -> None:
-        before = self.generator.get_state()
+    @rule(count=st.integers(1, 5), window=st.integers(0, 12))
+    def draw(self, count: int, window: int) -> None:
         first = sorted(self.rows)[-window:][0] if window else None
-        drawn = self.drawn(self.sampler, count, first)
+        drawn = self.drawn(count, first)
         expected = {
             task: [
                 number
@@ -88,23 +85,13 @@ class GroupTwin(SamplerTwin):
         found = {self.rows[number][0] for number in drawn}
         assert len(found) == min(count, len(good))
         assert sorted(drawn) == sorted(number for task in found for number in good[task])
-        if not reload:
-            return
-        other = self.make()
-        numbers = sorted(self.rows)
-        rows = [self.rows[number] for number in numbers]
-        other.added(told(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows]))
-        other.load_state_dict(self.sampler.state_dict())
-        self.generator.set_state(before)
-        assert self.drawn(other, count, first) == drawn
-        self.sampler = other
 
     def is_young(self, version: int) -> bool:
         return version >= self.newest - self.MAX_AGE
 
-    def drawn(self, sampler: GroupSampler, count: int, first: int | None) -> list[int]:
+    def drawn(self, count: int, first: int | None) -> list[int]:
         try:
-            drawn: Drawn = sampler.draw(count, self.generator, first)
+            drawn: Drawn = self.sampler.draw(count, self.generator, first)
         except EmptyBufferError:
             return []
         return drawn.ids.tolist()  # type: ignore[no-any-return]

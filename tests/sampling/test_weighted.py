@@ -75,20 +75,6 @@ def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unk
     assert sum("says no policy version" in message for message in caplog.messages) == 1
 
 
-def test_staleness_draws_recent_versions_and_of_every_task_a_few() -> None:
-    sampler = WeightedSampler([Staleness(max_age=2, floor=2)], unit="trajectory")
-    sampler.added(told(dict.fromkeys(range(6), 1), [1, 2, 3, 1, 2, 9], ["slow"] * 3 + ["other"] * 2 + ["quick"]))
-    assert _all(sampler) == {1, 2, 3, 4, 5}
-    assert sampler.figures() == {"eligible_trajectories": 5.0, "starving_tasks": 2.0}
-    sampler.added(told({6: 1}, [8], ["slow"]))
-    assert _all(sampler) == {2, 3, 4, 5, 6}
-    sampler.evicted([2, 4])
-    assert _all(sampler) == {1, 3, 5, 6}
-    sampler.added(told({7: 1}, [12], ["quick"]))
-    assert _all(sampler) == {1, 6, 3, 5, 7}
-    assert sampler.figures()["starving_tasks"] == 3
-
-
 def test_what_is_a_thousand_half_lives_old_weighs_nothing() -> None:
     sampler = WeightedSampler([Recency(1)])
     sampler.added(told({0: 1}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.stateful.machines import Twinned, long, short
+from tests.stores import keys_at
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
@@ -177,7 +177,7 @@ class Twin(Twinned):
     @rule()
     def load_pins(self) -> None:
         for name, expected in self.pins.items():
-            assert self.read(self.path / "store", pin=name) == expected
+            assert keys_at(self.path / "store", pin=name) == expected
 
     @rule()
     def save(self) -> None:
@@ -189,19 +189,12 @@ class Twin(Twinned):
     def load(self) -> None:
         assert self.checkpoint is not None
         expected, state, notes = self.checkpoint
-        assert self.read(self.path / "checkpoint") == expected
+        assert keys_at(self.path / "checkpoint") == expected
         other = TrajectoryReplayBuffer(sample_window_size=5)
         other.load_checkpoint(self.path / "checkpoint")
         check_notes(other, notes)
         assert torch.equal(other.state_dict()["rng_state"], state)
         other.close()
-
-    def read(self, path: Path, **options: Any) -> dict[int, int]:
-        other = TrajectoryReplayBuffer(sample_window_size=0)
-        other.load_checkpoint(path, **options)
-        found = {number: check_trajectory(other.get(number)) for number in other.trajectory_ids.tolist()}
-        other.close()
-        return found
 
     @invariant()
     def equal(self) -> None:
@@ -214,7 +207,7 @@ class Twin(Twinned):
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
             self.buffer.close()
-            assert self.read(self.path / "store") == self.twin
+            assert keys_at(self.path / "store") == self.twin
             with TrajectoryReplayBuffer.open(self.path / "store") as reader:
                 check_notes(reader, self.notes)
         self.temporary.cleanup()
