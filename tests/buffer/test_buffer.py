@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import contents_of, opened, writer_to
+from tests.stores import add_each, contents_of, opened, writer_to
 from tools.mutate.pristine import agent_witness
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.columns.fields import join_name, walk
@@ -127,8 +127,7 @@ def test_a_callback_that_raises_undoes_nothing(tmp_path: Path) -> None:
         raise RuntimeError("of the user")
 
     with opened(tmp_path, on_commit=broken) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+        add_each(buffer, [0])
         assert buffer.points.committed == 0
     assert contents_of(tmp_path) == [0]
 
@@ -200,8 +199,7 @@ def test_closing(tmp_path: Path) -> None:
 def test_a_buffer_that_nobody_closed_gives_its_directory_back(tmp_path: Path) -> None:
     for key in range(3):
         buffer = opened(tmp_path)
-        buffer.add_trajectories([witness(key)])
-        buffer.flush()
+        add_each(buffer, [key])
         del buffer
     assert contents_of(tmp_path) == [0, 1, 2]
 

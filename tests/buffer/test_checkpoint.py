@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.stores import contents_of, keys_of, reader_of
+from tests.stores import add_each, contents_of, keys_of, reader_of
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.internals import internals_of
 from trajstore.files import folders
@@ -127,8 +127,7 @@ def test_one_checkpoint_is_shared_among_ranks_and_saved_again(tmp_path: Path) ->
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
     with filled("store", "pt", tmp_path / "store", 3) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
-        buffer.add_trajectories([witness(3)])
-        buffer.flush()
+        add_each(buffer, [3])
         full = failing_disk(FaultPlan(0, "ENOSPC", lasting=True))
         with full, pytest.raises(errors.StoreWriteError, match="checkpoint"):
             buffer.save_checkpoint(tmp_path / "checkpoint")
@@ -212,8 +211,7 @@ def test_loading_writes_nothing_into_the_directory(tmp_path: Path, kind: str) ->
             other.load_checkpoint(source)
             check_batch(other.sample(20))
             other.evict([1])
-            other.add_trajectories([witness(77)])
-            other.flush()
+            add_each(other, [77])
             assert sorted(keys_of(other).values()) == [0, 2, 3, 4, 77]
             assert listing(source) == before
             other.save_checkpoint(tmp_path / "both")
@@ -248,8 +246,7 @@ def test_pins_keep_a_state(tmp_path: Path) -> None:
         buffer.points.pin("second")
         buffer.clear()
     with make("store", "pt", path) as buffer:  # pins outlive the writer
-        buffer.add_trajectories([witness(7)])
-        buffer.flush()
+        add_each(buffer, [7])
         other = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
         other.load_checkpoint(path, pin="first")
         assert torch.equal(other.sample(30)["curr_obs"]["tag"], expected)

@@ -269,8 +269,7 @@ def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> Non
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
         buffer.evict([1])
-        buffer.add_trajectories([witness(3)])
-        buffer.flush()
+        add_each(buffer, [3])
         copy_live(tmp_path / "live", tmp_path / "crashed")
     _with_record(tmp_path / "crashed", lambda lines: [lines[0], b"?" + lines[1][1:], *lines[2:]])
     repaired = repair_store(tmp_path / "crashed", tmp_path / "repaired")
@@ -391,8 +390,7 @@ def test_a_follower_is_not_told_the_same_again(tmp_path: Path, caplog: pytest.Lo
     reader, _ = load(store, strict=False)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as writer:
         for key in range(3):
-            writer.add_trajectories([witness(10 + key)])
-            writer.flush()
+            add_each(writer, [10 + key])
             assert reader.refresh()
     told = [record for record in caplog.records if "are left out" in record.getMessage()]
     assert len(told) == 1

@@ -38,18 +38,6 @@ def test_everything_is_shown_and_drawn_from(store: Path) -> None:
         assert reader.seed == 7, "of the store"
 
 
-def test_a_pin_a_share_and_a_window(store: Path) -> None:
-    with TrajectoryReplayBuffer.open(store, pin="early") as reader:
-        assert len(reader) == 150
-    shares = []
-    for rank in range(4):
-        with TrajectoryReplayBuffer.open(store, share=(rank, 4)) as reader:
-            shares += reader.trajectory_ids.tolist()
-    assert shares == list(range(151))
-    with TrajectoryReplayBuffer.open(store, sample_window_size=1) as reader:
-        assert set(reader.sample(2)["rewards"].reshape(-1).tolist()) == {150.0}
-
-
 def test_adding_is_refused_and_says_what_to_do(store: Path) -> None:
     with TrajectoryReplayBuffer.open(store) as reader:
         for opened in (reader, pickle.loads(pickle.dumps(reader))):

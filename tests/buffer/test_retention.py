@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import filled, writer_to
+from tests.stores import add_each, filled, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.backing import StoreBacking
 from trajstore.columns.conversion import flatten
@@ -93,8 +93,7 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
 
         buffer._backing.writer.directory.publish = watch  # type: ignore[method-assign]
         for key in range(3, 30):
-            buffer.add_trajectories([witness(key)])
-        buffer.flush()
+            add_each(buffer, [key])
         assert min(fewest) >= 3
         assert buffer.trajectory_ids.tolist() == [27, 28, 29]
 
@@ -109,8 +108,7 @@ def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) ->
 
 def test_files_that_were_kept_for_a_copy_go_when_it_is_done(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+        add_each(buffer, [0])
         with buffer._backing.writer.log.keeping_files():
             buffer.evict([0])
             assert len(list((tmp_path / "shards").iterdir())) == 1
@@ -126,8 +124,7 @@ def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_sa
         reader = TrajectoryReplayBuffer(retention=Retention(max_trajectories=4), **own)  # type: ignore[arg-type]
         reader.load_checkpoint(tmp_path / "source")
         assert reader.trajectory_ids.tolist() == [5, 6, 7, 8]
-        source.add_trajectories([witness(9)])
-        source.flush()
+        add_each(source, [9])
         assert reader.refresh()
         assert reader.trajectory_ids.tolist() == [6, 7, 8, 9]
         assert len(source) == 10, "what was loaded belongs to somebody else"

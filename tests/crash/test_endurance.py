@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.stores import opened
 from tools.crash.forked import forking
 from tools.crash.interrupted import DESCRIPTORS
 from tools.soak.measure import Sample, growth
@@ -45,14 +46,8 @@ def _use(folder: Path, name: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
     shards = DESCRIPTORS + 20 if name == "pt" else DESCRIPTORS // 9 + 10  # of zarr, every column is a file
-    with TrajectoryReplayBuffer(
-        auto_save=True,
-        auto_save_path=folder / "store",
-        trajectory_format=name,
-        sample_window_size=0,
-        enable_cache=False,
-        writer=WriterOptions(threads=2, shard_bytes=1, commit_interval=0.0),
-    ) as buffer:
+    options = WriterOptions(threads=2, shard_bytes=1, commit_interval=0.0)
+    with opened(folder / "store", trajectory_format=name, enable_cache=False, writer=options) as buffer:
         buffer.add_trajectories([witness(key) for key in range(shards)])
         buffer.flush()
         check_batch(buffer.sample(4096))
@@ -70,7 +65,7 @@ def _use(folder: Path, name: str) -> None:
 
 
 def test_a_soak_of_seconds(tmp_path: Path) -> None:
-    plan = Plan(seconds=4, keep=24, scale=8, pause=0.0, samples=8, followers=1)
+    plan = Plan(seconds=3, keep=24, scale=8, pause=0.0, samples=6, followers=1)
     result = soak(tmp_path, plan, seed=2)
     assert judge(result, cost=False) == []
     assert min(result.counts[what] for what in ("trajectories added", "rows checked by followers")) > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.stores import add_each
 from tools.crash.campaign import run_campaign
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.sampling import EpochSampler
@@ -18,18 +19,12 @@ from trajstore.sampling.base import Additions, IntArray
 from trajstore.testing.witness import witness
 
 
-def test_nothing_is_lost_and_nothing_hangs_when_the_writer_is_interrupted(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, kills=9, seed=7, interrupt=True)
+@pytest.mark.parametrize("kills", [9, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_nothing_is_lost_and_nothing_hangs_when_the_writer_is_interrupted(tmp_path: Path, kills: int) -> None:
+    result = run_campaign(tmp_path, kills=kills, seed=7, interrupt=True)
     assert result.problems == []
-    assert result.counts["kills"] == 9
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_nothing_is_lost_and_nothing_hangs_in_a_long_campaign(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, kills=300, seed=8, interrupt=True)
-    assert result.problems == []
-    assert result.counts["promises checked"] > 1000
+    assert result.counts["kills"] == kills
+    assert kills < 300 or result.counts["promises checked"] > 1000
 
 
 @pytest.mark.parametrize("thread", ["trajstore-writer-0", "trajstore-writer-1", "trajstore-rewriter"])
@@ -49,8 +44,7 @@ def test_an_interrupt_while_opening_gives_the_lock_back(
     monkeypatch.undo()
     gc.collect()  # what was being made is in a cycle
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(1)])
-        buffer.flush()
+        add_each(buffer, [1])
 
 
 class _InterruptedEpochs(EpochSampler):

@@ -16,12 +16,15 @@ from tools.crash.node.campaign import s3
 from tools.crash.resume.campaign import MOMENTS
 from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 
+LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, kills=12, seed=5)
+
+@pytest.mark.parametrize(("kills", "promises"), [(12, 25), pytest.param(200, 1000, marks=LONG)])
+def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path, kills: int, promises: int) -> None:
+    result = run_campaign(tmp_path, kills=kills, seed=5)
     assert result.problems == []
-    assert result.counts["kills"] == 12
-    assert result.counts["promises checked"] > 25
+    assert result.counts["kills"] == kills
+    assert result.counts["promises checked"] > promises
 
 
 def _kernels_not_called() -> None:
@@ -53,14 +56,6 @@ def _after_warming() -> None:
     _kernels_not_called()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_nothing_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, kills=200, seed=6)
-    assert result.problems == []
-    assert result.counts["promises checked"] > 1000
-
-
 def test_loss_is_seen(tmp_path: Path) -> None:
     """The campaign itself: a trajectory that was promised and is absent must not pass for evicted."""
     journal = Journal(tmp_path / "journal")
@@ -80,19 +75,13 @@ def test_loss_is_seen(tmp_path: Path) -> None:
 # -- around the checkpoints of a loop --
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    result = kill_around_checkpoints(tmp_path, kills=6, seed=2)
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=LONG)])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kills: int) -> None:
+    result = kill_around_checkpoints(tmp_path, kills=kills, seed=2)
     assert result.problems == []
-    assert result.counts["kills"] == 6
+    assert result.counts["kills"] == kills
     assert result.counts["steps compared"] > 0
-
-
-@pytest.mark.slow
-def test_a_run_resumed_a_hundred_times_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    result = kill_around_checkpoints(tmp_path, kills=100, seed=0)
-    assert result.problems == []
-    assert all(result.counts[f"killed {moment}"] for moment in MOMENTS)
-    assert result.counts["killed between point and model"] >= 50
+    assert kills < 100 or all(result.counts[f"killed {moment}"] for moment in MOMENTS)
 
 
 # -- a node is lost with its disk, and its store is made anew of the mirror --

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from tests.stores import opened
+from tests.stores import add_each, opened
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.experience.persistence import POOL_FILES, PoolContents, read_pool, write_pool
 from trajstore.files import folders as folders_module
@@ -94,8 +94,7 @@ def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> N
     with recording() as recorder, opened(store, trajectory_format=fmt) as buffer:
         assert recorder.unsynced <= unpromised
         for key in range(3):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+            add_each(buffer, [key])
             assert recorder.unsynced <= renewed
         buffer.points.pin("kept")
         assert recorder.unsynced <= renewed
@@ -112,8 +111,7 @@ def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> No
     with opened(tmp_path, writer=WriterOptions(shard_bytes=1), retention=Retention(max_trajectories=1)) as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.points.pin("kept")
-        buffer.add_trajectories([witness(1)])
-        buffer.flush()
+        add_each(buffer, [1])
         with recording() as recorder:
             buffer.points.unpin("kept")
     unpinned = recorder.place_of("unlink", "pins/kept.json")

@@ -199,11 +199,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def reader_of(url: str, **options: Any) -> TrajectoryReplayBuffer:
-    reader = TrajectoryReplayBuffer(
-        sample_window_size=0, enable_cache=False, storage_options={"range_reads": True, **options}
-    )
-    reader.load_checkpoint(url)
-    return reader
+    cached = {"sample_window_size": 0, "enable_cache": False}
+    return TrajectoryReplayBuffer.open(url, storage_options={"range_reads": True}, **{**cached, **options})
 
 
 @pytest.fixture(params=["pt", "zarr"])
@@ -258,14 +255,9 @@ def test_only_what_is_drawn_is_fetched(asked: list[int]) -> None:
 def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
     url = f"memory://bucket-{uuid.uuid4()}/run"
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
-        buffer.add_trajectories(
-            [
-                AgentTrajectory(
-                    input_ids=torch.arange(number, number + 5000), messages=[{"role": "user", "content": "x"}]
-                )
-                for number in range(40)
-            ]
-        )
+        for number in range(40):
+            tokens, said = torch.arange(number, number + 5000), [{"role": "user", "content": "x"}]
+            buffer.add_trajectories([AgentTrajectory(input_ids=tokens, messages=said)])
     with reader_of(url) as reader:
         for number in (3, 17):
             assert torch.equal(reader.get(number).input_ids, torch.arange(number, number + 5000))
@@ -301,10 +293,7 @@ def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(
 
 
 def test_verified_shards_are_fetched_whole(store: str, asked: list[int]) -> None:
-    with TrajectoryReplayBuffer(
-        sample_window_size=0, enable_cache=False, verify_shards=True, storage_options={"range_reads": True}
-    ) as reader:
-        reader.load_checkpoint(store)
+    with reader_of(store, verify_shards=True) as reader:
         check_batch(reader.sample(8))
     assert asked == []
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.stateful.machines import Twinned, long, short
-from tests.stores import keys_at
+from tests.stores import keys_at, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
@@ -38,17 +38,10 @@ class Twin(Twinned):
         self.open(fmt, cached=True)
 
     def open(self, fmt: str, *, cached: bool) -> None:
-        self.buffer = TrajectoryReplayBuffer(
-            seed=9,
-            enable_cache=cached,
-            cache_size=2,
-            sample_window_size=self.window,
-            auto_save=True,
-            auto_save_path=self.path / "store",
-            trajectory_format=fmt,
-            retention=self.retention,
-            writer=WriterOptions(commit_interval=0.001, shard_bytes=60_000),
-        )
+        options = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
+        kept = {"enable_cache": cached, "cache_size": 2, "retention": self.retention, "writer": options}
+        store = self.path / "store"
+        self.buffer = writer_to(store, seed=9, sample_window_size=self.window, trajectory_format=fmt, **kept)
         self.buffer.load_state_dict({"seed": 9, "rng_state": self.generator.get_state()})
 
     def finish_adding(self) -> None:

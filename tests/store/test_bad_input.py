@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
+import random
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.forging import forged, forged_index, forged_log, forged_metadata
 from tests.stores import keys_of, opened, reader_of, refused_to_all
+from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.inspection.inspect import inspect
@@ -142,13 +144,49 @@ def test_names_that_leave_the_directory(store: Path, name: str) -> None:
 # -- found by tools/mutate --------------------------------------------------------------------------
 
 
-def test_more_samples_than_steps_are_refused(store: Path) -> None:
-    """They would be read behind the end of the file's map."""
+def _more_samples_than_steps(value: Any) -> None:
+    samples = value["live"]["columns"]["num_samples"]
+    value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
 
+
+def _epochs_that_do_not_divide_the_steps(value: Any) -> None:
+    columns = value["live"]["columns"]
+    columns["extra"] = pack(unpack(columns["extra"], "<i4") * 0 + 7)
+    columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
+
+
+def _weights_that_are_no_text(value: Any) -> None:
+    table = value["live"]["weights"]
+    table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
+
+
+def _a_place_in_no_file(value: Any) -> None:
+    for family in value["shards"]["families"]:
+        family["column_files"] = [-1] * len(family["column_files"])
+        family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
+
+
+def _of_column(number: int) -> Callable[[Any], None]:
+    def axis(value: Any) -> None:
+        value["shards"]["schemas"][0]["columns"][0][3] = number
+
+    return axis
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (_more_samples_than_steps, "number of samples"),  # which would be read behind the end of the file's map
+        (_epochs_that_do_not_divide_the_steps, "epochs"),  # rows would be computed that lie outside of the shard
+        (_weights_that_are_no_text, "string table"),
+        (_a_place_in_no_file, "lies in no file"),
+        *((_of_column(axis), "not a trajectory schema") for axis in (3, 4, 5, -1)),
+    ],
+)
+def test_an_index_that_somebody_forged_is_refused(store: Path, forge: Callable[[Any], None], message: str) -> None:
     with forged_index(store) as value:
-        samples = value["live"]["columns"]["num_samples"]
-        value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*number of samples"):
+        forge(value)
+    with pytest.raises(errors.CorruptStoreError, match=message):
         read(store)
     assert not verify(store).sound
 
@@ -251,36 +289,7 @@ def test_columns_that_are_no_fields(store: Path) -> None:
     assert not verify(store).sound
 
 
-@pytest.mark.parametrize("extra", [7, 3])
-def test_epochs_that_do_not_divide_the_steps_are_refused(store: Path, extra: int) -> None:
-    """Rows would be computed that lie outside of the shard."""
-
-    with forged_index(store) as value:
-        columns = value["live"]["columns"]
-        columns["extra"] = pack(unpack(columns["extra"], "<i4") * 0 + extra)
-        columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*epochs"):
-        read(store)
-
-
-def test_weights_that_are_no_text(store: Path) -> None:
-    with forged_index(store) as value:
-        table = value["live"]["weights"]
-        table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
-    with pytest.raises(errors.CorruptStoreError, match="string table"):
-        read(store)
-    assert not verify(store).sound
-
-
 # -- code -------------------------------------------------------------------------------------------
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_pickles_that_would_run_code(tmp_path: Path) -> None:
@@ -290,7 +299,7 @@ def test_pickles_that_would_run_code(tmp_path: Path) -> None:
         store = build(tmp_path / fmt, fmt, clean=True)
         for file in files_of(store / "shards"):
             size = file.stat().st_size
-            bomb = pickle.dumps(Bomb(fired))
+            bomb = pickles.code(fired, random.Random(file.name))
             if fmt == "pt":
                 with zipfile.ZipFile(file, "w") as archive:
                     archive.writestr("archive/data.pkl", bomb)

@@ -175,27 +175,6 @@ def test_shards_without_trajectories_are_refused_before_they_are_unpacked(path: 
     _refused_before_unpacking(lambda: ShardTable.from_json(table), "different lengths")
 
 
-@pytest.mark.parametrize("form", ["pt", "pkl"])
-def test_a_place_of_a_column_that_lies_in_no_file_is_refused(tmp_path: Path, form: str) -> None:
-    path = store_with_log(tmp_path, form)
-    with forged_index(path) as value:
-        for family in value["shards"]["families"]:
-            family["column_files"] = [-1] * len(family["column_files"])
-            family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
-    with pytest.raises(errors.CorruptStoreError, match="lies in no file"):
-        TrajectoryReplayBuffer().load_checkpoint(path)
-    assert not verify(path).sound
-
-
-@pytest.mark.parametrize("axis", [3, 4, 5, -1])
-def test_a_column_that_counts_what_its_kind_has_not_is_refused(path: Path, axis: int) -> None:
-    with forged_index(path) as value:
-        value["shards"]["schemas"][0]["columns"][0][3] = axis
-    with pytest.raises(errors.CorruptStoreError, match="not a trajectory schema"):
-        TrajectoryReplayBuffer().load_checkpoint(path)
-    assert not verify(path).sound
-
-
 def test_as_many_ranges_as_one_likes_cost_what_they_are_long(path: Path) -> None:
     ranges = [[3 * n + 10, 3 * n + 11] for n in range(100_000)] + [[0, 1]]
     with forged_log(path) as records:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import zlib
 from typing import Any
 
 import numpy as np
@@ -218,26 +216,6 @@ def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look()
 
 
 # -- packed arrays and string tables, byte by byte ---------------------------------------------------
-
-
-def test_integers_are_differences_deflated_in_base64() -> None:
-    value = pack(np.array([5, 7, 4], np.int32))
-    assert (value["dtype"], value["shape"]) == ("<i4", [3])
-    inflated = zlib.decompress(base64.b64decode(value["data"]))
-    assert np.frombuffer(inflated, "<i8").tolist() == [5, 2, -3]
-    assert unpack(value, np.int32).tolist() == [5, 7, 4]
-
-
-def test_differences_run_along_the_first_axis() -> None:
-    value = pack(np.array([[1, 10], [3, 10]], np.int64))
-    inflated = zlib.decompress(base64.b64decode(value["data"]))
-    assert np.frombuffer(inflated, "<i8").tolist() == [1, 10, 2, 0]
-
-
-def test_raw_bytes_stay_as_they_are() -> None:
-    value = pack(np.frombuffer(b"abcd", "V2"))
-    assert zlib.decompress(base64.b64decode(value["data"])) == b"abcd"
-    assert unpack(value, "V2").tobytes() == b"abcd"
 
 
 def test_declared_rows() -> None:

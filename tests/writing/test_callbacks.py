@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.stores import contents_of, opened
+from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer
 from trajstore.testing.witness import witness
 
@@ -21,8 +21,7 @@ def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
         told.extend(ids)
         if 0 in ids:
             buffer.evict([0])
-            buffer.add_trajectories([witness(5)])
-            buffer.flush()
+            add_each(buffer, [5])
             buffer.sample(2)
             buffer.save_checkpoint(tmp_path / "checkpoint")
         if 3 in ids:
@@ -46,8 +45,7 @@ def test_flush_does_not_wait_for_a_callback_that_waits_for_the_caller(tmp_path: 
             told.extend(ids)
 
     with opened(tmp_path / "store", on_commit=on_commit) as buffer, mine:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+        add_each(buffer, [0])
         assert told == []
     assert told == [0]
 

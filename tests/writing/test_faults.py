@@ -67,6 +67,7 @@ class Session:
                 self.attempt(lambda key=key: self.add(range(key, key + 2)))  # type: ignore[misc]
             self.attempt(self.flush)
         self.attempt(self.evict)
+        self.attempt(lambda: self.buffer.compact())
         self.attempt(lambda: self.buffer.points.pin("kept"))
         self.attempt(lambda: self.buffer.save_checkpoint(self.path.with_name("checkpoint")))
         self.attempt(lambda: self.add(range(12, 14)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import resource
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,23 +78,15 @@ def test_closing_on_a_full_disk_says_what_is_lost(tmp_path: Path, caplog: pytest
     assert "Traceback" not in caplog.text
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device", "file")
+
+
 def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None:
     """Nothing but the log can be written to, as on a disk that has a few bytes left."""
-
-    real = LocalDirectory.publish
-    full = [False]
-
-    def publish(self: LocalDirectory, files: Sequence[Any]) -> None:
-        if full[0]:
-            raise OSError(errno.ENOSPC, "No space left on device", files[0].name)
-        real(self, files)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(LocalDirectory, "publish", publish)
-        buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
-        buffer.add_trajectories([witness(key) for key in range(4)])
-        buffer.flush()
-        full[0] = True
+    buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
+    buffer.add_trajectories([witness(key) for key in range(4)])
+    buffer.flush()
+    with mock.patch.object(LocalDirectory, "publish", side_effect=FULL):
         buffer.add_trajectories([witness(4)])
         with pytest.raises(StoreWriteError, match="No space left"):
             buffer.flush()
@@ -106,14 +97,12 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
         with pytest.raises(StoreWriteError, match="1 trajectories from id 4 on are lost"):
             buffer.close()
         assert contents_of(tmp_path / "store") == [2, 3]
-        with pytest.MonkeyPatch.context() as again:
-            again.setattr("trajstore.files.local_locks.os.pwrite", publish_nothing)
+        with mock.patch("trajstore.files.local_locks.os.pwrite", side_effect=FULL):
             buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
         assert buffer.trajectory_ids.tolist() == [2, 3]
         buffer.evict([2])
-        full[0] = False
-        assert buffer.add_trajectories([witness(5)]) == [4]
-        buffer.close()
+    assert buffer.add_trajectories([witness(5)]) == [4]
+    buffer.close()
     assert contents_of(tmp_path / "store") == [3, 5]
     assert verify(tmp_path / "store").sound
 
@@ -139,10 +128,6 @@ def test_a_limit_on_the_size_of_files_is_the_systems_fault_and_not_a_trajectorys
     assert result.trajectories == 10
 
 
-def publish_nothing(*arguments: Any) -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Path) -> None:
     with opened(tmp_path / "live") as buffer:
         add_each(buffer, range(4))
@@ -151,12 +136,7 @@ def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Pa
     whole = segment.read_bytes()
     segment.write_bytes(whole[:-20])  # killed in its last commit
     tell_ids(store, 0)
-
-    def full(self: LocalDirectory, files: Sequence[Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", files[0].name)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(LocalDirectory, "publish", full)
+    with mock.patch.object(LocalDirectory, "publish", side_effect=FULL):
         buffer = opened(store)
         assert buffer.trajectory_ids.tolist() == [0, 1, 2]
         buffer.evict([1])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.stores import add_each
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
 from trajstore.files.object_store import ObjectStore
@@ -65,8 +66,7 @@ def test_an_eviction_that_was_said_to_have_failed_keeps_no_other_commit_out(netw
             buffer.evict([ids[0]])
         assert keys_of(buffer) == [0, 1, 2]
         network.losing = lambda: None
-        buffer.add_trajectories([witness(3)])
-        buffer.flush()
+        add_each(buffer, [3])
         assert keys_of(buffer) == [1, 2, 3]
         network.losing = lambda: "answer"
         with pytest.raises(StoreWriteError, match="nothing was heard"):

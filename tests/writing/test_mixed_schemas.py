@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from tests.forging import forged_log
-from tests.stores import keys_at, opened, reader_of
+from tests.stores import add_each, keys_at, opened, reader_of
 from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_trajectory, witness
 
 KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
@@ -36,8 +35,7 @@ def crashed(tmp_path: Path) -> Path:
     """A store as a crash leaves it, one commit of two shards in its log."""
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for key in KEYS:
-            buffer.add_trajectories([witness(key)])
-        buffer.flush()
+            add_each(buffer, [key])
         copy_live(tmp_path / "live", tmp_path / "crashed", "readers", "writer.lock")
     return tmp_path / "crashed"
 
@@ -148,22 +146,6 @@ def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
     assert kinds == {0: torch.float32, 2: torch.float16}
 
 
-def test_whichever_call_to_the_disk_fails_all_of_a_commit_is_written_in_the_end(tmp_path: Path) -> None:
-    def session(path: Path, at: int | None) -> FaultPlan:
-        with opened(path, writer=LATE) as buffer:
-            buffer.add_trajectories([witness(0)])
-            buffer.flush()
-            buffer.add_trajectories([witness(key) for key in KEYS])
-            with failing_disk(FaultPlan(at=at)) as plan:
-                buffer.flush()
-        assert keys_at(path) == dict(enumerate([0, *KEYS]))
-        return plan
-
-    calls = len(session(tmp_path / "all", None).calls)
-    for at in range(calls):
-        session(tmp_path / str(at), at)
-
-
 def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_another(tmp_path: Path) -> None:
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for begin in range(0, 9, 3):
@@ -182,24 +164,21 @@ def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_anoth
     assert {0, 1, 2} <= set(found)
 
 
-def _without_shards(record: dict[str, Any]) -> None:
-    record["shards"] = []
-
-
 def _descending(record: dict[str, Any]) -> None:
     entries = record["shards"][0]["entries"]
     entries["ids"] = [[number, number] for first, last in entries["ids"] for number in range(first, last + 1)][::-1]
 
 
-def _twice(record: dict[str, Any]) -> None:
-    record["shards"][1] = record["shards"][0]
-
-
-def _no_list(record: dict[str, Any]) -> None:
-    record["shards"] = {"0": record["shards"][0]}
-
-
-@pytest.mark.parametrize("forge", [_without_shards, _descending, _twice, _no_list])
+@pytest.mark.parametrize(
+    "forge",
+    [
+        _descending,
+        lambda record: record.update(shards=[]),
+        lambda record: record.update(shards=record["shards"][:1] * 2),
+        lambda record: record.update(shards={"0": record["shards"][0]}),
+    ],
+    ids=["descending", "without shards", "one twice", "no list"],
+)
 def test_a_forged_commit_is_refused(crashed: Path, forge: Any) -> None:
     with forged_log(crashed) as records:
         forge(records[-1])

@@ -24,8 +24,6 @@ from trajstore.files.local import LocalDirectory
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
-from trajstore.testing.copies import copy_live
-from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 from trajstore.writing.rewriting import Usage, choose
@@ -247,26 +245,6 @@ def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monk
         monkeypatch.setattr("trajstore.writing.rewriting.choose", look)
         source.compact()
     assert set(held) == {0}
-
-
-@pytest.mark.parametrize("step", range(8))
-def test_a_crash_while_compacting_loses_nothing(tmp_path: Path, step: int) -> None:
-    """Every file operation of a rewrite fails once; the store then is as it was, in this writer and after a restart."""
-    store, copy = tmp_path / "store", tmp_path / "copy"
-    with writer_to(store, enable_cache=False) as source:
-        add_each(source, range(6))
-        source.evict([1, 3])
-        with failing_disk(FaultPlan(step, "ENOSPC")), contextlib.suppress(errors.StoreWriteError):
-            source.compact()
-        assert [check_trajectory(source.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
-        copy_live(store, copy, "readers", "writer.lock")
-        with writer_to(copy) as again:
-            assert [check_trajectory(again.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
-            again.compact()
-            assert len(shard_files(copy)) == 2
-        source.compact()
-        assert [check_trajectory(source.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
-    assert verify(copy).sound
 
 
 @settings(max_examples=100, deadline=None)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.stores import contents_of, opened
+from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import PartlyAddedError, StoreError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.files.local import LocalDirectory
@@ -52,15 +52,6 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: s
             assert buffer.get_stats()["pending_bytes"] == 0
             assert buffer.wait(ids) is True
     assert contents_of(tmp_path / "store") == [0, 1, 2]
-
-
-def test_waiting_for_a_trajectory_that_was_never_added_ends(tmp_path: Path) -> None:
-    with opened(tmp_path / "store") as buffer:
-        with pytest.raises(KeyError, match="no trajectory has the id 7"):
-            buffer.wait([7])
-        buffer.add_trajectories([witness(0)])
-        with pytest.raises(KeyError, match="no trajectory has the id 7"):
-            buffer.wait([7])
 
 
 # -- what cannot be written for its own sake ---------------------------------------------------------
@@ -153,11 +144,9 @@ def test_a_name_that_the_disk_never_takes_is_the_trajectorys_fault(
 def test_a_listener_that_fails_makes_no_append_happen_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path / "store") as buffer:
         with mock.patch.object(Contents, "committed", side_effect=RuntimeError("the view is broken")):
-            buffer.add_trajectories([witness(0)])
-            buffer.flush()
+            add_each(buffer, [0])
         buffer.flush()
-        buffer.add_trajectories([witness(1)])
-        buffer.flush()
+        add_each(buffer, [1])
         assert [check_trajectory(buffer.get(number)) for number in (0, 1)] == [0, 1]
     assert contents_of(tmp_path / "store") == [0, 1]
     assert verify(tmp_path / "store").sound
@@ -167,8 +156,7 @@ def test_a_listener_that_fails_makes_no_append_happen_again(tmp_path: Path, capl
 def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path) -> None:
     buffer = opened(tmp_path / "store")
     with mock.patch("trajstore.store.catalog.Catalog.add", side_effect=MemoryError):
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+        add_each(buffer, [0])
     buffer.add_trajectories([witness(1)])
     with pytest.raises(StoreWriteError, match="open it again"):
         buffer.flush()
@@ -213,8 +201,7 @@ def test_a_buffer_that_reads_can_be_sent_to_another_process(tmp_path: Path) -> N
         other = pickle.loads(pickle.dumps(reader))
         assert other.trajectory_ids.tolist() == [0, 1, 2]
         assert torch.equal(other.sample(8)["curr_obs"]["tag"], reader.sample(8)["curr_obs"]["tag"])
-        buffer.add_trajectories([witness(3)])
-        buffer.flush()
+        add_each(buffer, [3])
         assert other.refresh()
         reader.add_trajectories([witness(4)])
         with pytest.raises(StoreError, match="save_checkpoint"):
