@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -123,10 +124,7 @@ def test_receipts(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_raises_undoes_nothing(tmp_path: Path) -> None:
-    def broken(ids: Any) -> None:
-        raise RuntimeError("of the user")
-
-    with opened(tmp_path, on_commit=broken) as buffer:
+    with opened(tmp_path, on_commit=mock.Mock(side_effect=RuntimeError("of the user"))) as buffer:
         add_each(buffer, [0])
         assert buffer.points.committed == 0
     assert contents_of(tmp_path) == [0]

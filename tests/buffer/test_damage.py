@@ -208,6 +208,8 @@ def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: 
         metadata.write_bytes(content)
     with pytest.raises(errors.CorruptStoreError, match=r"rank_1/metadata\.json|rank_1: without metadata\.json"):
         load(run)
+    with pytest.raises(errors.StoreError, match="rank_1"):
+        opened(run / "rank_1")
     buffer, skipped = load(run, strict=False)
     assert (keys_of(buffer), skipped) == (list(range(12)), 0)
     assert "rank_1/metadata.json" in caplog.text

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.stores import reader_of, writer_to
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.conversion import flatten
@@ -52,8 +53,14 @@ def test_a_reader_that_is_sent_reads_the_same_store_wherever_it_arrives(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=elsewhere / "store") as other:
+    with writer_to(elsewhere / "store") as other:
         other.add_trajectories([one(-1.0)] * 3)
+        with pytest.raises(StoreError, match=r"load_checkpoint.*refresh"):
+            pickle.dumps(other)
+    with reader_of(elsewhere / "store") as buffer:
+        buffer.add_trajectories([one(4.0)])
+        with pytest.raises(StoreError, match="save_checkpoint"):
+            pickle.dumps(buffer)
     monkeypatch.chdir(tmp_path)
     with TrajectoryReplayBuffer.open("store") as reader:
         sent = pickle.dumps(reader)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -165,18 +166,11 @@ def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Serve
     assert read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
 
 
-def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, tmp_path: Path) -> None:
     one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
-
-    def full(descriptor: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
-            read(one, (0, 10))
+    full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
+        read(one, (0, 10))
     assert told.value.errno == errno.ENOSPC
     assert read(one, (0, 10)) == [CONTENT[:10]]
 
@@ -276,16 +270,9 @@ def test_formats_without_places_are_said(caplog: pytest.LogCaptureFixture, asked
     assert asked == []
 
 
-def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(
-    store: str, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(store: str) -> None:
     with reader_of(store) as reader:
-        with monkeypatch.context() as patch:
-
-            def failing(self: ObjectStore, pieces: Any) -> Any:
-                raise OSError(errno.EIO, "no answer", pieces[0][0])
-
-            patch.setattr(ObjectStore, "ranges", failing)
+        with mock.patch.object(ObjectStore, "ranges", side_effect=OSError(errno.EIO, "no answer", "shards/one")):
             for call in (lambda: reader.sample(8), lambda: reader.get(0)):
                 with pytest.raises(OSError, match="no answer"):
                     call()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import orjson
 import pytest
@@ -148,18 +149,14 @@ def test_a_writer_that_lost_its_lock_is_told_so_when_it_gives_values_by_row(memo
         buffer.close()
 
 
-def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str) -> None:
     directory = RemoteDirectory(memory_url, lock_ttl=0.1)
     lock = directory.lock_writer()
-
-    def unreachable(self: ObjectStore, name: str, start: int = 0) -> bytes:
-        raise OSError(5, "unreachable", self.url_of(name))
 
     def stopped() -> bool:
         return is_refused(lambda: publish(directory, a=b"1"), "could not be renewed")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "read", unreachable)
+    with mock.patch.object(ObjectStore, "read", side_effect=OSError(5, "unreachable", "writer.lock")):
         wait_until(stopped)
     wait_until(lambda: not stopped())
     lock.release()
@@ -421,17 +418,11 @@ def test_leases_end_by_the_clock_of_the_store(memory_url: str, monkeypatch: pyte
     lease.release()
 
 
-def test_a_reader_that_may_not_write_says_that_it_is_not_announced(
-    memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reader_that_may_not_write_says_so(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
     directory = RemoteDirectory(memory_url)
     directory.append("log/1", b"")
-
-    def refused(self: ObjectStore, name: str, data: bytes) -> None:
-        raise PermissionError(13, "not allowed", self.url_of(name))
-
-    monkeypatch.setattr(ObjectStore, "put", refused)
-    directory.announce_reader().release()
+    with mock.patch.object(ObjectStore, "put", side_effect=PermissionError(13, "not allowed", "readers")):
+        directory.announce_reader().release()
     assert "without an announcement, so its writer may delete shards that this reader shows" in caplog.text
 
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import add_each, contents_of, flip, keys_at, reader_of, writer_to
+from tests.stores import add_each, contents_of, flip, reader_of, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
@@ -194,30 +194,6 @@ def test_compact_leaves_one_shard_of_many(tmp_path: Path) -> None:
         assert source.add_trajectories([witness(77)]) == [30]
     assert verify(tmp_path).sound
     assert contents_of(tmp_path) == [*kept, 77]
-
-
-def test_pins_checkpoints_and_readers_see_the_same_after_compacting(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    with writer_to(path, sample_window_size=0) as source:
-        add_each(source, range(10))
-        source.points.pin("ten")
-        reader, follower = reader_of(path), reader_of(path)
-        source.evict([0, 2, 4, 6, 8])
-        source.compact()
-        assert [check_trajectory(reader.get(number)) for number in range(10)] == list(range(10))
-        assert follower.refresh()
-        assert [check_trajectory(follower.get(number)) for number in range(1, 10, 2)] == list(range(1, 10, 2))
-        assert keys_at(path, pin="ten") == {number: number for number in range(10)}
-        source.save_checkpoint(tmp_path / "saved")
-        reader.close()
-        follower.close()
-        source.points.unpin("ten")
-        source.compact()
-        assert len(shard_files(path)) == 2, "one for each of two sets of columns"
-        assert [check_trajectory(source.get(number)) for number in range(1, 10, 2)] == list(range(1, 10, 2))
-    assert contents_of(tmp_path / "saved") == list(range(1, 10, 2))
-    assert verify(path).sound
-    assert verify(tmp_path / "saved").sound
 
 
 def test_a_damaged_shard_is_not_rewritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
-import pickle
 import subprocess
 import sys
 import threading
@@ -14,11 +14,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.errors import PartlyAddedError, StoreError, StoreWriteError, UnwritableTrajectoryError
+from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.reading.contents import Contents
@@ -187,27 +186,6 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
     assert said()["size"] == 6
 
 
-# -- other processes ---------------------------------------------------------------------------------
-
-
-def test_a_buffer_that_reads_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    with opened(tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(3)])
-        buffer.flush()
-        with pytest.raises(StoreError, match=r"load_checkpoint.*refresh"):
-            pickle.dumps(buffer)
-        reader = TrajectoryReplayBuffer(sample_window_size=2)
-        reader.load_checkpoint(tmp_path / "store")
-        other = pickle.loads(pickle.dumps(reader))
-        assert other.trajectory_ids.tolist() == [0, 1, 2]
-        assert torch.equal(other.sample(8)["curr_obs"]["tag"], reader.sample(8)["curr_obs"]["tag"])
-        add_each(buffer, [3])
-        assert other.refresh()
-        reader.add_trajectories([witness(4)])
-        with pytest.raises(StoreError, match="save_checkpoint"):
-            pickle.dumps(reader)
-
-
 # -- the end of the interpreter ----------------------------------------------------------------------
 
 EXIT = """
@@ -289,3 +267,70 @@ def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
         assert isinstance(told.value.__cause__, MemoryError)
         buffer.add_trajectories([witness(key) for key in range(2, 5)])
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3, 4]
+
+
+# -- ``on_commit``: what a function of the user's may do there, and that nothing waits for it --
+
+
+def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
+    told: list[int] = []
+    done = threading.Event()
+
+    def on_commit(ids: Sequence[int]) -> None:
+        assert threading.current_thread().name == "trajstore-on-commit"
+        told.extend(ids)
+        if 0 in ids:
+            buffer.evict([0])
+            add_each(buffer, [5])
+            buffer.sample(2)
+            buffer.save_checkpoint(tmp_path / "checkpoint")
+        if 3 in ids:
+            done.set()
+
+    with opened(tmp_path / "store", on_commit=on_commit) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        assert done.wait(60)
+    assert told == [0, 1, 2, 3]
+    assert contents_of(tmp_path / "store") == [1, 2, 5]
+    assert contents_of(tmp_path / "checkpoint") == [1, 2, 5]
+
+
+def test_flush_does_not_wait_for_a_callback_that_waits_for_the_caller(tmp_path: Path) -> None:
+    mine = threading.Lock()
+    told: list[int] = []
+
+    def on_commit(ids: Sequence[int]) -> None:
+        with mine:
+            told.extend(ids)
+
+    with opened(tmp_path / "store", on_commit=on_commit) as buffer, mine:
+        add_each(buffer, [0])
+        assert told == []
+    assert told == [0]
+
+
+def test_a_callback_may_close_the_buffer_and_does_not_keep_it_alive(tmp_path: Path) -> None:
+    closed = threading.Event()
+
+    def on_commit(ids: Sequence[int]) -> None:
+        buffer.close()
+        closed.set()
+
+    buffer = opened(tmp_path / "store", on_commit=on_commit)
+    buffer.add_trajectories([witness(0)])
+    assert closed.wait(60)
+    assert contents_of(tmp_path / "store") == [0]
+
+    class Holder:
+        buffer: TrajectoryReplayBuffer
+
+        def on_commit(self, ids: Sequence[int]) -> None:
+            pass
+
+    holder = Holder()
+    holder.buffer = opened(tmp_path / "other", on_commit=holder.on_commit)
+    del holder
+    gc.collect()
+    with opened(tmp_path / "other"):  # the lock is free
+        pass
