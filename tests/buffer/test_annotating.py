@@ -350,6 +350,8 @@ def test_a_buffer_without_a_store_says_so(path: Path) -> None:
         annotate(reader, 0, {"score": 1})
     with TrajectoryReplayBuffer() as memory, pytest.raises(StoreError, match="give the path"):
         notes_of(memory, 0)
+    with TrajectoryReplayBuffer() as memory, pytest.raises(StoreError, match="no store of its own"):
+        annotate(memory, memory.add_trajectories([rollout(0)]), {"rows": [torch.zeros(4)]})
 
 
 def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog: pytest.LogCaptureFixture) -> None:

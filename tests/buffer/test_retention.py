@@ -93,7 +93,8 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
 
         buffer._backing.writer.directory.publish = watch  # type: ignore[method-assign]
         for key in range(3, 30):
-            add_each(buffer, [key])
+            buffer.add_trajectories([witness(key)])
+        buffer.flush()
         assert min(fewest) >= 3
         assert buffer.trajectory_ids.tolist() == [27, 28, 29]
 

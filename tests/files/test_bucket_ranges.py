@@ -188,23 +188,20 @@ def test_proxies(server: Server, monkeypatch: pytest.MonkeyPatch, way: str) -> N
     assert all(path.startswith("http://s3.example.org/bucket/run/shards/") for path, _ in server.asked)
 
 
-@pytest.mark.parametrize("way", ["a file", "the environment", "not at all"])
+@pytest.mark.parametrize("way", ["a file", "the environment", "not at all", "unknown"])
 def test_certificates(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
     pytest.importorskip("cryptography", reason="needs cryptography, which moto brings along")
     certificate = certify(server, tmp_path)
     verify: dict[str, Any] = {"a file": {"verify": str(certificate)}, "not at all": {"verify": False}}.get(way, {})
     if way == "the environment":
         monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    if way == "unknown":
+        with pytest.raises(OSError, match=r"s3://bucket/run/shards/a b"):
+            fetched(objects_of(server))
+        assert server.asked == []
+        return
     assert fetched(objects_of(server, client_kwargs=verify)) == WANTED
     assert server.by_obstore()
-
-
-def test_a_certificate_that_nobody_knows_is_an_error(server: Server, tmp_path: Path) -> None:
-    pytest.importorskip("cryptography", reason="needs cryptography, which moto brings along")
-    certify(server, tmp_path)
-    with pytest.raises(OSError, match=r"s3://bucket/run/shards/a b"):
-        fetched(objects_of(server))
-    assert server.asked == []
 
 
 def certify(server: Server, folder: Path) -> Path:

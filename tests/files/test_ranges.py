@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import random
-import uuid
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,15 +197,14 @@ def reader_of(url: str, **options: Any) -> TrajectoryReplayBuffer:
 
 
 @pytest.fixture(params=["pt", "zarr"])
-def store(request: pytest.FixtureRequest) -> str:
+def store(request: pytest.FixtureRequest, memory_url: str) -> str:
     if request.param == "zarr":
         pytest.importorskip("zarr", reason="needs the extra 'zarr'")
-    url = f"memory://bucket-{uuid.uuid4()}/run"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, trajectory_format=request.param) as buffer:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, trajectory_format=request.param) as buffer:
         for key in range(6):
             buffer.add_trajectories([witness(key, scale=40)])
             buffer.flush()
-    return url
+    return memory_url
 
 
 def test_draws_are_those_of_whole_shards(store: str, asked: list[int]) -> None:
@@ -234,25 +232,23 @@ def test_a_small_cache_gives_the_same_rows(store: str) -> None:
             check_batch(reader.sample(16))
 
 
-def test_only_what_is_drawn_is_fetched(asked: list[int]) -> None:
-    url = f"memory://bucket-{uuid.uuid4()}/run"
+def test_only_what_is_drawn_is_fetched(memory_url: str, asked: list[int]) -> None:
     images = torch.randint(0, 256, (256, 4, 64, 64, 3), dtype=torch.uint8)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
         buffer.add_trajectories([Trajectory(rewards=torch.randn(256, 4, 1), curr_obs={"images": images})])
-    with reader_of(url) as reader:
+    with reader_of(memory_url) as reader:
         batch = reader.sample(8)
     assert len(asked) <= 9, "a range for each image, one for all rewards"
     most = batch["curr_obs"]["images"].nbytes + 9 * (JOINED + 2 * BLOCK)
     assert batch["curr_obs"]["images"].nbytes <= sum(asked) < most < images.nbytes / 9
 
 
-def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
-    url = f"memory://bucket-{uuid.uuid4()}/run"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+def test_agent_trajectories_are_fetched_alone(memory_url: str, asked: list[int]) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
         for number in range(40):
             tokens, said = torch.arange(number, number + 5000), [{"role": "user", "content": "x"}]
             buffer.add_trajectories([AgentTrajectory(input_ids=tokens, messages=said)])
-    with reader_of(url) as reader:
+    with reader_of(memory_url) as reader:
         for number in (3, 17):
             assert torch.equal(reader.get(number).input_ids, torch.arange(number, number + 5000))
         assert sum(asked) < 0.25 * 40 * 5000 * 8
@@ -260,10 +256,9 @@ def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
         assert all(int(one.input_ids[0]) < 40 for one in drawn)
 
 
-def test_formats_without_places_are_said(caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
-    url = f"memory://bucket-{uuid.uuid4()}/run"
-    filled(url, range(2), trajectory_format="pkl")
-    with caplog.at_level(logging.WARNING), reader_of(url) as reader:
+def test_formats_without_places_are_said(memory_url: str, caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
+    filled(memory_url, range(2), trajectory_format="pkl")
+    with caplog.at_level(logging.WARNING), reader_of(memory_url) as reader:
         check_batch(reader.sample(8))
     said = [record.getMessage() for record in caplog.records if "range_reads has no effect" in record.getMessage()]
     assert len(said) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.pages import run_page
-from tests.stores import writer_to
+from tests.stores import add_each, keys_of, writer_to
 from tools.crash.forked import forking
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
@@ -23,6 +23,7 @@ from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
 from trajstore.formats.base import ShardContent
 from trajstore.testing.directory import DirectoryConformance, publish
+from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
 
 
@@ -150,14 +151,6 @@ def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str
 # -- whole stores -------------------------------------------------------------------------------------
 
 
-def trajectory(number: int) -> Trajectory:
-    return Trajectory(
-        rewards=torch.full((4, 2, 1), float(number)),
-        dones=torch.zeros(5, 2, 1, dtype=torch.bool),
-        curr_obs={"states": torch.full((4, 2, 3), float(number)), "nothing": torch.zeros(4, 2, 0)},
-    )
-
-
 @pytest.mark.parametrize(
     ("backend", "name", "format_options"),
     [
@@ -180,25 +173,19 @@ def test_a_buffer_lives_in_an_object_store(
         return writer_to(url, trajectory_format=name, **options)
 
     with open_buffer() as buffer:
-        for number in range(4):
-            buffer.add_trajectories([trajectory(number)])
-            buffer.flush()
+        add_each(buffer, range(4))
         with pytest.raises(StoreLockedError):
             open_buffer()
         buffer.evict([0])
         buffer.save_checkpoint(f"{url}-checkpoint")
     with open_buffer() as buffer:
-        assert buffer.add_trajectories([trajectory(4)]) == [4]
+        assert buffer.add_trajectories([witness(4)]) == [4]
         buffer.flush()
-        batch = buffer.sample(32)
-        assert sorted(set(batch["rewards"].flatten().tolist())) == [1.0, 2.0, 3.0, 4.0]
-        assert torch.equal(batch["curr_obs"]["states"], batch["rewards"].expand(32, 3))
-        assert batch["curr_obs"]["nothing"].shape == (32, 0)
-    loaded = TrajectoryReplayBuffer(storage_options=storage_options)
-    loaded.load_checkpoint(f"{url}-checkpoint")
-    assert set(loaded.sample(24)["rewards"].flatten().tolist()) <= {1.0, 2.0, 3.0}
-    assert len(loaded) == 3
-    loaded.close()
+        assert keys_of(buffer) == {1: 1, 2: 2, 3: 3, 4: 4}
+        check_batch(buffer.sample(32))
+    with TrajectoryReplayBuffer.open(f"{url}-checkpoint", storage_options=storage_options) as loaded:
+        assert keys_of(loaded) == {1: 1, 2: 2, 3: 3}
+        check_batch(loaded.sample(24))
 
 
 @pytest.mark.usefixtures("s3_options")

@@ -1,4 +1,4 @@
-"""The writer's lock in an object store: heartbeats, taking over, and what a writer that was taken over from can do."""
+"""The writer's lock and the leases of readers in an object store: heartbeats, taking over, and what is told of it."""
 
 from __future__ import annotations
 

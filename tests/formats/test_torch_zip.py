@@ -348,7 +348,7 @@ def test_expanded_tensors_are_refused() -> None:
         locate(saved([torch.ones(1).expand(1 << 40)]))
 
 
-# -- Pickled shards: the suite for every format, and that no code is run --
+# -- Shards in this container and pickled ones: the suite for every format --
 
 
 class TestPklConformance(FormatConformance):

@@ -1,4 +1,4 @@
-"""What is resident can be read as it is, also when an interrupt came at any moment of mapping or unmapping it."""
+"""What is resident, in which slot, and until when, also when an interrupt came at any moment of mapping it."""
 
 from __future__ import annotations
 
@@ -387,15 +387,6 @@ def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
     assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
     assert slots.are_memory(np.array([0, 1, 2, 3, UNAVAILABLE])).tolist() == [False, False, False, True, False]
     assert len(slots) == 4
-
-
-def test_a_shard_is_empty_when_its_last_entry_has_left() -> None:
-    slots = SlotTable()
-    one, other = slots.add_shards(0, np.array([0, 1]), np.array([3, 1])).tolist()
-    assert slots.leave(np.array([one, one])) == []
-    assert slots.leave(np.array([other])) == [other]
-    assert slots.leave(np.array([one])) == [one]
-    assert slots.leave(np.array([], np.intp)) == []
 
 
 def test_it_grows_and_keeps_what_it_has() -> None:

@@ -59,7 +59,7 @@ def test_a_weight_that_is_none_is_refused_and_nothing_is_set(bad: float) -> None
     assert tree.total == 0
 
 
-# -- Which trajectories are the newest that can be read, also where one run of them has left me --
+# -- Which trajectories are the newest that can be read, also where one run of them has left memory --
 
 
 def index_of(sizes: list[int], dropped: int = 0) -> TrajectoryIndex:

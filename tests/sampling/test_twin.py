@@ -212,7 +212,7 @@ TestFreshestTwin = FreshestTwin.TestCase
 TestFreshestTwin.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
 
 
-# -- Epochs and groups against plain twins: additions, evictions, reloads and draws in any orde --
+# -- Epochs and groups against plain twins: additions, evictions, reloads and draws in any order --
 
 
 class EpochTwin(SamplerTwin):

@@ -1,9 +1,8 @@
-"""The shard table: manifests in and out, rows, and what is refused."""
+"""The shard table and the records of the log: manifests in and out, rows, and what is refused."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -89,48 +88,34 @@ def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_ro
     assert ShardTable().schema_number(AGENT) is None
 
 
-def of_family(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(table: dict[str, Any]) -> None:
-        table["families"][0][name] = value
-
-    return change
-
-
-def of_table(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(table: dict[str, Any]) -> None:
-        table[name] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("of", "name", "forged"),
     [
-        of_table("schemas", []),
-        of_table("families", []),
-        of_table("numbers", pack(np.array([3, 4, 8]))),
-        of_table("numbers", pack(np.array([-3, 4, 8, 20]))),
-        of_table("family", pack(np.array([0, 1, 2, 9], np.int32))),
-        of_table("family", pack(np.array([0, 1, 2, -1], np.int32))),
-        of_table("row", pack(np.array([0, 0, 0, 5], np.int32))),
-        of_table("row", pack(np.array([0, 0, 0, -1], np.int32))),
-        of_table("row", None),
-        of_family("schema", 7),
-        of_family("column_files", [0]),
-        of_family("column_files", [0, 1]),
-        of_family("column_files", [-1, 0]),
-        of_family("sizes", pack(np.array([[1000]]))),
-        of_family("offsets", pack(np.array([[64, -1], [64, 128]]))),
-        of_family("offsets", pack(np.array([[64, 2000], [64, 128]]))),
-        of_family("rows", pack(np.array([[200, 8], [1, 3]]))),
-        of_family("rows", pack(np.array([[1 << 62, 8], [1, 3]]))),
-        of_family("rows", pack(np.array([[-2, 8], [1, 3]]))),
-        of_family("rows", pack(np.zeros((50, 2), np.int64))),
+        ("table", "schemas", []),
+        ("table", "families", []),
+        ("table", "numbers", pack(np.array([3, 4, 8]))),
+        ("table", "numbers", pack(np.array([-3, 4, 8, 20]))),
+        ("table", "family", pack(np.array([0, 1, 2, 9], np.int32))),
+        ("table", "family", pack(np.array([0, 1, 2, -1], np.int32))),
+        ("table", "row", pack(np.array([0, 0, 0, 5], np.int32))),
+        ("table", "row", pack(np.array([0, 0, 0, -1], np.int32))),
+        ("table", "row", None),
+        ("family", "schema", 7),
+        ("family", "column_files", [0]),
+        ("family", "column_files", [0, 1]),
+        ("family", "column_files", [-1, 0]),
+        ("family", "sizes", pack(np.array([[1000]]))),
+        ("family", "offsets", pack(np.array([[64, -1], [64, 128]]))),
+        ("family", "offsets", pack(np.array([[64, 2000], [64, 128]]))),
+        ("family", "rows", pack(np.array([[200, 8], [1, 3]]))),
+        ("family", "rows", pack(np.array([[1 << 62, 8], [1, 3]]))),
+        ("family", "rows", pack(np.array([[-2, 8], [1, 3]]))),
+        ("family", "rows", pack(np.zeros((50, 2), np.int64))),
     ],
 )
-def test_what_does_not_fit_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+def test_what_does_not_fit_is_refused(of: str, name: str, forged: Any) -> None:
     value = orjson.loads(orjson.dumps(table_of(*SHARDS).to_json()))
-    change(value)
+    (value["families"][0] if of == "family" else value)[name] = forged
     with pytest.raises(CorruptStoreError):
         ShardTable.from_json(value)
 
@@ -176,14 +161,11 @@ def test_a_bad_line_before_a_good_one_is_damage_and_named() -> None:
         decode_lines(line(b'{"a":1}') + b"00000000 {}\n" + line(b'{"b":2}'), "log/1", offset=100)
 
 
-def test_segments_are_named_by_their_first_generation() -> None:
+@pytest.mark.parametrize("name", ["0000000000000012.log", "log/12.log", "log/000000000000001x.log", "log/x/1.log", ""])
+def test_segments_are_named_by_their_first_generation_and_other_names_are_none(name: str) -> None:
+    assert segment_generation(name) is None
     assert segment_name(12) == "log/0000000000000012.log"
     assert segment_generation(segment_name(12)) == 12
-
-
-@pytest.mark.parametrize("name", ["0000000000000012.log", "log/12.log", "log/000000000000001x.log", "log/x/1.log", ""])
-def test_other_names_are_no_segments(name: str) -> None:
-    assert segment_generation(name) is None
 
 
 # -- manifests ----------------------------------------------------------------------------------------

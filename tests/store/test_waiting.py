@@ -125,16 +125,6 @@ def test_two_threads_may_ask_first_at_once() -> None:
     assert packed.column().tolist() == list(range(5)), "and nobody unpacks it again"
 
 
-def test_what_cannot_be_unpacked_says_so_whenever_it_is_asked_for() -> None:
-    def unpack() -> Any:
-        raise CorruptStoreError("damaged")
-
-    packed = Packed(unpack)
-    for _ in range(2):
-        with pytest.raises(CorruptStoreError, match="damaged"):
-            packed.column()
-
-
 def test_many_additions_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_MOST_ADDED", 3)
     made = TrajectoryIndex()

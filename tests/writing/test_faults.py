@@ -143,7 +143,6 @@ def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixt
 
 def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) -> None:
     plan = FaultPlan(0, "ENOSPC", lasting=True)
-    plan_later = FaultPlan()
     with opened(tmp_path / "store") as buffer:
         add_each(buffer, [0])
         with failing_disk(plan):
@@ -158,13 +157,11 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
             assert keys_at(tmp_path / "store") == {0: 0}
             plan.heal()
             buffer.flush()
-        with failing_disk(plan_later):
-            add_each(buffer, [4])
-    assert plan_later.fired is None
+        add_each(buffer, [4])
     assert keys_at(tmp_path / "store") == {number: number for number in range(5)}
 
 
-# -- A disk that is full, or fails, for a while: nothing flushed is lost, and writing goes on w --
+# -- A disk that is full, or fails, for a while: nothing flushed is lost, and writing goes on when there is space --
 
 
 def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
@@ -211,15 +208,6 @@ def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
                 buffer.add_trajectories([witness(1)])
         plan.heal()
     assert contents_of(tmp_path / "store") == [0]
-
-
-def test_closing_on_a_full_disk_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    buffer = opened(tmp_path / "store")
-    with failing_disk(FaultPlan(0, "ENOSPC", lasting=True)):
-        buffer.add_trajectories([witness(key) for key in range(4)])
-        with pytest.raises(StoreWriteError, match=r"No space left.*4 trajectories from id 0 on are lost"):
-            buffer.close()
-    assert "Traceback" not in caplog.text
 
 
 def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.forging import forged_log
-from tests.stores import add_each, keys_at, opened, reader_of
+from tests.stores import keys_at, opened, reader_of
 from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
 from trajstore.inspection.copying import copy_store
@@ -35,7 +35,8 @@ def crashed(tmp_path: Path) -> Path:
     """A store as a crash leaves it, one commit of two shards in its log."""
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for key in KEYS:
-            add_each(buffer, [key])
+            buffer.add_trajectories([witness(key)])
+        buffer.flush()
         copy_live(tmp_path / "live", tmp_path / "crashed", "readers", "writer.lock")
     return tmp_path / "crashed"
 
@@ -55,15 +56,6 @@ def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: 
     assert keys_at(tmp_path / "store") == dict(enumerate(KEYS))
     report = verify(tmp_path / "store")
     assert (report.problems, report.notes, report.trajectories) == ([], [], len(KEYS))
-
-
-def test_more_than_a_shard_of_two_kinds_is_cut_by_size(tmp_path: Path) -> None:
-    options = WriterOptions(commit_interval=30.0, shard_bytes=20_000)
-    with opened(tmp_path, writer=options) as buffer:
-        buffer.add_trajectories([witness(key) for key in range(60)])
-        buffer.flush()
-        assert shards_in(tmp_path) < 30
-    assert keys_at(tmp_path) == {number: number for number in range(60)}
 
 
 def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: Path) -> None:

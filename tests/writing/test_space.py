@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import add_each, contents_of, flip, reader_of, writer_to
-from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.inspect import inspect
@@ -133,22 +132,9 @@ def disk(path: Path) -> int:
     return total
 
 
-def big(key: int) -> Trajectory:
-    """Return a trajectory of some 8 KB that tells its key."""
-    return Trajectory(actions=torch.full((16, 4, 32), float(key)), rewards=torch.full((16, 4, 1), float(key)))
-
-
 def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    found = {}
-    for number in buffer.trajectory_ids.tolist():
-        trajectory = buffer.get(number)
-        assert isinstance(trajectory, Trajectory)
-        assert trajectory.actions is not None
-        assert trajectory.rewards is not None
-        values = torch.cat([trajectory.actions.reshape(-1), trajectory.rewards.reshape(-1)]).unique().tolist()
-        assert len(values) == 1
-        found[number] = int(values[0])
-    return found
+    """Return the keys of witnesses of some 9 KB each, by id."""
+    return {number: check_trajectory(buffer.get(number), 8) for number in buffer.trajectory_ids.tolist()}
 
 
 @pytest.mark.parametrize("fmt", ["pkl", "zarr"])
@@ -156,7 +142,7 @@ def test_random_eviction_gives_space_back(tmp_path: Path, fmt: str) -> None:
     choose = random.Random(5)
     options = WriterOptions(shard_bytes=1 << 18)
     with writer_to(tmp_path, writer=options, trajectory_format=fmt, sample_window_size=0, cache_size=3) as source:
-        keys = {number: number for number in source.add_trajectories([big(key) for key in range(600)])}
+        keys = {number: number for number in source.add_trajectories([witness(key, 8) for key in range(600)])}
         source.flush()
         follower = reader_of(tmp_path)
         before = disk(tmp_path)
@@ -174,7 +160,7 @@ def test_random_eviction_gives_space_back(tmp_path: Path, fmt: str) -> None:
         assert keys_of(source) == keys
         follower.refresh()
         assert keys_of(follower) == keys
-        assert len(follower.sample(64)["actions"]) == 64
+        assert len(check_batch(follower.sample(64))) == 64
         follower.close()
     assert verify(tmp_path).sound
     with writer_to(tmp_path) as again:
