@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import uuid
@@ -85,6 +86,12 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     with locks.checked() as breaches:
         yield
     assert not breaches, "\n\n".join(breaches)
+
+
+def pytest_collection_finish() -> None:
+    """Let what was imported and collected stay for good: else every collection of garbage looks through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -159,7 +159,7 @@ def test_what_is_certainly_wrong_is_told_and_kept(
 ) -> None:
     [text] = told(caplog, watched(), watched(rollout_id="7", **fields))
     assert says in text
-    assert "watched '7' of task 't'" in text
+    assert "rollout '7' of task 't'" in text
 
 
 def test_what_goes_on_being_wrong_is_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +171,7 @@ def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None
     again = [watched(rollout_id="0"), watched(rollout_id="1"), watched(rollout_id="0", policy_version=2), watched()]
     assert told(caplog, *again, watched()) == []  # those without a rollout_id cannot be told apart
     [text] = told(caplog, *again, watched(rollout_id="1"))
-    assert "the task_id, rollout_id and policy_version of another one; the newest is watched '1'" in text
+    assert "the task_id, rollout_id and policy_version of another one; the newest is rollout '1'" in text
 
 
 def test_blocks_of_steps_and_rollouts_of_agents_in_one_store_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

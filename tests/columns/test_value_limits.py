@@ -67,13 +67,14 @@ def test_max_episode_length_out_of_range(refused: Refuse, value: Any) -> None:
     refused(step(max_episode_length=value), "field max_episode_length: ")
 
 
-BEYOND = [torch.full((1, 1, 1), number, dtype=torch.float64) for number in (1e30, -1e30, float(2**63), float("-inf"))]
-COMPLEX = [torch.zeros(1, 1, 1, dtype=dtype) for dtype in (torch.complex32, torch.complex64, torch.complex128)]
+@pytest.mark.parametrize("versions", [1e30, -1e30, float(2**63), float("-inf")])
+def test_versions_beyond_64_bits(refused: Refuse, versions: float) -> None:
+    refused(step(versions=torch.full((1, 1, 1), versions, dtype=torch.float64)), "field versions: ")
 
 
-@pytest.mark.parametrize("versions", BEYOND + COMPLEX)
-def test_versions_beyond_64_bits_or_complex(refused: Refuse, versions: torch.Tensor) -> None:
-    refused(step(versions=versions), "field versions: " + "not a finite number" * versions.is_complex())
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_versions_that_are_complex(refused: Refuse, dtype: torch.dtype) -> None:
+    refused(step(versions=torch.zeros(1, 1, 1, dtype=dtype)), "field versions: not a finite number")
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63), 10**30, 1.5, "3", float("inf")])
