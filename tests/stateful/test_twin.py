@@ -41,8 +41,9 @@ class Twin(Twinned):
         options = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
         kept = {"enable_cache": cached, "cache_size": 2, "retention": self.retention, "writer": options}
         store = self.path / "store"
-        self.buffer = writer_to(store, seed=9, sample_window_size=self.window, trajectory_format=fmt, **kept)
+        self.buffer = writer_to(store, seed=1, sample_window_size=self.window, trajectory_format=fmt, **kept)
         self.buffer.load_state_dict({"seed": 9, "rng_state": self.generator.get_state()})
+        assert self.buffer.seed == 9
 
     def finish_adding(self) -> None:
         """Flush, so that retention has acted, and let the twin do the same."""
