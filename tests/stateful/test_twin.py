@@ -36,6 +36,7 @@ class Twin(Twinned):
         self.retention = Retention(max_trajectories=LIMIT) if limited else Retention()
         self.window = window
         self.open(fmt, cached=True)
+        self.add(3)
 
     def open(self, fmt: str, *, cached: bool) -> None:
         options = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
@@ -133,6 +134,7 @@ class Twin(Twinned):
             self.twin, self.notes = dict(twin), dict(notes)
         self.generator.set_state(self.buffer.state_dict()["rng_state"])
 
+    @precondition(lambda self: len(self.twin) > LIMIT - 3)  # not so often that nothing else can be done
     @rule()
     def clear(self) -> None:
         self.buffer.clear()
@@ -219,5 +221,5 @@ def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, An
         assert rows is None if value is None else rows.unique().tolist() == [value]
 
 
-TestTwin = short(Twin, 20, 20)
+TestTwin = short(Twin, 20, 25)
 TestLongTwin = long(Twin, 400)
