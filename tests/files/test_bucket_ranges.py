@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,8 @@ from trajstore.files.remote import RemoteDirectory
 from trajstore.testing.witness import check_batch, witness
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
-pytest.importorskip("obstore", reason="needs obstore, of the extra 's3'")
+# Where it is imported, forked children do without it.
+pytestmark = pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore, of the extra 's3'")
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
 PIECES = [("shards/a b+ü%20.pt", start, start + 77) for start in range(0, 90_000, 3_000)]
@@ -107,11 +109,7 @@ def objects_of(server: Server, **options: Any) -> ObjectStore:
     return ObjectStore("s3://bucket/run", {**OWN, "endpoint_url": server.url, **options})
 
 
-def fetched(objects: ObjectStore) -> list[bytes]:
-    return in_order(objects, PIECES)
-
-
-def in_order(objects: ObjectStore, pieces: list[tuple[str, int, int]]) -> list[bytes]:
+def fetched(objects: ObjectStore, pieces: list[tuple[str, int, int]] = PIECES) -> list[bytes]:
     """Return what comes of each range, once."""
     came = [(place, bytes(one)) for place, one in objects.ranges(pieces)]
     assert len(came) == len(pieces)
@@ -125,7 +123,7 @@ def in_order(objects: ObjectStore, pieces: list[tuple[str, int, int]]) -> list[b
 def test_ranges_come_in_the_order_in_which_they_were_asked_for(server: Server) -> None:
     objects = objects_of(server)
     mixed = [*PIECES[::-1], ("other", 5, 10), PIECES[3], ("other", 10, 25)]
-    assert in_order(objects, mixed) == [CONTENT[start:stop] for _, start, stop in mixed]
+    assert fetched(objects, mixed) == [CONTENT[start:stop] for _, start, stop in mixed]
     assert {path for path, _ in server.asked} == {
         "/bucket/run/shards/a%20b%2B%C3%BC%2520.pt",
         "/bucket/run/other",
@@ -270,7 +268,7 @@ def test_in_the_end_the_error_names_the_object(server: Server, status: int, capl
     server.misbehave = lambda handler: handler.answer(status, b"<Error/>")
     for _ in range(2):
         with pytest.raises(OSError, match=r"'s3://bucket/run/shards/a b") as told:
-            in_order(objects, PIECES[:2])
+            fetched(objects, PIECES[:2])
         assert "\n" not in str(told.value)
         assert isinstance(told.value, PermissionError) == (status == 403)
         server.misbehave = lambda handler: False

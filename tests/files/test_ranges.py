@@ -191,9 +191,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def reader_of(url: str, **options: Any) -> TrajectoryReplayBuffer:
-    cached = {"sample_window_size": 0, "enable_cache": False}
-    return TrajectoryReplayBuffer.open(url, storage_options={"range_reads": True}, **{**cached, **options})
+def reader_of(url: str, *, verify_shards: bool = False, **options: Any) -> TrajectoryReplayBuffer:
+    kept = {"sample_window_size": 0, "enable_cache": False, "verify_shards": verify_shards}
+    reader = TrajectoryReplayBuffer(storage_options={"range_reads": True, **options}, **kept)  # type: ignore[arg-type]
+    reader.load_checkpoint(url)
+    return reader
 
 
 @pytest.fixture(params=["pt", "zarr"])
