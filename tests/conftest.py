@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
+import os
 import sys
 import uuid
 from collections.abc import Iterator
@@ -23,6 +25,15 @@ settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "fixtures"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Nobody pulls the plug: in this process, syncing only looks whether there is such a descriptor; children do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, os.fstat)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +86,12 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     with locks.checked() as breaches:
         yield
     assert not breaches, "\n\n".join(breaches)
+
+
+def pytest_collection_finish() -> None:
+    """Let what was imported and collected stay for good: else every collection of garbage looks through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,7 @@ from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.columns.facts import GIVEN, RECORDED
 from trajstore.errors import SchemaMismatchError
-from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.formats import FORMATS
-from trajstore.sampling import WeightedSampler
-from trajstore.testing.witness import witness
+from trajstore.feeding import TokenLoader
 
 
 def rollout(number: int, **fields: Any) -> AgentTrajectory:
@@ -83,36 +81,9 @@ def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_fo
             assert judged.items() <= {0: None, 1: 0.5, 2: 0.25, 3: None}.items()
             assert "notes" not in first_of(TokenLoader(writer, 100, layout=layout))[0]
         for name, message in (("jugde", "no trajectory was given such a value"), ("tag", "its values are texts")):
-            with pytest.raises(
-                SchemaMismatchError, match=rf"column notes\.{name}: {message}; there are outcome, judge"
-            ):
+            said = rf"column notes\.{name}: {message}; there are outcome, judge"
+            with pytest.raises(SchemaMismatchError, match=said):
                 first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
-
-
-@pytest.mark.parametrize("format_", list(FORMATS))
-def test_batches_have_values_that_are_asked_for(tmp_path: Path, format_: str) -> None:
-    blocks = [witness(number) for number in range(4)]
-    with writer_to(tmp_path, trajectory_format=format_) as writer:
-        ids = writer.add_trajectories(blocks)
-        annotate(writer, ids[1:3], {"judge": [0.5, 0.25]})
-        expected = {ids[0]: None, ids[1]: 0.5, ids[2]: 0.25, ids[3]: None}
-        with TrajectoryReplayBuffer.open(tmp_path) as reader:
-            for buffer in (writer, reader):
-                batch = buffer.sample(64, columns=["rewards", "notes.judge"], sampler=WeightedSampler())
-                assert list(batch) == ["rewards", "notes"]
-                assert nans_as_none(batch["notes"]["judge"]) == [
-                    expected[number] for number in batch.drawn.ids.tolist()
-                ]
-                assert torch.equal(batch["rewards"], buffer.read(batch.drawn, columns=["rewards"])["rewards"])
-                out = {"notes.judge": torch.zeros(64, dtype=torch.float64)}
-                alone = buffer.read(batch.drawn, columns=["notes.judge"], out=out)
-                assert torch.equal(alone["notes"]["judge"].isnan(), batch["notes"]["judge"].isnan())
-                assert alone["notes"]["judge"].data_ptr() == out["notes.judge"].data_ptr()
-                assert "notes" not in buffer.sample(4)
-                loaded = first_of(ReplayLoader(buffer, 8, columns=["rewards", "notes.judge"]))
-                assert loaded["notes"]["judge"].shape == (8,)
-            with pytest.raises(SchemaMismatchError, match=r"column notes\.score: no trajectory was given such a value"):
-                reader.sample(4, columns=["notes.score"])
 
 
 def test_blocks_of_different_columns_have_values_too(tmp_path: Path) -> None:
@@ -133,10 +104,8 @@ def test_what_is_changed_in_a_copy_stays_there(tmp_path: Path, kept: Any) -> Non
     buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=True, **store)
     buffer.add_trajectories([recorded, block])
     for _ in range(2):  # before it is committed, maybe, and from where it is then
-        for one in (
-            buffer.get(0),
-            *(each for each in buffer.sample_trajectories(2) if isinstance(each, AgentTrajectory)),
-        ):
+        drawn = buffer.sample_trajectories(2)
+        for one in (buffer.get(0), *(each for each in drawn if isinstance(each, AgentTrajectory))):
             one.reward.outcome = 0.0
             one.reward.metadata["tests"] = "changed"
             one.metadata["own"][1]["deep"] = 3
@@ -154,3 +123,57 @@ def test_what_is_changed_in_a_copy_stays_there(tmp_path: Path, kept: Any) -> Non
     if kept != "memory":
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             assert same(reader.get(0), recorded)
+
+
+# -- Windows whose trajectories do not all have the same columns --
+
+
+def block(start: int, dtype: torch.dtype, **fields: torch.Tensor) -> Trajectory:
+    rewards = torch.arange(start, start + 6, dtype=torch.float64).reshape(3, 2, 1)
+    return Trajectory(rewards=rewards.to(dtype), curr_obs={"copy": rewards.clone()}, **fields)
+
+
+def options(path: Path, form: str) -> dict[str, Any]:
+    saved = {"auto_save": True, "auto_save_path": path, "trajectory_format": form}
+    return {"sample_window_size": 0, "enable_cache": False, **(saved if form != "memory" else {})}
+
+
+@pytest.mark.parametrize("form", ["memory", "pt", "pkl", "zarr"])
+def test_a_dtype_that_changes_is_cast_to_the_oldest_ones_and_told_once(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrajectoryReplayBuffer(**options(tmp_path / "store", form)) as buffer:
+        for start, dtype in ((0, torch.float32), (6, torch.float64), (12, torch.float16), (18, torch.float32)):
+            buffer.add_trajectories([block(start, dtype)])
+        if form != "memory":
+            buffer.flush()
+        with caplog.at_level(logging.WARNING):
+            batches = [buffer.sample(count) for count in (1, 2, 24) for _ in range(8)]
+        for batch in batches:
+            assert batch["rewards"].dtype == torch.float32
+            assert torch.equal(batch["rewards"].double(), batch["curr_obs"]["copy"])
+        said = [record.message for record in caplog.records if "column rewards" in record.message]
+        assert sorted(text.split(": ", 1)[1].split(" are ")[0] for text in said) == ["float16 rows", "float64 rows"]
+        assert all("cast to float32" in text for text in said)
+        out = {"rewards": torch.zeros(9, 1)}
+        assert buffer.sample(9, columns=["rewards"], out=out)["rewards"].data_ptr() == out["rewards"].data_ptr()
+        buffer.sample_window_size = 2
+        assert buffer.sample(6)["rewards"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("form", ["memory", "pt"])
+def test_what_else_differs_is_refused_with_column_and_trajectories(tmp_path: Path, form: str) -> None:
+    with TrajectoryReplayBuffer(**options(tmp_path / "store", form)) as buffer:
+        buffer.add_trajectories([block(0, torch.float32, actions=torch.zeros(3, 2, 4))])
+        buffer.add_trajectories([block(6, torch.float32)])
+        buffer.add_trajectories([block(12, torch.float64, actions=torch.zeros(3, 2, 5))])
+        if form != "memory":
+            buffer.flush()
+        with pytest.raises(SchemaMismatchError, match=r"differ in actions \(absent from trajectory 1\); name"):
+            buffer.sample(18)
+        buffer.evict([1])
+        with pytest.raises(SchemaMismatchError, match=r"actions \(\[4\] in trajectory 0, \[5\] in trajectory 2\)"):
+            buffer.sample(12)
+        batch = buffer.sample(12, columns=["curr_obs.copy", "rewards"])
+        assert torch.equal(batch["rewards"].double(), batch["curr_obs"]["copy"])
+        assert batch["rewards"].dtype == torch.float32

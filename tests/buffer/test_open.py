@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from tests.stores import reader_of, writer_to
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.conversion import flatten
 from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
@@ -38,18 +39,6 @@ def test_everything_is_shown_and_drawn_from(store: Path) -> None:
         assert reader.seed == 7, "of the store"
 
 
-def test_a_pin_a_share_and_a_window(store: Path) -> None:
-    with TrajectoryReplayBuffer.open(store, pin="early") as reader:
-        assert len(reader) == 150
-    shares = []
-    for rank in range(4):
-        with TrajectoryReplayBuffer.open(store, share=(rank, 4)) as reader:
-            shares += reader.trajectory_ids.tolist()
-    assert shares == list(range(151))
-    with TrajectoryReplayBuffer.open(store, sample_window_size=1) as reader:
-        assert set(reader.sample(2)["rewards"].reshape(-1).tolist()) == {150.0}
-
-
 def test_adding_is_refused_and_says_what_to_do(store: Path) -> None:
     with TrajectoryReplayBuffer.open(store) as reader:
         for opened in (reader, pickle.loads(pickle.dumps(reader))):
@@ -64,8 +53,14 @@ def test_a_reader_that_is_sent_reads_the_same_store_wherever_it_arrives(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=elsewhere / "store") as other:
+    with writer_to(elsewhere / "store") as other:
         other.add_trajectories([one(-1.0)] * 3)
+        with pytest.raises(StoreError, match=r"load_checkpoint.*refresh"):
+            pickle.dumps(other)
+    with reader_of(elsewhere / "store") as buffer:
+        buffer.add_trajectories([one(4.0)])
+        with pytest.raises(StoreError, match="save_checkpoint"):
+            pickle.dumps(buffer)
     monkeypatch.chdir(tmp_path)
     with TrajectoryReplayBuffer.open("store") as reader:
         sent = pickle.dumps(reader)
@@ -94,22 +89,6 @@ def test_a_store_whose_first_files_come_while_it_is_opened(store: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(LocalDirectory, "names", come)
             assert len(Catalog.open(open_directory(store)).index) == 151
-
-
-def test_a_store_is_continued_any_number_of_times(tmp_path: Path) -> None:
-    """As by a run that is resumed again and again; some sessions pin, evict, or add nothing."""
-    for session in range(40):
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-            assert len(buffer) == session - (1 if session > 20 else 0)
-            buffer.add_trajectories([AgentTrajectory(task_id=f"task {session}")])  # of weights without a name
-            if session % 10 == 0:
-                buffer.points.pin(f"session {session}")
-            if session == 20:
-                buffer.evict([3])
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store"):
-            pass
-    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
-        assert reader.get(39).task_id == "task 39"
 
 
 def test_what_lies_further_down_is_named(store: Path) -> None:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from multiprocessing.synchronize import Event
+import multiprocessing
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from tests.stores import add_each, reader_of, writer_to
-from tools.crash.forked import forking
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from tests.stores import add_each, opened, reader_of, writer_to
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
+from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
-def holding_one(path: Path) -> TrajectoryReplayBuffer:
-    source = writer_to(path)
-    source.add_trajectories([witness(0)])
-    source.flush()
-    return source
-
-
 def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
-    with holding_one(tmp_path) as source:
+    with writer_to(tmp_path) as source:
+        add_each(source, [0])
         reader = reader_of(tmp_path)
         source.clear()
         assert reader.refresh()
         assert len(reader) == 0
-        source.add_trajectories([witness(1)])
-        source.flush()
+        add_each(source, [1])
         assert reader.refresh()
         assert check_trajectory(reader.get(1)) == 1
         reader.close()
@@ -48,41 +44,11 @@ def test_a_share_of_an_empty_store_is_followed(tmp_path: Path, rank: int) -> Non
         reader.close()
 
 
-def write_when_told(path: Path, opened: Event, go: Event, done: Event, stop: Event) -> None:
-    torch.set_num_threads(1)
-    with writer_to(path) as source:
-        opened.set()
-        assert go.wait(300)
-        source.add_trajectories([witness(key) for key in range(5)])
-        source.flush()
-        done.set()
-        assert stop.wait(300)
-
-
-def test_a_writer_in_another_process_is_followed_from_the_empty_store_on(tmp_path: Path) -> None:
-    context = forking()
-    opened, go, done, stop = (context.Event() for _ in range(4))
-    child = context.Process(target=write_when_told, args=(tmp_path, opened, go, done, stop), daemon=True)
-    child.start()
-    assert opened.wait(300)
-    reader = reader_of(tmp_path)
-    assert not reader.refresh()
-    go.set()
-    assert done.wait(300)
-    assert reader.refresh()
-    check_batch(reader.sample(20))
-    assert [check_trajectory(reader.get(number)) for number in range(5)] == list(range(5))
-    stop.set()
-    child.join(300)
-    assert child.exitcode == 0
-    reader.close()
-
-
 # -- what it costs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the directories that are opened from now on, each time that one is."""
     urls: list[str] = []
     original = Catalog.open.__func__  # type: ignore[attr-defined]
@@ -95,54 +61,49 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return urls
 
 
-def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, opened: list[str]) -> None:
+def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, openings: list[str]) -> None:
     options = WriterOptions(snapshot_bytes=1 << 12)  # so small that the index is written several times
     with writer_to(tmp_path, writer=options, retention=Retention(max_trajectories=8)) as source:
         add_each(source, range(8))
         reader = reader_of(tmp_path)
         check_batch(reader.sample(8))
         contents = reader._view.contents
-        opened.clear()
+        openings.clear()
         for key in range(8, 60):
-            source.add_trajectories([witness(key)])
-            source.flush()
+            add_each(source, [key])
             mapped = reader.get_stats()["mapped_shards"]
             assert reader.refresh()
             assert reader.get_stats()["mapped_shards"] >= mapped - 1, "maps of what is still there stay"
             assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
             check_batch(reader.sample(8))
-        assert opened == []
+        assert openings == []
         assert reader._view.contents is contents
         reader.close()
 
 
-def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, opened: list[str]) -> None:
+def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, openings: list[str]) -> None:
     with writer_to(tmp_path, writer=WriterOptions(snapshot_bytes=1 << 12)) as source:
-        source.add_trajectories([witness(0)])
-        source.flush()
+        add_each(source, [0])
         reader = reader_of(tmp_path)
-        opened.clear()
+        openings.clear()
         add_each(source, range(1, 60))
         assert reader.refresh()
-        assert opened != []
+        assert openings != []
         assert [check_trajectory(reader.get(number)) for number in range(60)] == list(range(60))
-        source.add_trajectories([witness(60)])
-        source.flush()
-        opened.clear()
+        add_each(source, [60])
+        openings.clear()
         assert reader.refresh()
-        assert opened == []
+        assert openings == []
         assert check_trajectory(reader.get(60)) == 60
         reader.close()
 
 
 def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
     with writer_to(tmp_path, retention=Retention(max_trajectories=4), cache_size=2) as source:
-        source.add_trajectories([witness(0)])
-        source.flush()
+        add_each(source, [0])
         reader = reader_of(tmp_path)
-        for key in range(1, 150):
-            source.add_trajectories([witness(key)])
-            source.flush()
+        for key in range(1, 90):
+            add_each(source, [key])
             assert reader.refresh()
             assert check_trajectory(reader.get(key)) == key
             assert check_trajectory(source.get(max(0, key - 3))) == max(0, key - 3)
@@ -156,11 +117,141 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path) -> None:
-    with holding_one(tmp_path) as source:
+    with writer_to(tmp_path) as source:
+        add_each(source, [0])
         reader = reader_of(tmp_path)
-        source.add_trajectories([witness(1), witness(2)])
-        source.flush()
+        add_each(source, [1, 2])
         assert reader.refresh()
         assert internals_of(reader).trajectory_counter == 3
         assert reader.add_trajectories([witness(7)]) == [3]
         reader.close()
+
+
+# -- Readers beside a writer in threads and forked processes never see a torn or vanished row --
+
+
+def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_path: Path) -> None:
+    """Files of these are gone before the reader hears of them: it must never show a moment at which they were there."""
+
+    class Watched:
+        """A lock after which, each time that it comes free, everything that is shown is read."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock, self._depth, self.reads = lock, 0, 0
+            self.acquire, self.release = lock.acquire, lock.release  # what a fork asks for
+
+        def __enter__(self) -> None:
+            self._lock.__enter__()
+            self._depth += 1
+
+        def __exit__(self, *error: object) -> None:
+            self._depth -= 1
+            self._lock.__exit__(*error)
+            if not self._depth and error[0] is None:
+                self._depth += 1  # what reads takes it too
+                self.reads += 1
+                for number in reader.trajectory_ids.tolist():
+                    check_trajectory(reader.get(number))
+                self._depth -= 1
+
+    with writer_to(tmp_path, retention=Retention(max_trajectories=2), enable_cache=False) as source:
+        add_each(source, range(3))
+        reader = reader_of(tmp_path)
+        add_each(source, range(3, 9))
+        lock = Watched(reader._view.contents.lock)
+        reader._view.contents.lock = lock  # type: ignore[assignment]
+        assert reader.refresh()
+        assert lock.reads > 0
+        assert reader.trajectory_ids.tolist() == [7, 8]
+        reader.close()
+
+
+def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
+    class Interrupted(LocalDirectory):
+        def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+            if below == "log" and interruptions:
+                interruptions.pop()()
+            return super().listing(below)
+
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as source:
+        add_each(source, [0])
+        assert isinstance(source._backing, StoreBacking)
+        interruptions = [source._backing.writer.log.snapshot]
+        catalog = Catalog.open(Interrupted(tmp_path))
+        assert interruptions == []
+        assert catalog.index["trajectory_id"].tolist() == [0]
+        add_each(source, [1])
+        interruptions.append(source._backing.writer.log.snapshot)
+        assert catalog.refresh()
+        assert catalog.index["trajectory_id"].tolist() == [0, 1]
+
+
+# -- workers ----------------------------------------------------------------------------------------
+
+
+def sample_in_child(buffer: TrajectoryReplayBuffer, results: Any) -> None:
+    try:
+        keys = check_batch(buffer.sample(32))
+        try:
+            buffer.add_trajectories([witness(1)])
+            results.put("adding in a child was possible")
+        except errors.StoreClosedError as error:
+            results.put("parent process" in str(error) and len(keys) == 32)
+        buffer.close()
+    except BaseException as error:  # told to the parent, whatever it is
+        results.put(repr(error))
+
+
+def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    stop = threading.Event()
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0)) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(8)])
+        check_batch(buffer.sample(8))
+
+        def add() -> None:
+            key = 8
+            while not stop.is_set():
+                buffer.add_trajectories([witness(key)])
+                key += 1
+
+        adder = threading.Thread(target=add)
+        adder.start()
+        try:
+            for _ in range(6):
+                results = context.Queue()
+                child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
+                child.start()
+                child.join(120)
+                hung = child.is_alive()
+                child.kill()
+                assert not hung, "a lock was held by another thread when the child was forked"
+                assert results.get(timeout=60) is True
+        finally:
+            stop.set()
+            adder.join()
+        buffer.flush()
+
+
+def read_in_child(reader: TrajectoryReplayBuffer, gone: Any, results: Any) -> None:
+    assert gone.wait(120)
+    try:
+        results.put(check_trajectory(reader.get(0)))
+    except errors.CorruptStoreError as error:
+        results.put(str(error))
+
+
+def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    gone, results = context.Event(), context.Queue()
+    with opened(tmp_path) as writer:
+        add_each(writer, range(2))
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            child = context.Process(target=read_in_child, args=(reader, gone, results), daemon=True)
+            child.start()
+            writer.evict([0])
+            reader.refresh()
+            wait_until(lambda: (writer.flush(), len(list((tmp_path / "shards").iterdir())))[1] == 1)
+            gone.set()
+            assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=120)
+            child.join(60)

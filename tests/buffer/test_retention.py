@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import filled, writer_to
+from tests.stores import add_each, filled, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.backing import StoreBacking
 from trajstore.columns.conversion import flatten
@@ -109,8 +109,7 @@ def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) ->
 
 def test_files_that_were_kept_for_a_copy_go_when_it_is_done(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+        add_each(buffer, [0])
         with buffer._backing.writer.log.keeping_files():
             buffer.evict([0])
             assert len(list((tmp_path / "shards").iterdir())) == 1
@@ -122,15 +121,11 @@ def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_sa
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "source") as source:
         source.add_trajectories([witness(key) for key in range(9)])
         source.flush()
-        reader = TrajectoryReplayBuffer(
-            auto_save=auto_save,
-            auto_save_path=tmp_path / "own" if auto_save else "",
-            retention=Retention(max_trajectories=4),
-        )
+        own = {"auto_save": True, "auto_save_path": tmp_path / "own"} if auto_save else {}
+        reader = TrajectoryReplayBuffer(retention=Retention(max_trajectories=4), **own)  # type: ignore[arg-type]
         reader.load_checkpoint(tmp_path / "source")
         assert reader.trajectory_ids.tolist() == [5, 6, 7, 8]
-        source.add_trajectories([witness(9)])
-        source.flush()
+        add_each(source, [9])
         assert reader.refresh()
         assert reader.trajectory_ids.tolist() == [6, 7, 8, 9]
         assert len(source) == 10, "what was loaded belongs to somebody else"

@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from trajstore import (
-    SavedPoint,
-    TrajectoryReplayBuffer,
-    roll_back_run,
-    run_points,
-    save_run_point,
-)
+from trajstore import SavedPoint, TrajectoryReplayBuffer, roll_back_run, run_points, save_run_point
 from trajstore.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trajstore import AgentTrajectory
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.columns.conversion import flatten
 from trajstore.columns.doubts import doubts, sound
 from trajstore.columns.schema import dtypes
@@ -99,3 +102,79 @@ def test_rollouts_of_the_usual_dtypes_are_told_apart_at_once() -> None:
     wrong += [rollout(rollout_log_probs=torch.tensor([-float("inf"), 0]))]
     mixed = [one for pair in zip(fine, wrong, strict=False) for one in pair] + wrong[4:]
     assert sound([flatten(one) for one in mixed]) == [any(one is other for other in fine) for one in mixed]
+
+
+# -- Rollouts that are certainly wrong are kept, and told at the moment of adding --
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def watched(**fields: Any) -> AgentTrajectory:
+    plain: dict[str, Any] = {
+        "task_id": "t",
+        "input_ids": torch.arange(6),
+        "loss_mask": torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.uint8),
+        "response_start": 2,
+        "response_mask": torch.tensor([True, True, False, True]),
+        "old_log_probs": torch.tensor([-0.5, 0.0, -3.0, -1e-6]),
+        "policy_version": 1,
+    }
+    return AgentTrajectory(**plain | fields)
+
+
+def told(caplog: pytest.LogCaptureFixture, *rollouts: Any) -> list[str]:
+    with caplog.at_level(logging.WARNING), TrajectoryReplayBuffer(sample_window_size=0) as buffer:
+        for one in rollouts:
+            buffer.add_trajectories([one])
+        assert len(buffer) == len(rollouts)
+    return [record.message for record in caplog.records]
+
+
+SOUND: list[dict[str, Any]] = [
+    {"input_ids": np.arange(6), "loss_mask": None},
+    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # where the environment wrote
+    {"old_log_probs": torch.full((4,), -1.0).to(torch.float8_e5m2), "input_ids": torch.arange(6).to(torch.uint16)},
+    {"old_log_probs": torch.zeros(0), "response_start": 6, "response_mask": None},
+    {"input_ids": torch.zeros(0, dtype=torch.int64), "loss_mask": None, "response_start": None, "response_mask": None},
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": np.array([0, 1, 2, 3, 4, -100])}, "negative token ids"),
+    ({"response_mask": torch.tensor([1, 1, 1, 1], dtype=torch.uint8)}, "response_mask that is not loss_mask"),
+    ({"old_log_probs": torch.tensor([-INF, -1.0, -3.0, -1.0])}, "old_log_probs that are above 0 or not finite"),
+    ({"old_log_probs": torch.full((4,), -1 + 1j)}, "old_log_probs that are above 0"),
+    ({"rollout_log_probs": torch.tensor([2.0, 0.0]), "response_start": None, "response_mask": None,
+      "old_log_probs": None}, "rollout_log_probs that are above"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SOUND)
+def test_what_can_be_true_is_not_told(fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert told(caplog, watched(**fields)) == []
+
+
+@pytest.mark.parametrize(("fields", "says"), WRONG)
+def test_what_is_certainly_wrong_is_told_and_kept(
+    fields: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [text] = told(caplog, watched(), watched(rollout_id="7", **fields))
+    assert says in text
+    assert "rollout '7' of task 't'" in text
+
+
+def test_what_goes_on_being_wrong_is_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = [watched(input_ids=torch.full((6,), -1), rollout_id=str(number)) for number in range(120)]
+    assert [text.split(" ")[0] for text in told(caplog, *wrong)] == ["1", "10", "100"]
+
+
+def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    again = [watched(rollout_id="0"), watched(rollout_id="1"), watched(rollout_id="0", policy_version=2), watched()]
+    assert told(caplog, *again, watched()) == []  # those without a rollout_id cannot be told apart
+    [text] = told(caplog, *again, watched(rollout_id="1"))
+    assert "the task_id, rollout_id and policy_version of another one; the newest is rollout '1'" in text
+
+
+def test_blocks_of_steps_and_rollouts_of_agents_in_one_store_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    block = Trajectory(rewards=torch.zeros(3, 2, 1))
+    [text] = told(caplog, watched(), block, watched(), block)
+    assert "has agent trajectories and is given step trajectories" in text

@@ -24,6 +24,7 @@ from trajstore.inspection.verify import verify
 from trajstore.store.packing import pack, unpack
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
+from trajstore.trajectory import get_model_weights_id
 
 Z = torch.zeros(1, 1, 1)
 
@@ -64,17 +65,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuse]:
 @pytest.mark.parametrize("value", [-1, 2**63, 2**70, 10**5000, 2.5, float("nan"), "7", None, torch.zeros(2)], ids=type)
 def test_max_episode_length_out_of_range(refused: Refuse, value: Any) -> None:
     refused(step(max_episode_length=value), "field max_episode_length: ")
-
-
-@pytest.mark.parametrize(
-    "value", [7, True, np.int32(7), np.uint8(7), torch.tensor(7), 7.0, np.float32(7), 2**63 - 1, 0]
-)
-def test_whole_numbers_of_any_kind(value: Any) -> None:
-    buffer = TrajectoryReplayBuffer()
-    (number,) = buffer.add_trajectories([step(max_episode_length=value)])
-    got = buffer.get(number)
-    assert isinstance(got, Trajectory)
-    assert got.max_episode_length == int(value)
 
 
 @pytest.mark.parametrize("versions", [1e30, -1e30, float(2**63), float("-inf")])
@@ -195,32 +185,6 @@ def test_observations_nested_too_deeply(refused: Refuse) -> None:
     refused(step(curr_obs=seen), r"^field curr_obs\.again\.again\.\.\.: nested in more than 200 dicts")
 
 
-class Text(str):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        ((1, (2,)), [1, [2]]),
-        (np.float32(0.1), float(np.float32(0.1))),
-        (np.array([[1, 2]]), [[1, 2]]),
-        (np.bool_(True), True),
-        (Text("x"), "x"),
-        (2**64 - 1, 2**64 - 1),
-        (-(2**63), -(2**63)),
-        ({"a": -0.0, "b": 5e-324}, {"a": -0.0, "b": 5e-324}),
-    ],
-)
-def test_metadata_that_comes_back_as_json_has_it(value: Any, found: Any) -> None:
-    buffer = TrajectoryReplayBuffer()
-    (number,) = buffer.add_trajectories([AgentTrajectory(metadata={"value": value})])
-    got = buffer.get(number)
-    assert isinstance(got, AgentTrajectory)
-    assert got.metadata == {"value": found}
-    assert type(got.metadata["value"]) is type(found)
-
-
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
@@ -268,6 +232,26 @@ def test_fields_of_agent_trajectories_of_another_type(refused: Refuse, fields: d
 )
 def test_fields_of_step_trajectories_of_another_type(refused: Refuse, fields: dict[str, Any], match: str) -> None:
     refused(step(**fields), match)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"actions": torch.zeros(7, 2, 3)}, r"actions: has 7 rows, must have T = 4"),
+        ({"actions": torch.zeros(4, 3, 3)}, r"actions: shape \[4, 3, 3\].* B = 2"),
+        ({"dones": torch.zeros(7, 2, 1)}, r"dones: has 7 rows.*T = 4 or T \+ E with T divisible by E"),
+        ({"curr_obs": {"dones": torch.zeros(5, 2, 1)}}, r"curr_obs\.dones: has 5 rows, must have T = 4$"),
+        ({"dones": torch.zeros(3, 2, 1)}, r"dones: has 3 rows.*T = 4"),
+        ({"dones": torch.zeros(5, 2, 1), "truncations": torch.zeros(6, 2, 1)}, r"has 5 rows|has 6 rows"),
+        ({"rewards": None, "actions": torch.zeros(4, 2, 3)}, "prev_logprobs or rewards"),
+        ({"rewards": torch.zeros(4)}, r"rewards: shape \[4\]"),
+        ({"curr_obs": {"a": {"b": torch.zeros(4, 1)}}}, r"curr_obs\.a\.b: shape \[4, 1\]"),
+        ({"curr_obs": {"a": object()}}, r"field curr_obs\.a: a object"),
+        ({"versions": torch.full((4, 2, 1), float("nan"))}, "versions"),
+    ],
+)
+def test_shapes_that_do_not_fit(refused: Refuse, changes: dict[str, Any], match: str) -> None:
+    refused(Trajectory(**{"rewards": torch.zeros(4, 2, 1), **changes}), match)
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", {"rewards": Z}, Z])
@@ -347,3 +331,49 @@ def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatc
     assert isinstance(got, AgentTrajectory)
     assert got.reward == Reward(outcome=1.0)
     assert verify(tmp_path).sound
+
+
+# -- From a trajectory to its columns: what is taken for a tensor, and what is told of the versions --
+
+
+def test_numpy_arrays_are_taken_as_tensors() -> None:
+    versions = np.array([[[3.0]], [[5.0]]], np.float32)
+    rollout = Trajectory(rewards=np.ones((2, 1, 1), np.float32), versions=versions)  # type: ignore[arg-type]
+    buffer = TrajectoryReplayBuffer()
+    (number,) = buffer.add_trajectories([rollout])
+    found = buffer.get(number)
+    assert isinstance(found, Trajectory)
+    assert found.versions is not None
+    assert found.versions.tolist() == versions.tolist()
+    assert found.model_weights_id == get_model_weights_id(torch.from_numpy(versions))
+
+
+@pytest.mark.parametrize("view", ["transposed", "grad", "conjugated", "negated", "parameter"])
+def test_tensors_that_are_not_plain_memory(view: str) -> None:
+    plain = torch.arange(6.0).reshape(2, 3, 1)
+    made = {
+        "transposed": lambda: plain.transpose(0, 1).contiguous().transpose(0, 1),
+        "grad": lambda: plain.clone().requires_grad_(),
+        "conjugated": lambda: torch.complex(plain, plain).conj(),
+        "negated": lambda: torch.complex(plain, -plain).conj().imag,
+        "parameter": lambda: torch.nn.Parameter(plain.clone()),
+    }[view]()
+    (stored,) = flatten(Trajectory(rewards=made)).tensors
+    assert stored.is_contiguous()
+    assert not stored.requires_grad
+    assert not stored.is_conj()
+    assert not stored.is_neg()
+    assert torch.equal(stored, made.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8])
+def test_versions_of_any_real_dtype(dtype: torch.dtype) -> None:
+    rollout = Trajectory(rewards=torch.ones(3, 1, 1), versions=torch.tensor([4, 2, 3]).reshape(3, 1, 1).to(dtype))
+    assert flatten(rollout).versions == (2, 4)
+
+
+def test_nested_tensors_are_refused_by_name() -> None:
+    parts = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    for fields in ({"rewards": parts}, {"rewards": torch.zeros(2, 1, 1), "actions": parts}):
+        with pytest.raises(errors.InvalidTrajectoryError, match=rf"field {list(fields)[-1]}: sparse, nested"):
+            TrajectoryReplayBuffer().add_trajectories([Trajectory(**fields)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import contents_of, opened
+from tests.stores import add_each, contents_of, opened
 from tools.campaigns import Result
 from tools.crash.journal import Promises
 from tools.powerloss.campaign import check, look_at_pool, look_at_store, run_campaign
@@ -19,21 +19,13 @@ from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Pending, Sync, T
 from tools.powerloss.recorder import Recorder
 from tools.powerloss.sessions import record_pools, record_store, write_tree
 from tools.powerloss.states import Case, build, plan
-from trajstore.testing.witness import witness
 
 
 def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, states=50, sessions=(0, 3), seed=3, steps=8)
+    result = run_campaign(tmp_path, states=45, sessions=(0, 1, 3), seed=3, steps=8)  # of pt, zarr and pkl
     assert result.problems == []
-    assert result.counts["states"] == 50
-    assert result.counts["trajectories compared"] > 500
-
-
-def test_nothing_of_a_zarr_store_is_lost_when_the_power_fails(tmp_path: Path) -> None:
-    ops = record_store(tmp_path / "record", 1, seed=3, steps=4)
-    result = Result()
-    check(tmp_path / "state", ops, 10, 3, look_at_store, "zarr", result)
-    assert result.problems == []
+    assert result.counts["states"] == 45
+    assert result.counts["trajectories compared"] > 300
 
 
 @pytest.mark.slow
@@ -58,7 +50,7 @@ def _new_segment(ops: Sequence[Op], _: random.Random) -> int:
 def test_a_segment_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> None:
     ops = record_store(tmp_path / "record", 0, seed=5, steps=12, kill=_new_segment)
     result = Result()
-    check(tmp_path / "state", ops, 25, 5, look_at_store, "killed", result)
+    check(tmp_path / "state", ops, 12, 5, look_at_store, "killed", result)
     assert result.problems == []
 
 
@@ -69,8 +61,7 @@ def test_a_folder_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> N
         place = tmp_path / f"{life}"
         write_tree(place, tree_of(ops).listing())
         with Recorder(place, ops).recording(), opened(place / "store", trajectory_format="zarr") as buffer:
-            buffer.add_trajectories([witness(3)])
-            buffer.flush()
+            add_each(buffer, [3])
             flushed = len(ops)
         if life == 0:
             made = [

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.stores import filled
 from tools.campaigns import Result
 from tools.crash.range_reader import RangeReader, RangeRows, detours_told
-from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.witness import witness
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
 bucket_ranges = pytest.importorskip("trajstore.files.bucket_ranges", reason="needs obstore, of the extra 's3'")
@@ -27,10 +26,7 @@ def store(s3_options: dict[str, Any]) -> str:
     bucket = f"bucket-{uuid.uuid4()}"
     s3fs.S3FileSystem(**s3_options).mkdir(bucket)
     url = f"s3://{bucket}/run"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=s3_options) as buffer:
-        for number in range(3):
-            buffer.add_trajectories([witness(7 + number)])
-            buffer.flush()
+    filled(url, range(7, 10), storage_options=s3_options)
     return url
 
 

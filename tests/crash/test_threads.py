@@ -25,7 +25,7 @@ from trajstore.files.local import LocalDirectory
 from trajstore.formats import FORMATS
 from trajstore.reading.residency import MappedShard, Residency
 
-_SHORT = 2.0
+_SHORT = 1.0
 _LONG = 600.0
 
 

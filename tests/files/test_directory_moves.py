@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import stat
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.stores import add_each, contents_of, opened
+from tests.stores import add_each, contents_of, opened, reader_of
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.errors import StoreNotFoundError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
-from trajstore.testing.faults import FaultPlan, failing_disk
-from trajstore.testing.witness import check_batch, check_trajectory, witness
-
-
-def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
-    reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
-    reader.load_checkpoint(path)
-    return reader
-
-
-def add(buffer: TrajectoryReplayBuffer, *keys: int) -> None:
-    add_each(buffer, keys)
-
+from trajstore.testing.witness import check_batch, check_trajectory
 
 # -- writers ------------------------------------------------------------------------------------------
 
@@ -43,9 +30,9 @@ def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with opened("rel", trajectory_format=fmt, enable_cache=False) as buffer:
-        add(buffer, 0)
+        add_each(buffer, [0])
         monkeypatch.chdir(tmp_path / "elsewhere")
-        add(buffer, 1, 2)
+        add_each(buffer, [1, 2])
         buffer.points.pin("kept")
         check_batch(buffer.sample(64))
         buffer.save_checkpoint("checkpoint")
@@ -69,17 +56,17 @@ def test_a_relative_path_in_a_working_directory_that_was_removed(
 
 def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> None:
     with opened(tmp_path / "run", retention=Retention(max_trajectories=3)) as buffer:
-        add(buffer, 0, 1)
+        add_each(buffer, [0, 1])
         os.rename(tmp_path / "run", tmp_path / "run_old")
-        add(buffer, 2, 3)
+        add_each(buffer, [2, 3])
         buffer.clear_cache()
         check_batch(buffer.sample(64))
         buffer.evict([1])
         with pytest.raises(errors.StoreLockedError):
             opened(tmp_path / "run_old")
         with opened(tmp_path / "run") as other:
-            add(other, 9)
-            add(buffer, 4)
+            add_each(other, [9])
+            add_each(buffer, [4])
     assert contents_of(tmp_path / "run_old") == [2, 3, 4]
     assert contents_of(tmp_path / "run") == [9]
     assert verify(tmp_path).sound
@@ -89,13 +76,13 @@ def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> Non
 def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(tmp_path: Path, part: str) -> None:
     path = tmp_path / "run"
     buffer = opened(path)
-    add(buffer, 0)
+    add_each(buffer, [0])
     while (path / part).exists():  # metadata.json may be renewed meanwhile
         shutil.rmtree(path / part, ignore_errors=True)
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while .* open \(it was .*run\)"):
         buffer.flush()  # nothing waits, and still it says so
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while") as raised:
-        add(buffer, 1)
+        add_each(buffer, [1])
     assert "free space" not in str(raised.value)
     assert not (path / part).exists()
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
@@ -105,24 +92,24 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
 
 def test_a_folder_that_is_put_back_goes_on(tmp_path: Path) -> None:
     with opened(tmp_path / "run") as buffer:
-        add(buffer, 0)
+        add_each(buffer, [0])
         os.rename(tmp_path / "run" / "shards", tmp_path / "away")
         with pytest.raises(errors.StoreWriteError, match=r"run/shards.*|shards: .* was removed while"):
-            add(buffer, 1)
+            add_each(buffer, [1])
         os.rename(tmp_path / "away", tmp_path / "run" / "shards")
         buffer.flush()
-        add(buffer, 2)
+        add_each(buffer, [2])
     assert contents_of(tmp_path / "run") == [0, 1, 2]
 
 
 def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    add(buffer, 0)
+    add_each(buffer, [0])
     (segment,) = (tmp_path / "log").iterdir()
     with segment.open("ab") as file:
         file.write(b"something")
     with pytest.raises(errors.StoreWriteError, match="somebody else has changed it"):
-        add(buffer, 1)
+        add_each(buffer, [1])
     with pytest.raises(errors.StoreWriteError):
         buffer.close()
     assert contents_of(tmp_path) == [0]
@@ -136,7 +123,7 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with opened("r") as buffer:
-        add(buffer, 0, 1, 2, 3)
+        add_each(buffer, [0, 1, 2, 3])
     reader = reader_of("r")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -145,7 +132,7 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
     for key in (4, 5):  # at first from the log alone, then anew: the log was written into the index
         with opened(tmp_path / "r2") as buffer:
-            add(buffer, key)
+            add_each(buffer, [key])
             assert reader.refresh()
     assert [check_trajectory(reader.get(number)) for number in range(6)] == [0, 1, 2, 3, 4, 5]
     reader.close()
@@ -155,12 +142,12 @@ def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     for rank in range(2):
         with opened(f"run/rank_{rank}") as buffer:
-            add(buffer, rank)
+            add_each(buffer, [rank])
     reader = reader_of("run")
     os.rename("run", "run_old")
     monkeypatch.chdir("/")
     with opened(tmp_path / "run_old" / "rank_1") as buffer:
-        add(buffer, 2)
+        add_each(buffer, [2])
         assert reader.refresh()
     assert sorted(check_trajectory(one) for one in reader.sample_trajectories(3)) == [0, 1, 2]
     reader.close()
@@ -169,11 +156,11 @@ def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pyte
 def test_a_reader_of_a_replaced_checkpoint_is_told_to_load_again(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     with opened(tmp_path / "run", writer=WriterOptions(shard_bytes=1)) as buffer:
-        add(buffer, 0, 1)
+        add_each(buffer, [0, 1])
         buffer.save_checkpoint(path)
         reader = reader_of(path)
         assert check_trajectory(reader.get(0)) == 0
-        add(buffer, 2)
+        add_each(buffer, [2])
         buffer.save_checkpoint(path)
     with pytest.raises(errors.CorruptStoreError, match=r"removed or replaced while it was open.*load it again"):
         reader.get(1)
@@ -189,9 +176,9 @@ def test_checkpoints_and_stores_behind_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "step_1").mkdir()
     (tmp_path / "latest").symlink_to("step_1")
     with opened(tmp_path / "run") as buffer:
-        add(buffer, 0)
+        add_each(buffer, [0])
         buffer.save_checkpoint(tmp_path / "latest")
-        add(buffer, 1)
+        add_each(buffer, [1])
         buffer.save_checkpoint(tmp_path / "latest")
     assert contents_of(tmp_path / "disk") == contents_of(tmp_path / "step_1") == [0, 1]
     assert os.readlink(tmp_path / "latest") == "step_1"
@@ -205,12 +192,12 @@ def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as buffer:
-        add(buffer, 0)
+        add_each(buffer, [0])
         (tmp_path / "writer.lock").unlink()
         with pytest.raises(errors.StoreLockedError):
             opened(tmp_path)
         assert "writer.lock" not in os.listdir(tmp_path)
-        add(buffer, 1)
+        add_each(buffer, [1])
         assert "writer.lock was removed under its writer" in caplog.text
         with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
             opened(tmp_path)
@@ -219,13 +206,13 @@ def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
 
 def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    add(buffer, 0)
+    add_each(buffer, [0])
     (tmp_path / "writer.lock").unlink()
     (tmp_path / "writer.lock").touch()  # as a writer that locks this file only would
     with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced while this writer held it"):
         buffer.flush()
     with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced"):
-        add(buffer, 1)
+        add_each(buffer, [1])
     with pytest.raises(errors.StoreWriteError):
         buffer.close()
     with opened(tmp_path) as again:
@@ -240,7 +227,7 @@ def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path) -> N
         with pytest.raises(errors.StoreLockedError):
             opened(tmp_path)
     with opened(tmp_path) as buffer:
-        add(buffer, 0)
+        add_each(buffer, [0])
         with (tmp_path / "writer.lock").open("r+") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -257,73 +244,40 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
 
     monkeypatch.setattr(fcntl, "flock", files_only)
     with opened(tmp_path / "run") as buffer:
-        add(buffer, 0)
+        add_each(buffer, [0])
         with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
             opened(tmp_path / "run")
         buffer.save_checkpoint(tmp_path / "checkpoint")
     assert contents_of(tmp_path / "run") == contents_of(tmp_path / "checkpoint") == [0]
 
 
+def write_and_fork(path: Path, told: Connection) -> None:
+    """Hold a store, and a reader of it, in two processes of which one is forked from the other."""
+    buffer = opened(path)
+    add_each(buffer, [0])
+    reader = reader_of(path)
+    child = os.fork()
+    if child:
+        told.send(child)
+    signal.pause()
+    reader.close()
+
+
 def test_a_forked_child_that_outlives_its_killed_parent_keeps_no_lock(tmp_path: Path) -> None:
-    code = """
-import os, sys, time
-from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.witness import witness
-buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1])
-buffer.add_trajectories([witness(0)])
-buffer.flush()
-reader = TrajectoryReplayBuffer()
-reader.load_checkpoint(sys.argv[1])
-child = os.fork()
-if child == 0:
-    time.sleep(600)
-print(child, flush=True)
-time.sleep(600)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
+    mine, theirs = multiprocessing.Pipe()
+    parent = forking().Process(target=write_and_fork, args=(tmp_path, theirs))
+    parent.start()
+    theirs.close()
+    child = mine.recv()
     try:
         with pytest.raises(errors.StoreLockedError, match=f"process {parent.pid} "):
             opened(tmp_path)
         parent.kill()
-        parent.wait()
+        parent.join()
         with opened(tmp_path) as buffer:
             assert LocalDirectory(tmp_path).readers() == []
-            add(buffer, 1)
+            add_each(buffer, [1])
         assert contents_of(tmp_path) == [0, 1]
     finally:
         os.kill(child, signal.SIGKILL)
         parent.kill()
-        parent.wait()
-        parent.stdout.close()
-
-
-# -- descriptors ------------------------------------------------------------------------------------------
-
-
-def read_with_few_descriptors(path: Path, shards: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
-    reader.load_checkpoint(path)
-    check_batch(reader.sample(16))
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(8):
-        check_batch(reader.sample(4096))
-    for number in reader.trajectory_ids.tolist():
-        check_trajectory(reader.get(number))
-    assert (len(reader), int(reader.get_stats()["mapped_shards"])) == (shards, shards)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(
-    ("fmt", "shards"), [("zarr", 150), ("pt", 300), pytest.param("pt", 1100, marks=pytest.mark.slow)]
-)
-def test_mapped_shards_keep_no_descriptors(tmp_path: Path, fmt: str, shards: int) -> None:
-    options = WriterOptions(shard_bytes=1, commit_interval=0.0)
-    with failing_disk(FaultPlan()), opened(tmp_path, trajectory_format=fmt, writer=options) as buffer:
-        buffer.add_trajectories([witness(key) for key in range(shards)])  # nothing fails, but nothing is synced either
-    child = forking().Process(target=read_with_few_descriptors, args=(tmp_path, shards))
-    child.start()
-    child.join()
-    assert child.exitcode == 0

@@ -39,14 +39,6 @@ def test_a_failed_append_is_cut_off_even_if_that_fails_at_first(tmp_path: Path) 
     assert (tmp_path / "log" / "1").read_bytes() == b"first\nthird\n"
 
 
-def test_short_writes_are_continued(tmp_path: Path) -> None:
-    directory = LocalDirectory(tmp_path)
-    pieces = [b"a" * 5000, b"b" * 10, b"c" * 7000]
-    with failing_disk(FaultPlan(0, "short", lasting=True)):
-        directory.publish([EncodedFile("file", pieces)])
-    assert directory.read("file") == b"".join(pieces)
-
-
 @pytest.mark.parametrize("at", range(4))
 def test_a_failed_publication_leaves_nothing(tmp_path: Path, at: int) -> None:
     directory = LocalDirectory(tmp_path)

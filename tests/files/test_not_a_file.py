@@ -17,7 +17,7 @@ from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import check_trajectory, witness
+from trajstore.testing.witness import check_trajectory
 
 
 def make_socket(path: Path) -> None:
@@ -82,8 +82,7 @@ def read_all(path: Path) -> None:
 
 def write_on(path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
-        buffer.add_trajectories([witness(9)])
-        buffer.flush()
+        add_each(buffer, [9])
         for number in range(3):
             buffer.get(number)
 

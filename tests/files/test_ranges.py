@@ -7,10 +7,10 @@ import errno
 import logging
 import os
 import random
-import uuid
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -165,18 +165,11 @@ def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Serve
     assert read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
 
 
-def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, tmp_path: Path) -> None:
     one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
-
-    def full(descriptor: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
-            read(one, (0, 10))
+    full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
+        read(one, (0, 10))
     assert told.value.errno == errno.ENOSPC
     assert read(one, (0, 10)) == [CONTENT[:10]]
 
@@ -198,24 +191,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def reader_of(url: str, **options: Any) -> TrajectoryReplayBuffer:
-    reader = TrajectoryReplayBuffer(
-        sample_window_size=0, enable_cache=False, storage_options={"range_reads": True, **options}
-    )
+def reader_of(url: str, *, verify_shards: bool = False, **options: Any) -> TrajectoryReplayBuffer:
+    kept = {"sample_window_size": 0, "enable_cache": False, "verify_shards": verify_shards}
+    reader = TrajectoryReplayBuffer(storage_options={"range_reads": True, **options}, **kept)  # type: ignore[arg-type]
     reader.load_checkpoint(url)
     return reader
 
 
 @pytest.fixture(params=["pt", "zarr"])
-def store(request: pytest.FixtureRequest) -> str:
+def store(request: pytest.FixtureRequest, memory_url: str) -> str:
     if request.param == "zarr":
         pytest.importorskip("zarr", reason="needs the extra 'zarr'")
-    url = f"memory://bucket-{uuid.uuid4()}/run"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, trajectory_format=request.param) as buffer:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, trajectory_format=request.param) as buffer:
         for key in range(6):
             buffer.add_trajectories([witness(key, scale=40)])
             buffer.flush()
-    return url
+    return memory_url
 
 
 def test_draws_are_those_of_whole_shards(store: str, asked: list[int]) -> None:
@@ -243,30 +234,23 @@ def test_a_small_cache_gives_the_same_rows(store: str) -> None:
             check_batch(reader.sample(16))
 
 
-def test_only_what_is_drawn_is_fetched(asked: list[int]) -> None:
-    url = f"memory://bucket-{uuid.uuid4()}/run"
+def test_only_what_is_drawn_is_fetched(memory_url: str, asked: list[int]) -> None:
     images = torch.randint(0, 256, (256, 4, 64, 64, 3), dtype=torch.uint8)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
         buffer.add_trajectories([Trajectory(rewards=torch.randn(256, 4, 1), curr_obs={"images": images})])
-    with reader_of(url) as reader:
+    with reader_of(memory_url) as reader:
         batch = reader.sample(8)
     assert len(asked) <= 9, "a range for each image, one for all rewards"
     most = batch["curr_obs"]["images"].nbytes + 9 * (JOINED + 2 * BLOCK)
     assert batch["curr_obs"]["images"].nbytes <= sum(asked) < most < images.nbytes / 9
 
 
-def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
-    url = f"memory://bucket-{uuid.uuid4()}/run"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
-        buffer.add_trajectories(
-            [
-                AgentTrajectory(
-                    input_ids=torch.arange(number, number + 5000), messages=[{"role": "user", "content": "x"}]
-                )
-                for number in range(40)
-            ]
-        )
-    with reader_of(url) as reader:
+def test_agent_trajectories_are_fetched_alone(memory_url: str, asked: list[int]) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+        for number in range(40):
+            tokens, said = torch.arange(number, number + 5000), [{"role": "user", "content": "x"}]
+            buffer.add_trajectories([AgentTrajectory(input_ids=tokens, messages=said)])
+    with reader_of(memory_url) as reader:
         for number in (3, 17):
             assert torch.equal(reader.get(number).input_ids, torch.arange(number, number + 5000))
         assert sum(asked) < 0.25 * 40 * 5000 * 8
@@ -274,26 +258,18 @@ def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
         assert all(int(one.input_ids[0]) < 40 for one in drawn)
 
 
-def test_formats_without_places_are_said(caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
-    url = f"memory://bucket-{uuid.uuid4()}/run"
-    filled(url, range(2), trajectory_format="pkl")
-    with caplog.at_level(logging.WARNING), reader_of(url) as reader:
+def test_formats_without_places_are_said(memory_url: str, caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
+    filled(memory_url, range(2), trajectory_format="pkl")
+    with caplog.at_level(logging.WARNING), reader_of(memory_url) as reader:
         check_batch(reader.sample(8))
     said = [record.getMessage() for record in caplog.records if "range_reads has no effect" in record.getMessage()]
     assert len(said) == 1
     assert asked == []
 
 
-def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(
-    store: str, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(store: str) -> None:
     with reader_of(store) as reader:
-        with monkeypatch.context() as patch:
-
-            def failing(self: ObjectStore, pieces: Any) -> Any:
-                raise OSError(errno.EIO, "no answer", pieces[0][0])
-
-            patch.setattr(ObjectStore, "ranges", failing)
+        with mock.patch.object(ObjectStore, "ranges", side_effect=OSError(errno.EIO, "no answer", "shards/one")):
             for call in (lambda: reader.sample(8), lambda: reader.get(0)):
                 with pytest.raises(OSError, match="no answer"):
                     call()
@@ -301,10 +277,7 @@ def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(
 
 
 def test_verified_shards_are_fetched_whole(store: str, asked: list[int]) -> None:
-    with TrajectoryReplayBuffer(
-        sample_window_size=0, enable_cache=False, verify_shards=True, storage_options={"range_reads": True}
-    ) as reader:
-        reader.load_checkpoint(store)
+    with reader_of(store, verify_shards=True) as reader:
         check_batch(reader.sample(8))
     assert asked == []
 

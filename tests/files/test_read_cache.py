@@ -16,10 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.stores import add_each, filled, flip, reader_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-)
+from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.opening import open_directory
 from trajstore.files.read_cache import ReadCache

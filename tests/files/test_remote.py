@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from tests.pages import run_page
+from tests.stores import add_each, keys_of, writer_to
+from tools.crash.forked import forking
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import (
-    ConfigurationError,
-    MissingDependencyError,
-    StoreLockedError,
-)
+from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
 from trajstore.formats.base import ShardContent
 from trajstore.testing.directory import DirectoryConformance, publish
+from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
 
 
@@ -45,16 +44,8 @@ class TestMemory(DirectoryConformance):
 
 
 class TestS3(DirectoryConformance):
-    @pytest.fixture
-    def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:
-        return around(s3_url, **s3_options)
+    """A whole bucket, whose names have no folder before them; that of memory is a folder of a bucket."""
 
-    @pytest.fixture
-    def open_again(self, s3_url: str, s3_options: dict[str, Any]) -> Callable[[], Directory]:
-        return lambda: open_directory(s3_url, **s3_options)
-
-
-class TestS3WholeBucket(DirectoryConformance):
     @pytest.fixture
     def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:
         return around(s3_url.removesuffix("/runs/run1"), **s3_options)
@@ -134,13 +125,13 @@ def _read_in_child(directory: Directory) -> bytes:
     return directory.read("a") + directory.map("a").view.tobytes()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("context", [multiprocessing.get_context("fork"), forking()], ids=["forked", "new"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_child_processes_connect_anew(method: Any, s3_url: str, s3_options: dict[str, Any]) -> None:
+def test_child_processes_connect_anew(context: Any, s3_url: str, s3_options: dict[str, Any]) -> None:
     directory = open_directory(s3_url, **s3_options)
     publish(directory, a=b"1")
     assert _read_in_child(directory) == b"11"
-    with multiprocessing.get_context(method).Pool(1) as pool:
+    with context.Pool(1) as pool:
         assert pool.apply_async(_read_in_child, (directory,)).get(timeout=60) == b"11"
     assert _read_in_child(directory) == b"11"
 
@@ -160,18 +151,14 @@ def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str
 # -- whole stores -------------------------------------------------------------------------------------
 
 
-def trajectory(number: int) -> Trajectory:
-    return Trajectory(
-        rewards=torch.full((4, 2, 1), float(number)),
-        dones=torch.zeros(5, 2, 1, dtype=torch.bool),
-        curr_obs={"states": torch.full((4, 2, 3), float(number)), "nothing": torch.zeros(4, 2, 0)},
-    )
-
-
-@pytest.mark.parametrize("backend", ["memory_url", "s3_url"])
 @pytest.mark.parametrize(
-    ("name", "format_options"),
-    [("pt", {}), ("pkl", {}), ("zarr", {}), ("zarr", {"codec": "zstd", "chunk_bytes": 64, "shard_chunks": 2})],
+    ("backend", "name", "format_options"),
+    [
+        ("s3_url", "pt", {}),
+        ("memory_url", "pkl", {}),
+        ("s3_url", "zarr", {}),
+        ("memory_url", "zarr", {"codec": "zstd", "chunk_bytes": 64, "shard_chunks": 2}),
+    ],
 )
 def test_a_buffer_lives_in_an_object_store(
     request: pytest.FixtureRequest, backend: str, name: str, format_options: dict[str, Any]
@@ -182,35 +169,23 @@ def test_a_buffer_lives_in_an_object_store(
     storage_options = request.getfixturevalue("s3_options") if backend == "s3_url" else {}
 
     def open_buffer() -> TrajectoryReplayBuffer:
-        return TrajectoryReplayBuffer(
-            auto_save=True,
-            auto_save_path=url,
-            cache_size=1,
-            trajectory_format=name,
-            format_options=format_options,
-            storage_options=storage_options,
-        )
+        options = {"cache_size": 1, "format_options": format_options, "storage_options": storage_options}
+        return writer_to(url, trajectory_format=name, **options)
 
     with open_buffer() as buffer:
-        for number in range(4):
-            buffer.add_trajectories([trajectory(number)])
-            buffer.flush()
+        add_each(buffer, range(4))
         with pytest.raises(StoreLockedError):
             open_buffer()
         buffer.evict([0])
         buffer.save_checkpoint(f"{url}-checkpoint")
     with open_buffer() as buffer:
-        assert buffer.add_trajectories([trajectory(4)]) == [4]
+        assert buffer.add_trajectories([witness(4)]) == [4]
         buffer.flush()
-        batch = buffer.sample(32)
-        assert sorted(set(batch["rewards"].flatten().tolist())) == [1.0, 2.0, 3.0, 4.0]
-        assert torch.equal(batch["curr_obs"]["states"], batch["rewards"].expand(32, 3))
-        assert batch["curr_obs"]["nothing"].shape == (32, 0)
-    loaded = TrajectoryReplayBuffer(storage_options=storage_options)
-    loaded.load_checkpoint(f"{url}-checkpoint")
-    assert set(loaded.sample(24)["rewards"].flatten().tolist()) <= {1.0, 2.0, 3.0}
-    assert len(loaded) == 3
-    loaded.close()
+        assert keys_of(buffer) == {1: 1, 2: 2, 3: 3, 4: 4}
+        check_batch(buffer.sample(32))
+    with TrajectoryReplayBuffer.open(f"{url}-checkpoint", storage_options=storage_options) as loaded:
+        assert keys_of(loaded) == {1: 1, 2: 2, 3: 3}
+        check_batch(loaded.sample(24))
 
 
 @pytest.mark.usefixtures("s3_options")

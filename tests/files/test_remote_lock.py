@@ -1,35 +1,35 @@
-"""The writer's lock in an object store: heartbeats, taking over, and what a writer that was taken over from can do."""
+"""The writer's lock and the leases of readers in an object store: heartbeats, taking over, and what is told of it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import orjson
 import pytest
 import torch
 
-from tests.stores import reader_of
+from tests.stores import add_each, contents_of, keys_at, opened
 from trajstore import annotate
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import (
-    CorruptStoreError,
-    StoreError,
-    StoreLockedError,
-    WriterFencedError,
-)
+from trajstore.errors import CorruptStoreError, StoreError, StoreLockedError, WriterFencedError
 from trajstore.files import object_store
+from trajstore.files.answers import ObjectInfo
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.holder import LOCK_NAME, holder_document
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
+from trajstore.files.remote_leases import RemoteReaderLease
 from trajstore.files.uploads import upload
 from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
@@ -46,6 +46,15 @@ def lock_text(**changes: Any) -> bytes:
 
 def write_lock(directory: Directory, text: bytes) -> None:
     directory.publish([EncodedFile(LOCK_NAME, [text])])
+
+
+def is_refused(call: Callable[[], object], message: str = "") -> bool:
+    """Return whether a call is refused, with such a message, because of the lock."""
+    try:
+        call()
+    except StoreLockedError as error:
+        return message in str(error)
+    return False
 
 
 def dead_process() -> int:
@@ -111,11 +120,7 @@ def test_writer_that_lost_its_lock_cannot_write(memory_url: str) -> None:
 
     def lost() -> bool:
         write_lock(other, lock_text(host="elsewhere", pid=1))  # again: a heartbeat under way may write over it
-        try:
-            publish(directory, a=b"1")
-        except StoreLockedError:
-            return True
-        return False
+        return is_refused(lambda: publish(directory, a=b"1"))
 
     wait_until(lost)
     for call in (
@@ -132,39 +137,26 @@ def test_writer_that_lost_its_lock_cannot_write(memory_url: str) -> None:
 def test_a_writer_that_lost_its_lock_is_told_so_when_it_gives_values_by_row(memory_url: str) -> None:
     other = open_directory(memory_url)
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, storage_options={"lock_ttl": 0.1})
-    buffer.add_trajectories([witness(0)])
-    buffer.flush()
+    add_each(buffer, [0])
     rows = torch.zeros(buffer.get(0).rewards.shape[:2])
 
     def lost() -> bool:
         write_lock(other, lock_text(host="elsewhere", pid=1))
-        try:
-            annotate(buffer, 0, {"rows": [rows]})
-        except WriterFencedError:
-            return True
-        return False
+        return is_refused(lambda: annotate(buffer, 0, {"rows": [rows]}), "was taken over")
 
     wait_until(lost)
     with suppress(StoreError):
         buffer.close()
 
 
-def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str) -> None:
     directory = RemoteDirectory(memory_url, lock_ttl=0.1)
     lock = directory.lock_writer()
 
-    def unreachable(self: ObjectStore, name: str, start: int = 0) -> bytes:
-        raise OSError(5, "unreachable", self.url_of(name))
-
     def stopped() -> bool:
-        try:
-            publish(directory, a=b"1")
-        except StoreLockedError as error:
-            return "could not be renewed" in str(error)
-        return False
+        return is_refused(lambda: publish(directory, a=b"1"), "could not be renewed")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "read", unreachable)
+    with mock.patch.object(ObjectStore, "read", side_effect=OSError(5, "unreachable", "writer.lock")):
         wait_until(stopped)
     wait_until(lambda: not stopped())
     lock.release()
@@ -173,15 +165,9 @@ def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str, monkeypatch: 
 
 
 def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> None:
-    def take(_: int) -> bool:
-        try:
-            open_directory(s3_url, **s3_options).lock_writer()
-        except StoreLockedError:
-            return False
-        return True
-
     with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(take, range(16))) == 1
+        refused = pool.map(is_refused, [lambda: open_directory(s3_url, **s3_options).lock_writer()] * 16)
+        assert sum(refused) == 15
 
 
 # -- writers that others took over from ---------------------------------------------------------------
@@ -196,15 +182,7 @@ def s3_url_soon_lost(s3_url: str, s3_options: dict[str, Any]) -> tuple[str, dict
 def take_over(url: str, options: dict[str, Any]) -> Directory:
     """Return a directory whose lock was taken from a writer that gives no sign of life."""
     directory = RemoteDirectory(url, **options)
-
-    def taken() -> bool:
-        try:
-            directory.lock_writer()
-        except StoreLockedError:
-            return False
-        return True
-
-    wait_until(taken)
+    wait_until(lambda: not is_refused(directory.lock_writer))
     return directory
 
 
@@ -310,18 +288,11 @@ def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opene
         for change in (lambda: buffer.add_trajectories([witness(1)]), lambda: buffer.evict([0]), buffer.compact):
             late = Catalog.open(open_directory(memory_url))
             fence(late.directory, late)  # knows of no lock
-            buffer.add_trajectories([witness(0)])
-            buffer.flush()
+            add_each(buffer, [0])
             late.refresh()
             fence(late.directory, late)
             change()
-    reader = reader_of(memory_url)
-    assert {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()} == {
-        1: 1,
-        2: 0,
-        3: 0,
-    }
-    reader.close()
+    assert keys_at(memory_url) == {1: 1, 2: 0, 3: 0}
 
 
 def test_a_server_that_keeps_no_conditions_is_told_by_name(
@@ -367,14 +338,104 @@ def test_a_damaged_fence_is_told_and_costs_nothing(memory_url: str, tmp_path: Pa
         (copy / name).write_bytes(remote.read(name))
     fences = sorted((copy / "log").iterdir())
     assert len(fences) == 3
-    for fence_file in fences:
-        data = bytearray(fence_file.read_bytes())
+    for file in fences:
+        data = bytearray(file.read_bytes())
         data[offset] ^= 1
-        fence_file.write_bytes(data)
+        file.write_bytes(data)
     told = [(f"log/{file.name}", "the record is damaged; nothing is lost, for the index has it") for file in fences]
     for _ in range(2):
         result = verify(copy)
         assert [(one.file, one.message) for one in result.problems] == told
         assert not any(one.lost or one.uncounted for one in result.problems)
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=copy, sample_window_size=0) as buffer:
-            assert [check_trajectory(buffer.get(number)) for number in range(3)] == [0, 1, 2]
+        opened(copy).close()
+        assert contents_of(copy) == [0, 1, 2]
+
+
+# -- Leases of readers in an object store: what they keep, what they say, when they end --
+
+
+def test_a_reader_keeps_what_it_shows(s3_url: str, s3_options: dict[str, Any]) -> None:
+    with opened(s3_url, storage_options=s3_options) as buffer:
+        add_each(buffer, range(3))
+        reader = TrajectoryReplayBuffer(sample_window_size=0, storage_options=s3_options)
+        reader.load_checkpoint(s3_url)
+        buffer.evict([0])
+        assert check_trajectory(reader.get(0)) == 0
+        assert reader.refresh()
+        reader.close()
+        buffer.evict([1])
+        assert len(open_directory(s3_url, **s3_options).names("shards")) == 1
+
+
+def test_what_a_lease_says(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url)
+    assert directory.announce_reader().release() is None
+    assert directory.names() == []  # nobody writes there in place
+    directory.append("log/1", b"")
+    lease = directory.announce_reader(3)
+
+    def seen() -> tuple[int, bool]:
+        (reader,) = directory.readers()
+        return reader.generation, reader.settled
+
+    assert seen() == (3, False)
+    lease.settle(5)
+    assert seen() == (3, False)  # that costs a request, and comes with the next heartbeat
+    assert isinstance(lease, RemoteReaderLease)
+    lease.beat()
+    assert seen() == (5, False)
+    lease.beat()
+    assert seen() == (5, True)
+    lease.look()
+    assert seen() == (5, False)
+    lease.release()
+    lease.release()
+    lease.look()
+    lease.beat()
+    assert directory.readers() == []
+
+
+def test_leases_end_by_the_clock_of_the_store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=3600, lease_ttl=100)
+    directory.append("log/1", b"")
+    lease = directory.announce_reader()
+    infos = ObjectStore.infos
+    passed = 0.0
+
+    def aged(self: ObjectStore, below: str) -> dict[str, ObjectInfo]:
+        found = infos(self, below)
+        return {name: replace(info, modified=(info.modified or 0) - passed) for name, info in found.items()}
+
+    monkeypatch.setattr(ObjectStore, "infos", aged)
+    with directory.lock_writer():  # the last sign of life
+        passed = 99.0
+        assert len(directory.readers(tidy=True)) == 1
+        passed = 102.0
+        assert directory.readers() == []
+        assert len(directory.names("readers")) == 1
+        assert directory.readers(tidy=True) == []
+        assert directory.names("readers") == []
+    lease.release()
+
+
+def test_a_reader_that_may_not_write_says_so(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    directory = RemoteDirectory(memory_url)
+    directory.append("log/1", b"")
+    with mock.patch.object(ObjectStore, "put", side_effect=PermissionError(13, "not allowed", "readers")):
+        directory.announce_reader().release()
+    assert "without an announcement, so its writer may delete shards that this reader shows" in caplog.text
+
+
+def test_a_dropped_lease_ends_its_heartbeats(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url, lease_ttl=0.03)
+    directory.append("log/1", b"")
+    before = set(threading.enumerate())
+
+    def beating() -> bool:
+        return any("reader-lease" in thread.name for thread in set(threading.enumerate()) - before)
+
+    lease = directory.announce_reader()
+    wait_until(beating)
+    del lease
+    gc.collect()
+    wait_until(lambda: not beating())

@@ -1,4 +1,4 @@
-"""Objects of S3 that are written in parts, here from one MB on."""
+"""Objects of S3 that are written in parts, here from one KB on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trajstore.files.answers import ConflictError
 from trajstore.files.object_store import ObjectStore
 from trajstore.testing.witness import check_trajectory, witness
 
-CONTENT = bytes(range(256)) * (11 << 12)
-"""11 MB: three parts, for S3 wants five in each but the last."""
+CONTENT = bytes(range(256)) * 44
+"""11 KB: three parts of five, with which the server is content here."""
 
 
 @pytest.fixture
 def objects(s3_url: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    monkeypatch.setattr(uploads, "ONE_PUT", 1 << 20)
-    monkeypatch.setattr(uploads, "PART", 5 << 20)
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 5 << 10)
+    monkeypatch.setattr(uploads, "ONE_PUT", 1 << 10)
+    monkeypatch.setattr(uploads, "PART", 5 << 10)
     return ObjectStore(s3_url, s3_options)
 
 
@@ -95,15 +96,14 @@ def test_what_fails_is_taken_back(
 
 def test_what_is_too_large_for_s3_is_refused(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "MOST_PARTS", 2)
-    monkeypatch.setattr(uploads, "LARGEST_PART", 5 << 20)
-    with pytest.raises(OSError, match="at most 10,485,760") as told:
+    monkeypatch.setattr(uploads, "LARGEST_PART", 5 << 10)
+    with pytest.raises(OSError, match="at most 10,240") as told:
         objects.put("a", CONTENT)
     assert told.value.errno == errno.EFBIG
     assert objects.url in str(told.value)
 
 
-def test_a_store_of_objects_in_parts(objects: ObjectStore, s3_options: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(uploads, "ONE_PUT", 1 << 10)
+def test_a_store_of_objects_in_parts(objects: ObjectStore, s3_options: dict[str, Any]) -> None:
     url = objects.url
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=s3_options) as buffer:
         buffer.add_trajectories([witness(key) for key in range(20)])

@@ -22,22 +22,9 @@ from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, StoreError, UnsafeContentError
 from trajstore.formats.pickles.safe_pickle import safe_loads
 from trajstore.formats.pickles.safe_values import MAX_DEPTH, StorageType
+from trajstore.testing.formats import random_tensor, same_bytes
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
-
-
-def tensor_of(dtype: torch.dtype, rows: int = 4, columns: int = 6) -> torch.Tensor:
-    count = rows * columns
-    if dtype is torch.bool:
-        return (torch.arange(count) % 3 == 0).reshape(rows, columns)
-    raw = torch.arange(count * dtype.itemsize, dtype=torch.int64) % 251
-    return raw.to(torch.uint8).view(dtype).reshape(rows, columns)
-
-
-def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 def unicode(text: str) -> bytes:
@@ -82,7 +69,7 @@ def test_text_that_is_not_unicode_comes_back(protocol: int) -> None:
 @pytest.mark.parametrize("name", dtypes())
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_tensors_of_every_dtype_come_back(name: str, protocol: int) -> None:
-    whole = tensor_of(dtypes()[name])
+    whole = random_tensor((4, 6), dtypes()[name], torch.Generator().manual_seed(0))
     for tensor in (whole, whole[1:, :3], whole.t(), whole[:0], whole[0, 0]):
         result = safe_loads(pickle.dumps({"t": tensor}, protocol))["t"]
         assert same_bytes(result, tensor)
@@ -374,10 +361,10 @@ HOSTILE = {
     "cycle": b"\x80\x02]q\x00h\x00a.",
     "cycle through a tuple": b"\x80\x02]q\x00h\x00\x85a.",
     "deep lists": b"\x80\x02" + b"]" * (MAX_DEPTH + 1) + b"a" * MAX_DEPTH + b".",
-    "very deep lists": b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
-    "very deep tuples": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
-    "deep key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
-    "deep element": b"\x80\x04\x8f()" + b"\x85" * 1_000_000 + b"\x90.",
+    "very deep lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "very deep tuples": b"\x80\x02)" + b"\x85" * 100_000 + b".",
+    "deep key": b"\x80\x02})" + b"\x85" * 100_000 + b"K\x01s.",
+    "deep element": b"\x80\x04\x8f()" + b"\x85" * 100_000 + b"\x90.",
     "wide key": b"\x80\x02})" + b"2\x86" * 64 + b"K\x01s.",
     "wide tree": b"\x80\x02]" + b"2\x86" * 64 + b".",
     "key of tensors": b"\x80\x02}" + pickle.dumps(torch.ones(1), 2)[2:-1] + b"K\x01s.",
@@ -463,12 +450,6 @@ SAMPLE = pickle.dumps(
 def test_every_truncation_is_damage(length: int) -> None:
     with pytest.raises(CorruptStoreError):
         safe_loads(SAMPLE[:length])
-
-
-@given(data=st.binary(max_size=60))
-@settings(max_examples=60, deadline=None)
-def test_garbage_raises_nothing_else(data: bytes) -> None:
-    read_or_refuse(data)
 
 
 @given(changes=st.lists(st.tuples(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))

@@ -15,14 +15,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.serialization import config
 
 from trajstore.columns.flat import raw_bytes
 from trajstore.columns.schema import dtypes
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, UnsafeContentError
 from trajstore.formats import zip_members
+from trajstore.formats.base import TrajectoryFormat
+from trajstore.formats.pkl import PklFormat
+from trajstore.formats.pt import PtFormat
 from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, damaged_members, locate, write_torch_zip
-from trajstore.testing.formats import random_tensor, same_bytes
+from trajstore.testing.formats import FormatConformance, random_tensor, same_bytes
 
 
 def slot(tensor: torch.Tensor, pieces: int = 1) -> TensorSlot:
@@ -163,18 +165,6 @@ def test_records_lie_where_torch_puts_them() -> None:
             assert (mine.flag_bits, mine.compress_type) == (other.flag_bits, other.compress_type), name
         end = left.getinfo("archive/version").header_offset
     assert ours[:end] == theirs[:end]
-
-
-def test_torch_may_calculate_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # torch compares what it calculates with what it finds
-    tensors = [
-        torch.ones(shape, dtype=dtype) for dtype in (torch.int8, torch.float64) for shape in ((0,), (1,), (7, 11))
-    ]
-    path = tmp_path / "file.pt"
-    path.write_bytes(written([slot(tensor) for tensor in tensors])[0])
-    with config.patch({"load.calculate_storage_offsets": True}):
-        loaded = torch.load(path, weights_only=True, mmap=True)
-    assert all(torch.equal(left, right) for left, right in zip(loaded, tensors, strict=True))
 
 
 @pytest.mark.parametrize("limit", [0, 200, 1500])
@@ -356,3 +346,18 @@ def test_tensors_must_fit_their_storages(before: bytes, after: bytes) -> None:
 def test_expanded_tensors_are_refused() -> None:
     with pytest.raises(UnsafeContentError, match="contiguous copy"):
         locate(saved([torch.ones(1).expand(1 << 40)]))
+
+
+# -- Shards in this container and pickled ones: the suite for every format --
+
+
+class TestPklConformance(FormatConformance):
+    @pytest.fixture
+    def format(self) -> TrajectoryFormat:
+        return PklFormat()
+
+
+class TestPtConformance(FormatConformance):
+    @pytest.fixture
+    def format(self) -> TrajectoryFormat:
+        return PtFormat()

@@ -1,8 +1,9 @@
-"""What is resident can be read as it is, also when an interrupt came at any moment of mapping or unmapping it."""
+"""What is resident, in which slot, and until when, also when an interrupt came at any moment of mapping it."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from trajstore.reading.addresses import Addresses
 from trajstore.reading.column_numbers import ColumnNumbers, axes_of
 from trajstore.reading.map_limit import MapLimit
 from trajstore.reading.residency import HeldRows, MappedShard, Residency
+from trajstore.reading.running_copies import RunningCopies
+from trajstore.reading.slots import UNAVAILABLE, SlotTable
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
 TOLD = Extent(1, 1, 1, 1)
@@ -261,3 +264,134 @@ def test_what_is_mapped_once_more_counts_once_and_is_the_newest() -> None:
     assert maps.too_old(keep=()) == [2]
     maps.remove(5)
     assert len(maps) == 3
+
+
+# -- What is let go of stays until no copy is running, and its slot is free only then --
+
+
+class Owner:
+    """Holds rows, or stands for a copy of them."""
+
+
+def begun(copies: RunningCopies) -> Owner:
+    copy = Owner()
+    copies.begin(copy)
+    return copy
+
+
+def test_without_a_copy_it_goes_at_once() -> None:
+    free: list[int] = []
+    copies = RunningCopies(free.extend)
+    owner = Owner()
+    gone = weakref.ref(owner)
+    copies.let_go(owner, 3)
+    copies.let_go(None, None)
+    del owner
+    assert gone() is None
+    assert free == [3]
+    assert copies.idle
+
+
+def test_it_waits_for_all_copies() -> None:
+    free: list[int] = []
+    copies = RunningCopies(free.extend)
+    one, other = begun(copies), begun(copies)
+    owner = Owner()
+    gone = weakref.ref(owner)
+    copies.let_go(owner, 3)
+    copies.let_go(None, 4)
+    copies.let_go(None, None)
+    del owner
+    copies.end(one)
+    copies.end(one)
+    assert gone() is not None
+    assert free == []
+    assert not copies.idle
+    copies.end(other)
+    assert gone() is None
+    assert free == [3, 4]
+    assert copies.idle
+
+
+def test_a_copy_that_was_dropped_keeps_nothing_once_another_one_ends() -> None:
+    free: list[int] = []
+    copies = RunningCopies(free.extend)
+    dropped = begun(copies)
+    copies.let_go(None, 1)
+    del dropped
+    gc.collect()
+    assert free == []
+    copies.end(begun(copies))
+    assert free == [1]
+
+
+def test_nothing_is_destroyed_under_the_lock() -> None:
+    copies = RunningCopies(lambda slots: None)
+    seen: list[bool] = []
+
+    class Late:
+        def __del__(self) -> None:
+            seen.append(copies.idle)  # takes the lock
+
+    copy = begun(copies)
+    copies.let_go(Late(), None)
+    thread = threading.Thread(target=copies.end, args=(copy,), daemon=True)
+    thread.start()
+    del copy
+    thread.join(60)
+    assert not thread.is_alive()
+    assert seen == [True]
+
+
+@pytest.mark.locks_unchecked
+def test_after_an_interrupt_a_number_is_free_once_at_most_and_the_lock_is() -> None:
+    def ended(at: int | None) -> tuple[list[int], int]:
+        free: list[int] = []
+        copies = RunningCopies(free.extend)
+        copy = begun(copies)
+        copies.let_go(None, 1)
+        copies.let_go(None, 2)
+        tracer = Tracer(at)
+        tracer.run(lambda: copies.end(copy))
+        copies.end(begun(copies))
+        assert copies.idle
+        return free, tracer.count
+
+    _, count = ended(None)
+    for at in range(count):
+        free, _ = ended(at)
+        assert len(free) == len(set(free))
+
+
+def test_in_a_forked_child_no_copy_runs() -> None:
+    free: list[int] = []
+    copies = RunningCopies(free.extend)
+    copy = begun(copies)  # of a thread that the child does not have
+    copies.let_go(None, 1)
+    copies.stop()
+    copies.go_on(in_child=True)
+    copies.end(begun(copies))
+    assert free == [1]
+    copies.end(copy)
+    assert copies.idle
+
+
+# -- Numbers of slots: what each is a table of, and when a number is given out again --
+
+
+def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
+    slots = SlotTable()
+    several = slots.add_shards(2, np.array([5, 7]), np.array([1, 1]))
+    one, memory = slots.add_shard(3, 9, 1), slots.add_memory(1)
+    assert [*several.tolist(), one, memory] == [0, 1, 2, 3]
+    assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
+    assert slots.are_memory(np.array([0, 1, 2, 3, UNAVAILABLE])).tolist() == [False, False, False, True, False]
+    assert len(slots) == 4
+
+
+def test_it_grows_and_keeps_what_it_has() -> None:
+    slots = SlotTable()
+    for row in range(200):
+        assert slots.add_shard(0, row, 1) == row
+    assert slots.add_shards(1, np.arange(1000), np.ones(1000, np.intp)).tolist() == list(range(200, 1200))
+    assert [slots.shard_of(slot) for slot in (0, 199, 200, 1199)] == [(0, 0), (0, 199), (1, 0), (1, 999)]

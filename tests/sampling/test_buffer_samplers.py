@@ -79,7 +79,7 @@ def test_agents_by_task_with_a_floor(buffer: TrajectoryReplayBuffer) -> None:
     sampler = WeightedSampler([Staleness(1, floor=1)], unit="trajectory")
     drawn = buffer.sample_trajectories(10, sampler=sampler)
     assert sorted(one.input_ids.item() for one in drawn) == [1, 2, 3, 4]  # type: ignore[union-attr]
-    assert sampler.figures()["starving_tasks"] == 1
+    assert sampler.figures() == {"eligible_trajectories": 4.0, "starving_tasks": 1.0}
 
 
 def test_misuse_is_refused(buffer: TrajectoryReplayBuffer) -> None:

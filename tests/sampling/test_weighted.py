@@ -1,6 +1,8 @@
-"""Weighted draws: their distribution, importance weights, factors, state."""
+"""Weighted draws: their distribution, importance weights, factors, state. Draws without replacement."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,8 +11,18 @@ import torch
 from tests.sampling.chance import fits
 from tests.sampling.told import told
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.sampling import Drawn, Priorities, Recency, Staleness, UseLimit, WeightedSampler, sampler_of
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
+from trajstore.sampling import (
+    Drawn,
+    EpochSampler,
+    Priorities,
+    Recency,
+    Staleness,
+    UseLimit,
+    WeightedSampler,
+    sampler_of,
+)
+from trajstore.sampling.permutation import permuted
 
 
 def rows_of(drawn: Drawn) -> list[tuple[int, int]]:
@@ -55,14 +67,6 @@ def test_priorities_are_chances_and_importance_weights_correct_them(per: str) ->
     assert drawn.weights.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("bad", [[-1.0], [float("nan")], [float("inf")], [1.0, 2.0]])
-def test_priorities_that_are_none_are_refused(bad: list[float]) -> None:
-    sampler = WeightedSampler(priorities=Priorities())
-    sampler.added(told({0: 2}))
-    with pytest.raises(ConfigurationError, match="priorities"):
-        sampler.update(np.array([0]), np.array([0]), bad)
-
-
 def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unknown_ones(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -73,29 +77,6 @@ def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unk
     drawn = sampler.draw(10_000, torch.Generator().manual_seed(0))
     assert fits([int(np.sum(drawn.ids == number)) for number in (5800, 9000, 9001, 5801)], [1, 1, 4, 0])
     assert sum("says no policy version" in message for message in caplog.messages) == 1
-
-
-def test_staleness_draws_recent_versions_and_of_every_task_a_few() -> None:
-    sampler = WeightedSampler([Staleness(max_age=2, floor=2)], unit="trajectory")
-    sampler.added(told(dict.fromkeys(range(6), 1), [1, 2, 3, 1, 2, 9], ["slow"] * 3 + ["other"] * 2 + ["quick"]))
-    assert _all(sampler) == {1, 2, 3, 4, 5}
-    assert sampler.figures() == {"eligible_trajectories": 5.0, "starving_tasks": 2.0}
-    sampler.added(told({6: 1}, [8], ["slow"]))
-    assert _all(sampler) == {2, 3, 4, 5, 6}
-    sampler.evicted([2, 4])
-    assert _all(sampler) == {1, 3, 5, 6}
-    sampler.added(told({7: 1}, [12], ["quick"]))
-    assert _all(sampler) == {1, 6, 3, 5, 7}
-    assert sampler.figures()["starving_tasks"] == 3
-
-
-def test_what_is_a_thousand_half_lives_old_weighs_nothing() -> None:
-    sampler = WeightedSampler([Recency(1)])
-    sampler.added(told({0: 1}))
-    sampler.added(told(dict.fromkeys(range(1, 1001), 1)))
-    sampler.evicted(range(1, 1001))
-    with pytest.raises(EmptyBufferError, match="none of 1 trajectories is left to draw from after recency"):
-        sampler.draw(1, torch.Generator())
 
 
 def test_ages_count_from_the_version_that_was_reached() -> None:
@@ -117,14 +98,6 @@ def test_uses_that_were_counted_elsewhere_count() -> None:
     sampler.used(np.array([0, 2, 9]), np.array([2, 1, 5]))
     assert _all(sampler) == {1, 2, 3}
     assert _all(sampler) == {1, 3}
-
-
-def test_staleness_without_a_floor_says_why_nothing_is_left() -> None:
-    sampler = WeightedSampler([Staleness(max_age=0)])
-    sampler.added(told({0: 1, 1: 1}, [1, 5]))
-    sampler.evicted([1])
-    with pytest.raises(EmptyBufferError, match="none of 1 trajectories is left to draw from after staleness"):
-        sampler.draw(1, torch.Generator())
 
 
 def test_of_a_window_that_is_used_up_the_error_counts_the_window() -> None:
@@ -167,12 +140,19 @@ def test_samplers_from_configuration() -> None:
             sampler_of(wrong)
 
 
-@pytest.mark.parametrize("bad", [1e308, 1e200])
-def test_priorities_whose_powers_are_too_large_change_nothing(bad: float) -> None:
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        *(([1.0, value], "priorities") for value in (-1.0, float("nan"), float("inf"))),
+        ([1.0], "priorities"),
+        *(([1.0, value], r"must be at most 1e\+100") for value in (1e308, 1e200)),
+    ],
+)
+def test_priorities_that_are_none_or_too_large_change_nothing(bad: list[float], message: str) -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1.0))
     sampler.added(told({0: 2, 1: 2}))
-    with pytest.raises(ConfigurationError, match=r"must be at most 1e\+100"):
-        sampler.update(np.array([0, 1]), np.array([0, 0]), [1.0, bad])
+    with pytest.raises(ConfigurationError, match=message):
+        sampler.update(np.array([0, 1]), np.array([0, 0]), bad)
     sampler.added(told({2: 2}))
     assert sampler.draw(50, torch.Generator().manual_seed(0)).weights.tolist() == [1.0] * 50  # type: ignore[union-attr]
     with pytest.raises(ConfigurationError, match="smaller alpha"):
@@ -198,3 +178,67 @@ def test_where_all_that_is_left_rests_the_shortest_rest_ends() -> None:
 
 def _all(sampler: WeightedSampler) -> set[int]:
     return set(sampler.draw(100, torch.Generator()).ids.tolist())
+
+
+# -- Draws without replacement --
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 63, 64, 65, 1000, 4097])
+def test_a_permutation_has_everything_once(count: int) -> None:
+    assert sorted(permuted(np.arange(count), count, key=7).tolist()) == list(range(count))
+
+
+def test_permutations_are_uniform() -> None:
+    """Where the first of six things lands, and which of its 720 orders comes, over many keys."""
+    orders = [tuple(permuted(np.arange(6), 6, key).tolist()) for key in range(14_400)]
+    places = Counter(order[0] for order in orders)
+    assert fits(list(places.values()), [1] * 6)
+    assert len(set(orders)) == 720
+    assert fits(list(Counter(orders).values()), [1] * 720)
+
+
+@pytest.mark.parametrize(
+    ("count", "key", "found"),
+    [
+        (4_097, 0, [1088, 2239]),
+        (20_000_000, 2**62 + 12345, [11408821, 13697752]),
+        (2**40 + 3, 99, [274328727690, 673421006873]),
+        (2**61, 2**63 - 1, [1568382844824654366, 2061801922306091447]),
+    ],
+)
+def test_an_order_is_the_same_for_ever(count: int, key: int, found: list[int]) -> None:
+    """States of epochs have the key alone."""
+    assert permuted(np.array([0, count - 1]), count, key).tolist() == found
+
+
+def test_long_permutations_are_uniform() -> None:
+    """What stands first, what follows what, and whether neighbours stay neighbours."""
+    firsts = np.array([permuted(np.array([0, 1, 4999]), 5000, key) for key in range(2000)])
+    for column in firsts.T:
+        assert fits(np.bincount(column // 500, minlength=10).tolist(), [1] * 10)
+    assert fits(np.bincount((firsts[:, 1] - firsts[:, 0]) % 5000 // 500, minlength=10).tolist(), [1] * 10)
+
+
+def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_over() -> None:
+    sampler, generator = EpochSampler(unit="trajectory", epochs=2), torch.Generator().manual_seed(0)
+    sampler.added(told(dict.fromkeys(range(10), 3)))
+    first = [number for number, _ in rows_of(sampler.draw(4, generator))]
+    evicted = next(number for number in range(10) if number not in first)
+    sampler.evicted([evicted])
+    sampler.added(told({10: 3}))
+    rest = [number for number, _ in rows_of(sampler.draw(5, generator))]
+    assert sorted(first + rest) == [number for number in range(10) if number != evicted]
+    second = [number for number, _ in rows_of(sampler.draw(100, generator))]
+    assert sorted(second) == sorted({*range(11)} - {evicted})
+    assert sampler.figures()["passed_over_rows"] == 1
+    with pytest.raises(EmptyBufferError, match="all 2 epochs"):
+        sampler.draw(1, generator)
+
+
+def test_epochs_whose_rest_was_evicted_have_ended() -> None:
+    sampler, generator = EpochSampler(epochs=1), torch.Generator().manual_seed(0)
+    sampler.added(told({0: 3, 1: 3}))
+    assert len(sampler.draw(1, generator)) == 1
+    sampler.evicted([0, 1])
+    with pytest.raises(EpochsEndedError):
+        sampler.draw(2, generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,8 +12,9 @@ from trajstore.sampling import Additions
 
 
 class SamplerTwin(RuleBasedStateMachine):
-    """Keeps ``rows``: by trajectory, what the twin knows of it. The rule that begins sets ``sampler``."""
+    """Keeps ``rows``: by trajectory, what the twin knows of it. The rule that begins sets ``make`` and ``sampler``."""
 
+    make: Callable[[], Any]
     sampler: Any
 
     def __init__(self) -> None:
@@ -30,6 +31,19 @@ class SamplerTwin(RuleBasedStateMachine):
     def next_numbers(self, count: int) -> range:
         """Return the ids of the next trajectories."""
         return range(self.added, self.added + count)
+
+    def told(self, numbers: list[int]) -> Additions:
+        """Return what a sampler is told of trajectories that are there."""
+        raise NotImplementedError
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def reload(self) -> None:
+        """As a run does that goes on: another sampler is told of what is there, then of the state."""
+        state = self.sampler.state_dict()
+        self.sampler = self.make()
+        self.sampler.added(self.told(sorted(self.rows)))
+        self.sampler.load_state_dict(state)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())

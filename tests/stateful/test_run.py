@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.stateful.machines import long, short
+from tests.stores import opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.formats import FORMATS
 from trajstore.inspection.trajectory_report import inspect_trajectory
@@ -56,13 +57,9 @@ class Ranks(RuleBasedStateMachine):
         rank %= len(self.writers)
         writer = self.writers[rank]
         if writer is None:
-            writer = self.writers[rank] = TrajectoryReplayBuffer(
-                auto_save=True,
-                auto_save_path=self.path / f"rank_{rank}",
-                trajectory_format=self.fmt,
-                sample_window_size=0,
-                writer=WriterOptions(commit_interval=0.001, shard_bytes=60_000),
-            )
+            options = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
+            path = self.path / f"rank_{rank}"
+            writer = self.writers[rank] = opened(path, trajectory_format=self.fmt, writer=options)
         return writer
 
     @precondition(lambda self: len(self.writers) < RANKS)

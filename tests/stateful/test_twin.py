@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.stateful.machines import Twinned, long, short
+from tests.stores import keys_at, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
@@ -31,23 +31,20 @@ class Twin(Twinned):
         self.notes: dict[int, dict[str, Any]] = {}
         self.point: tuple[int, dict[int, int], dict[int, dict[str, Any]]] | None = None
 
-    @initialize(fmt=st.sampled_from(list(FORMATS)), limited=st.booleans())
-    def begin(self, fmt: str, limited: bool) -> None:
+    @initialize(fmt=st.sampled_from(list(FORMATS)), limited=st.booleans(), window=st.sampled_from([5, 1, 0, 100]))
+    def begin(self, fmt: str, limited: bool, window: int) -> None:
         self.retention = Retention(max_trajectories=LIMIT) if limited else Retention()
-        self.open(fmt)
+        self.window = window
+        self.open(fmt, cached=True)
+        self.add(3)
 
-    def open(self, fmt: str) -> None:
-        self.buffer = TrajectoryReplayBuffer(
-            seed=9,
-            cache_size=2,
-            sample_window_size=5,
-            auto_save=True,
-            auto_save_path=self.path / "store",
-            trajectory_format=fmt,
-            retention=self.retention,
-            writer=WriterOptions(commit_interval=0.001, shard_bytes=60_000),
-        )
+    def open(self, fmt: str, *, cached: bool) -> None:
+        options = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
+        kept = {"enable_cache": cached, "cache_size": 2, "retention": self.retention, "writer": options}
+        store = self.path / "store"
+        self.buffer = writer_to(store, seed=1, sample_window_size=self.window, trajectory_format=fmt, **kept)
         self.buffer.load_state_dict({"seed": 9, "rng_state": self.generator.get_state()})
+        assert self.buffer.seed == 9
 
     def finish_adding(self) -> None:
         """Flush, so that retention has acted, and let the twin do the same."""
@@ -80,15 +77,35 @@ class Twin(Twinned):
     @rule(data=st.data(), value=st.none() | st.integers(0, 3), inbox=st.booleans())
     def annotate(self, data: Any, value: int | None, inbox: bool) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True, min_size=1, max_size=3))
-        tagged = any(self.notes.get(number, {}).get("tag") for number in self.twin)  # else there is none to take back
         values = (
-            {"score": 1.0, "tag": "t"} if value is None else {"score": value, "tag": None if value and tagged else "é"}
+            {"score": 1.0, "tag": "t"}
+            if value is None
+            else {"score": value, "tag": None if value and self.is_given("tag") else "é"}
         )
         annotate(self.path / "store" if inbox else self.buffer, chosen, values)
         if inbox:
             self.take_in()
         for number in chosen:
-            self.notes[number] = values
+            self.notes[number] = self.notes.get(number, {}) | values
+
+    def is_given(self, name: str) -> bool:
+        """Return whether anything has such a value; else there is none to take back."""
+        return any(self.notes.get(number, {}).get(name) is not None for number in self.twin)
+
+    @precondition(lambda self: self.twin)
+    @rule(data=st.data(), value=st.integers(0, 50), back=st.booleans())
+    def give_rows(self, data: Any, value: int, back: bool) -> None:
+        """Give a value to each row, or take those of some trajectories back."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True, min_size=1, max_size=3))
+        given = None if back and self.is_given("rows") else value
+        rows = [torch.full(witness(self.twin[number]).rewards.shape[:2], float(value)) for number in chosen]  # type: ignore[union-attr]
+        annotate(self.buffer, chosen, {"rows": None if given is None else rows})
+        for number in chosen:
+            self.notes[number] = self.notes.get(number, {}) | {"rows": given}
+
+    @rule()
+    def compact(self) -> None:
+        self.buffer.compact()
 
     def take_in(self) -> None:
         backing = internals_of(self.buffer).backing
@@ -117,6 +134,7 @@ class Twin(Twinned):
             self.twin, self.notes = dict(twin), dict(notes)
         self.generator.set_state(self.buffer.state_dict()["rng_state"])
 
+    @precondition(lambda self: len(self.twin) > LIMIT - 3)  # not so often that nothing else can be done
     @rule()
     def clear(self) -> None:
         self.buffer.clear()
@@ -125,7 +143,8 @@ class Twin(Twinned):
     @precondition(lambda self: self.twin)
     @rule(count=st.integers(1, 12))
     def sample(self, count: int) -> None:
-        window = [rows for key in list(self.twin.values())[-5:] for rows in witness(key).curr_obs["tag"].reshape(-1)]
+        keys = list(self.twin.values())[-self.window :]
+        window = [rows for key in keys for rows in witness(key).curr_obs["tag"].reshape(-1)]
         drawn = torch.randint(0, len(window), (min(count, len(window)),), generator=self.generator)
         expected = rows_of(torch.stack([window[number] for number in drawn.tolist()]))
         batch = self.buffer.sample(count)
@@ -133,11 +152,11 @@ class Twin(Twinned):
         assert torch.equal(batch["curr_obs"]["tag"], expected["curr_obs.tag"])
         assert torch.equal(batch["rewards"], expected["rewards"])
 
-    @rule(fmt=st.sampled_from(list(FORMATS)))
-    def reopen(self, fmt: str) -> None:
+    @rule(fmt=st.sampled_from(list(FORMATS)), cached=st.booleans())
+    def reopen(self, fmt: str, cached: bool) -> None:
         self.buffer.close()
         assert verify(self.path / "store").sound
-        self.open(fmt)
+        self.open(fmt, cached=cached)
 
     @rule(name=st.sampled_from(["a", "b"]))
     def pin(self, name: str) -> None:
@@ -154,7 +173,7 @@ class Twin(Twinned):
     @rule()
     def load_pins(self) -> None:
         for name, expected in self.pins.items():
-            assert self.read(self.path / "store", pin=name) == expected
+            assert keys_at(self.path / "store", pin=name) == expected
 
     @rule()
     def save(self) -> None:
@@ -166,19 +185,12 @@ class Twin(Twinned):
     def load(self) -> None:
         assert self.checkpoint is not None
         expected, state, notes = self.checkpoint
-        assert self.read(self.path / "checkpoint") == expected
+        assert keys_at(self.path / "checkpoint") == expected
         other = TrajectoryReplayBuffer(sample_window_size=5)
         other.load_checkpoint(self.path / "checkpoint")
         check_notes(other, notes)
         assert torch.equal(other.state_dict()["rng_state"], state)
         other.close()
-
-    def read(self, path: Path, **options: Any) -> dict[int, int]:
-        other = TrajectoryReplayBuffer(sample_window_size=0)
-        other.load_checkpoint(path, **options)
-        found = {number: check_trajectory(other.get(number)) for number in other.trajectory_ids.tolist()}
-        other.close()
-        return found
 
     @invariant()
     def equal(self) -> None:
@@ -191,7 +203,7 @@ class Twin(Twinned):
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
             self.buffer.close()
-            assert self.read(self.path / "store") == self.twin
+            assert keys_at(self.path / "store") == self.twin
             with TrajectoryReplayBuffer.open(self.path / "store") as reader:
                 check_notes(reader, self.notes)
         self.temporary.cleanup()
@@ -204,7 +216,10 @@ def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, An
         assert {name: row.get(name) for name in ("score", "tag")} == {
             name: notes.get(name) for name in ("score", "tag")
         }
+    for number in buffer.trajectory_ids.tolist()[::3]:
+        rows, value = buffer.get(number).notes.get("rows"), expected.get(number, {}).get("rows")
+        assert rows is None if value is None else rows.unique().tolist() == [value]
 
 
-TestTwin = short(Twin, 20, 20)
+TestTwin = short(Twin, 20, 25)
 TestLongTwin = long(Twin, 400)

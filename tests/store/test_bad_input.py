@@ -3,66 +3,64 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
+import logging
 import random
 import shutil
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 
 from tests.forging import forged, forged_index, forged_log, forged_metadata
-from tests.stores import refused_to_all
+from tests.stores import add_each, contents_of, keys_at, keys_of, opened, reader_of, refused_to_all, writer_to
+from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.formats import FORMATS
+from trajstore.errors import CorruptStoreError
+from trajstore.inspection.copying import repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.log_records import encode_line
+from trajstore.store.lost_records import Damage, LostRecords
 from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, seal, unseal
+from trajstore.store.sealed import METADATA_NAME, seal
 from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
+from trajstore.testing.witness import WitnessError, check_batch, witness
 
 COUNT = 6
 
 
 def build(path: Path, fmt: str, *, clean: bool = False) -> Path:
     """Make a store of six trajectories, four in its snapshot and two in its log; ``clean``: all in the snapshot."""
+    live = path.with_name(f"live {path.name}")
     for keys in (range(4), range(4, COUNT)):
-        buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=fmt)
-        for key in keys:
-            buffer.add_trajectories([witness(key)])
-            if key % 2:
-                buffer.flush()
-        if keys.start == 0 or clean:
-            buffer.points.pin("kept")
-            buffer.close()
-        else:
-            copy_live(path, path.with_name("open"))
-            buffer.close()
-            shutil.rmtree(path)
-            path.with_name("open").rename(path)
-    return path
+        with opened(live, trajectory_format=fmt) as buffer:
+            for key in keys:
+                buffer.add_trajectories([witness(key)])
+                if key % 2:
+                    buffer.flush()
+            if keys.start == 0 or clean:
+                buffer.points.pin("kept")
+            else:
+                copy_live(live, path)
+    return live.rename(path) if clean else path
 
 
 def read(path: Path) -> dict[int, int]:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
-    try:
+    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as buffer:
         buffer.load_checkpoint(path)
         if len(buffer):
             check_batch(buffer.sample(50))
-        return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
-    finally:
-        buffer.close()
+        return keys_of(buffer)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = build(tmp_path_factory.mktemp("pristine") / "store", request.param)
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = build(tmp_path_factory.mktemp("pristine") / "store", "pt")
     assert read(path) == {key: key for key in range(COUNT)}
     return path
 
@@ -79,25 +77,6 @@ def files_of(path: Path) -> list[Path]:
 # -- one kind of damage at a time -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [METADATA_NAME, INDEX_NAME])
-@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"trajectory_index": {}}', b"\x80\x04K\x01."])
-def test_index_and_metadata(store: Path, name: str, content: bytes | None) -> None:
-    if content is None:
-        (store / name).unlink()
-    else:
-        (store / name).write_bytes(content)
-    with pytest.raises(errors.StoreError) as caught:
-        read(store)
-    assert str(store) in str(caught.value)
-    shards = sorted((store / "shards").rglob("*"))
-    with pytest.raises(errors.StoreError):
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
-    assert sorted((store / "shards").rglob("*")) == shards
-    if name == INDEX_NAME or content is None:
-        with pytest.raises(errors.CorruptStoreError):
-            TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
-
-
 def test_a_damaged_record_within_the_log_is_refused_by_name_and_byte(store: Path) -> None:
     (segment,) = (store / "log").iterdir()
     line = encode_line({"generation": 99, "operation": "add"})
@@ -109,20 +88,6 @@ def test_a_damaged_record_within_the_log_is_refused_by_name_and_byte(store: Path
         read(store)
 
 
-def test_a_torn_last_record_is_cut_off_by_the_next_writer(store: Path) -> None:
-    (segment,) = (store / "log").iterdir()
-    segment.write_bytes(segment.read_bytes()[:-7])
-    tell_ids(store, 6)  # ids up to 5 were committed when it was renewed
-    with pytest.raises(errors.CorruptStoreError, match=r"ends with id 3, and by metadata\.json all ids up to 5"):
-        read(store)
-    tell_ids(store, 4)
-    assert read(store) == {key: key for key in range(4)}
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
-        assert buffer.add_trajectories([witness(40)]) == [4]
-    assert read(store) == {**{key: key for key in range(4)}, 4: 40}
-    assert verify(store).sound
-
-
 @pytest.mark.parametrize(
     "operation", [{"operation": "prune"}, {"operation": "evict", "ids": [[3, 1]]}, {"operation": "add"}, {}]
 )
@@ -130,15 +95,6 @@ def test_records_that_say_nothing_sensible(store: Path, operation: dict[str, Any
     with forged_log(store) as records:
         records[:] = [{"generation": records[0]["generation"], **operation}]
     with pytest.raises(errors.CorruptStoreError, match=r"log/\d+\.log"):
-        read(store)
-
-
-@pytest.mark.parametrize("ids", [[[4, 1 << 60]], [[4, 4]], [[4, 6]], []])
-def test_records_with_more_or_fewer_ids_than_trajectories(store: Path, ids: list[list[int]]) -> None:
-    with forged_log(store) as records:
-        assert records[-1]["entries"]["ids"] == [[4, 5]]
-        records[-1]["entries"]["ids"] = ids
-    with pytest.raises(errors.CorruptStoreError, match="2 trajectories"):
         read(store)
 
 
@@ -157,36 +113,49 @@ def test_names_that_leave_the_directory(store: Path, name: str) -> None:
     assert (store.parent / "x").read_bytes() == b"precious"
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, item in items for found in _leaves(item, (*path, key)))]
-
-
-def test_any_value_of_the_snapshot_may_be_nonsense(store: Path) -> None:
-    original = unseal("snapshot", (store / INDEX_NAME).read_bytes(), "")
-    chance = random.Random(8)
-    nonsense = [None, -1, 1 << 62, 1.5, "", "x", "../x", [], {}, [[]], True, "AAAA"]
-    for place in chance.sample(_leaves(original)[1:], 60):
-        value = orjson.loads(orjson.dumps(original))
-        target = value
-        for key in place[:-1]:
-            target = target[key]
-        target[place[-1]] = chance.choice(nonsense)
-        (store / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
-        with contextlib.suppress(errors.TrajstoreError, WitnessError):
-            read(store)
-
-
 # -- found by tools/mutate --------------------------------------------------------------------------
 
 
-def test_more_samples_than_steps_are_refused(store: Path) -> None:
-    """They would be read behind the end of the file's map."""
+def _more_samples_than_steps(value: Any) -> None:
+    samples = value["live"]["columns"]["num_samples"]
+    value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
 
+
+def _epochs_that_do_not_divide_the_steps(value: Any) -> None:
+    columns = value["live"]["columns"]
+    columns["extra"] = pack(unpack(columns["extra"], "<i4") * 0 + 7)
+    columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
+
+
+def _weights_that_are_no_text(value: Any) -> None:
+    table = value["live"]["weights"]
+    table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
+
+
+def _a_place_in_no_file(value: Any) -> None:
+    for family in value["shards"]["families"]:
+        family["column_files"] = [-1] * len(family["column_files"])
+        family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
+
+
+def _of_another_axis(axis: int, value: Any) -> None:
+    value["shards"]["schemas"][0]["columns"][0][3] = axis
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (_more_samples_than_steps, "number of samples"),  # which would be read behind the end of the file's map
+        (_epochs_that_do_not_divide_the_steps, "epochs"),  # rows would be computed that lie outside of the shard
+        (_weights_that_are_no_text, "string table"),
+        (_a_place_in_no_file, "lies in no file"),
+        *((partial(_of_another_axis, axis), "not a trajectory schema") for axis in (3, 4, 5, -1)),
+    ],
+)
+def test_an_index_that_somebody_forged_is_refused(store: Path, forge: Callable[[Any], None], message: str) -> None:
     with forged_index(store) as value:
-        samples = value["live"]["columns"]["num_samples"]
-        value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*number of samples"):
+        forge(value)
+    with pytest.raises(errors.CorruptStoreError, match=message):
         read(store)
     assert not verify(store).sound
 
@@ -276,53 +245,20 @@ def test_a_document_that_names_other_fields(tmp_path: Path, old: bytes, new: byt
     data = shard.read_bytes()
     assert old in data
     shard.write_bytes(data.replace(old, new))
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(tmp_path)
     with pytest.raises(errors.CorruptStoreError, match="does not describe a trajectory"):
-        buffer.get(number)
+        reader_of(tmp_path).get(number)
     assert inspect(tmp_path)["unreadable"] == 1
 
 
 def test_columns_that_are_no_fields(store: Path) -> None:
     with forged_index(store) as value:
         value["shards"]["schemas"][0]["columns"][0][0] = "x"
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(store)
     with pytest.raises(errors.CorruptStoreError):
-        buffer.get(0)
-    assert not verify(store).sound
-
-
-@pytest.mark.parametrize("extra", [7, 3])
-def test_epochs_that_do_not_divide_the_steps_are_refused(store: Path, extra: int) -> None:
-    """Rows would be computed that lie outside of the shard."""
-
-    with forged_index(store) as value:
-        columns = value["live"]["columns"]
-        columns["extra"] = pack(unpack(columns["extra"], "<i4") * 0 + extra)
-        columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*epochs"):
-        read(store)
-
-
-def test_weights_that_are_no_text(store: Path) -> None:
-    with forged_index(store) as value:
-        table = value["live"]["weights"]
-        table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
-    with pytest.raises(errors.CorruptStoreError, match="string table"):
-        read(store)
+        reader_of(store).get(0)
     assert not verify(store).sound
 
 
 # -- code -------------------------------------------------------------------------------------------
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_pickles_that_would_run_code(tmp_path: Path) -> None:
@@ -332,7 +268,7 @@ def test_pickles_that_would_run_code(tmp_path: Path) -> None:
         store = build(tmp_path / fmt, fmt, clean=True)
         for file in files_of(store / "shards"):
             size = file.stat().st_size
-            bomb = pickle.dumps(Bomb(fired))
+            bomb = pickles.code(fired, random.Random(file.name))
             if fmt == "pt":
                 with zipfile.ZipFile(file, "w") as archive:
                     archive.writestr("archive/data.pkl", bomb)
@@ -360,10 +296,9 @@ def test_pickles_of_another_layout_are_no_shards(tmp_path: Path) -> None:
 
 
 def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path):
-        pass
+    opened(tmp_path).close()
     (tmp_path / METADATA_NAME).unlink()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+    with opened(tmp_path) as buffer:
         assert buffer.add_trajectories([witness(0)]) == [0]
     assert read(tmp_path) == {0: 0}
 
@@ -372,3 +307,156 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises((errors.StoreError, OSError), match="file"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "file")
+
+
+# -- A log that lost its end: told where anything tells of it, and nothing goes without a word --
+
+
+def killed(folder: Path, *, pinned: bool, renewed: int = 0) -> Path:
+    """Return the store of a process that was killed after six commits; a pin is made after the fourth.
+
+    Its metadata were renewed when so many trajectories were committed.
+    """
+    with writer_to(folder / "live") as buffer:
+        add_each(buffer, range(4))
+        if pinned:
+            buffer.points.save(1)
+        add_each(buffer, range(4, 6))
+        path = copy_live(folder / "live", folder / "store", "writer.lock", "readers")
+    tell_ids(path, renewed)
+    return path
+
+
+def cut(path: Path, lines: int) -> None:
+    (segment,) = (path / "log").iterdir()
+    whole = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(b"".join(whole[:lines]))
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
+    path = killed(tmp_path, pinned=True)
+    cut(path, lines)
+    refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.json was made at")
+    found = verify(path)
+    assert not found.sound
+    assert any("the log was cut or lost" in problem.message for problem in found.problems)
+    assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
+    assert keys_at(path, strict=False) == {key: key for key in range(lines)}
+    if lines:
+        repair_store(path, tmp_path / "new")
+        assert contents_of(tmp_path / "new") == list(range(lines))
+    assert len(list((path / "shards").iterdir())) == 6
+
+
+def test_a_pin_tells_where_log_and_metadata_are_lost_together(tmp_path: Path) -> None:
+    path = killed(tmp_path, pinned=True)
+    shutil.rmtree(path / "log")
+    (path / "metadata.json").write_bytes(b"\xff")
+    assert any("names 4 trajectories" in one.message and one.uncounted for one in verify(path).problems)
+
+
+@pytest.mark.parametrize("whole_segment", [False, True])
+def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_segment: bool) -> None:
+    path = killed(tmp_path, pinned=False, renewed=5)
+    if whole_segment:
+        (segment,) = (path / "log").iterdir()
+        segment.unlink()
+    else:
+        cut(path, 3)
+    left = 0 if whole_segment else 3
+    said = r"(ends with id 2|has no trajectory), and by metadata\.json all ids up to 4 were"
+    refused_to_all(path, CorruptStoreError, said)
+    assert len(list((path / "shards").iterdir())) == 6
+    (problem,) = verify(path).problems
+    assert (problem.lost, problem.uncounted) == (((left, 4),), True)
+    assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        assert reader.load_checkpoint(path, strict=False) == 5 - left
+        assert list(keys_of(reader)) == list(range(left))
+
+
+def test_a_log_that_lost_no_more_than_its_last_second_is_an_interrupted_commit(tmp_path: Path) -> None:
+    path = killed(tmp_path, pinned=False, renewed=5)
+    cut(path, 5)
+    assert contents_of(path) == list(range(5))
+
+
+def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = killed(tmp_path, pinned=True)
+    cut(path, 5)
+    found = verify(path)
+    assert found.sound
+    assert any("1 files in shards/ are named by no commit" in note for note in found.notes)
+    with caplog.at_level(logging.WARNING), opened(path) as buffer:
+        assert list(keys_of(buffer)) == list(range(5))
+    assert "deletes 1 files of shards that no commit names" in caplog.text
+
+
+def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
+    path = killed(tmp_path, pinned=False)
+    (segment,) = (path / "log").iterdir()
+    segment.write_bytes(segment.read_bytes()[:-1] + b"\x0b")
+    found = verify(path)
+    assert [problem.file for problem in found.problems] == [f"log/{segment.name}"]
+    assert "the line feed of its last record is damaged" in found.problems[0].message
+    refused_to_all(path, CorruptStoreError, "the line feed of the record at byte")
+    repair_store(path, tmp_path / "new")
+    assert contents_of(tmp_path / "new") == list(range(6))
+
+
+# -- What is lost where records of a log cannot be read, told by the ids of their neighbours --
+
+
+def added(*ranges: list[int]) -> dict[str, Any]:
+    return {"operation": "add", "entries": {"ids": list(ranges)}}
+
+
+def settled(*steps: Any, present: list[int], next_id: int = 0, counter: int = 0) -> Damage:
+    """Return the damage of a log: records that were read, and None where some are missing."""
+    records, damage = LostRecords(), Damage("log")
+    records.begins(next_id)
+    for step in steps:
+        if step is None:
+            records.missing(damage)
+        else:
+            records.read(step)
+    records.settle(np.array(present, np.int64), counter)
+    return damage
+
+
+def test_what_lies_between_two_records() -> None:
+    damage = settled(added([0, 2]), None, added([6, 6], [8, 9]), present=[0, 1, 2, 6, 8, 9])
+    assert (damage.lost, damage.count, damage.uncounted) == (((3, 5),), 3, False)
+    assert str(damage) == "log; what was committed there is left out; lost: 3 trajectories, ids 3 to 5"
+
+
+def test_what_was_evicted_later_is_not_lost() -> None:
+    evicted = {"operation": "evict", "ids": [[4, 4], [0, 0]]}
+    assert settled(added([0, 2]), None, evicted, added([6, 6]), present=[1, 2, 6]).lost == ((3, 3), (5, 5))
+
+
+def test_ids_begin_where_the_snapshot_ends() -> None:
+    assert settled(None, added([12, 12]), present=[12], next_id=10).lost == ((10, 11),)
+
+
+def test_ids_of_one_of_several_ranks() -> None:
+    here = [*range(1, 40, 4), *range(49, 80, 4)]
+    records = [added([one, one]) for one in here]
+    assert settled(*records[:10], None, *records[10:], present=here).lost == ((41, 41), (45, 45))
+    assert settled(added([1, 1]), None, added([9, 9]), present=[1, 9]).lost == ((2, 8),), "two ids tell no stride"
+
+
+@pytest.mark.parametrize(("counter", "lost", "uncounted"), [(0, (), True), (3, (), True), (5, ((3, 4),), True)])
+def test_the_end_of_a_log(counter: int, lost: tuple[tuple[int, int], ...], uncounted: bool) -> None:
+    damage = settled(added([0, 2]), None, present=[0, 1, 2], counter=counter)
+    assert (damage.lost, damage.uncounted) == (lost, uncounted)
+
+
+@pytest.mark.parametrize("record", [added([1 << 60, 1 << 60]), {"operation": "add"}, added([5, 4]), {"operation": 7}])
+def test_forged_numbers_say_nothing(record: dict[str, Any]) -> None:
+    damage = settled(added([0, 2]), None, record, present=[0, 1, 2])
+    assert (damage.lost, damage.uncounted) == ((), True)
+    assert str(damage).endswith("lost: trajectories that nobody can count, if any")

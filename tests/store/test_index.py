@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import zlib
 from typing import Any
 
 import numpy as np
@@ -50,24 +48,23 @@ def test_strings_come_back(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"dtype": "<i4"},
-        {"dtype": "|O"},
-        {"shape": [4]},
-        {"shape": [-1]},
-        {"shape": [1 << 40]},
-        {"shape": [1 << 62, 1 << 62]},
-        {"shape": None},
-        {"data": "!"},
-        {"data": "AAAA"},
-        {"data": None},
-        {"data": ""},
+        *(({"dtype": dtype}, "packed array") for dtype in ("<i4", "|O", "|V8")),
+        ({"shape": [4]}, "holds 24 bytes, not 32"),
+        *(({"shape": shape}, "") for shape in ([-1], [1 << 62, 1 << 62], None)),
+        *(({"shape": shape}, "claims") for shape in ([1 << 40], [1 << 50])),
+        ({"shape": [1, 3]}, "packed array"),
+        *(({"data": data}, "") for data in ("!", "AAAA", None, "")),
     ],
 )
-def test_hostile_arrays(change: dict[str, Any]) -> None:
-    with pytest.raises(CorruptStoreError):
+def test_hostile_arrays(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptStoreError, match=message or None):
         unpack({**pack(np.arange(3)), **change}, np.int64)
+
+
+def test_what_lies_behind_an_array_is_not_looked_at() -> None:
+    assert unpack(pack(np.arange(4)) | {"shape": [3]}, np.int64).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], {}])
@@ -221,47 +218,6 @@ def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look()
 # -- packed arrays and string tables, byte by byte ---------------------------------------------------
 
 
-def test_integers_are_differences_deflated_in_base64() -> None:
-    value = pack(np.array([5, 7, 4], np.int32))
-    assert (value["dtype"], value["shape"]) == ("<i4", [3])
-    inflated = zlib.decompress(base64.b64decode(value["data"]))
-    assert np.frombuffer(inflated, "<i8").tolist() == [5, 2, -3]
-    assert unpack(value, np.int32).tolist() == [5, 7, 4]
-
-
-def test_differences_run_along_the_first_axis() -> None:
-    value = pack(np.array([[1, 10], [3, 10]], np.int64))
-    inflated = zlib.decompress(base64.b64decode(value["data"]))
-    assert np.frombuffer(inflated, "<i8").tolist() == [1, 10, 2, 0]
-
-
-def test_raw_bytes_stay_as_they_are() -> None:
-    value = pack(np.frombuffer(b"abcd", "V2"))
-    assert zlib.decompress(base64.b64decode(value["data"])) == b"abcd"
-    assert unpack(value, "V2").tobytes() == b"abcd"
-
-
-@pytest.mark.parametrize(("dtype", "dimensions"), [(np.int32, 1), (np.int64, 2), ("V8", 1)])
-def test_another_dtype_or_number_of_dimensions_is_refused(dtype: Any, dimensions: int) -> None:
-    with pytest.raises(CorruptStoreError, match="packed array"):
-        unpack(pack(np.arange(4)), dtype, dimensions)
-
-
-def test_a_claim_beyond_what_deflate_can_do_is_refused_before_memory_is_taken() -> None:
-    with pytest.raises(CorruptStoreError, match="claims"):
-        unpack(pack(np.arange(4)) | {"shape": [1 << 50]}, np.int64)
-
-
-def test_bytes_too_many_or_too_few_are_refused() -> None:
-    for shape in ([3], [5]):
-        value = pack(np.arange(4)) | {"shape": shape}
-        if shape == [5]:
-            with pytest.raises(CorruptStoreError, match="holds 32 bytes, not 40"):
-                unpack(value, np.int64)
-        else:
-            assert unpack(value, np.int64).tolist() == [0, 1, 2]  # what lies behind is not looked at
-
-
 def test_declared_rows() -> None:
     assert declared_rows(pack(np.zeros((2, 3)))) == 2
     for shape in ([], [-1], ["2"], None):
@@ -287,14 +243,6 @@ def test_numbers_of_another_table_become_its_own() -> None:
         theirs.add(text)
     assert ours.extend(theirs, [2, 1, 2]).tolist() == [1, 0, 1]
     assert (len(ours), ours[1]) == (2, "b")
-
-
-def test_many_strings_keep_their_numbers() -> None:
-    table = StringTable()
-    numbers = [table.add(f"text {at}") for at in range(3000)]
-    again = StringTable.from_json(table.to_json())
-    assert numbers == list(range(3000))
-    assert [again[at] for at in (0, 1024, 2999)] == ["text 0", "text 1024", "text 2999"]
 
 
 def test_a_table_that_is_continued_knows_what_it_holds() -> None:

@@ -1,8 +1,9 @@
-"""The shard table: manifests in and out, rows, and what is refused."""
+"""The shard table and the records of the log: manifests in and out, rows, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,21 @@ import pytest
 
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import ColumnSpec, Schema
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.store.packing import pack
+from trajstore.store.additions import AddedShard, entries_from_json
+from trajstore.store.log_records import (
+    decode_lines,
+    encode_line,
+    manifest_from_json,
+    manifest_to_json,
+    natural,
+    parse_ranges,
+    ranges_of,
+    segment_generation,
+    segment_name,
+)
+from trajstore.store.packing import StringTable, pack
 from trajstore.store.shard_table import ShardTable, shard_name, shard_number
 
 STEP = Schema(
@@ -75,47 +88,156 @@ def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_ro
     assert ShardTable().schema_number(AGENT) is None
 
 
-def of_family(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(table: dict[str, Any]) -> None:
-        table["families"][0][name] = value
+@pytest.mark.parametrize(
+    ("of", "name", "forged"),
+    [
+        ("table", "schemas", []),
+        ("table", "families", []),
+        ("table", "numbers", pack(np.array([3, 4, 8]))),
+        ("table", "numbers", pack(np.array([-3, 4, 8, 20]))),
+        ("table", "family", pack(np.array([0, 1, 2, 9], np.int32))),
+        ("table", "family", pack(np.array([0, 1, 2, -1], np.int32))),
+        ("table", "row", pack(np.array([0, 0, 0, 5], np.int32))),
+        ("table", "row", pack(np.array([0, 0, 0, -1], np.int32))),
+        ("table", "row", None),
+        ("family", "schema", 7),
+        ("family", "column_files", [0]),
+        ("family", "column_files", [0, 1]),
+        ("family", "column_files", [-1, 0]),
+        ("family", "sizes", pack(np.array([[1000]]))),
+        ("family", "offsets", pack(np.array([[64, -1], [64, 128]]))),
+        ("family", "offsets", pack(np.array([[64, 2000], [64, 128]]))),
+        ("family", "rows", pack(np.array([[200, 8], [1, 3]]))),
+        ("family", "rows", pack(np.array([[1 << 62, 8], [1, 3]]))),
+        ("family", "rows", pack(np.array([[-2, 8], [1, 3]]))),
+        ("family", "rows", pack(np.zeros((50, 2), np.int64))),
+    ],
+)
+def test_what_does_not_fit_is_refused(of: str, name: str, forged: Any) -> None:
+    value = orjson.loads(orjson.dumps(table_of(*SHARDS).to_json()))
+    (value["families"][0] if of == "family" else value)[name] = forged
+    with pytest.raises(CorruptStoreError):
+        ShardTable.from_json(value)
 
-    return change
+
+# -- Lines of the commit log and what records say, by hand: no store, no disk --
 
 
-def of_table(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(table: dict[str, Any]) -> None:
-        table[name] = value
+def line(body: bytes) -> bytes:
+    return b"%08x " % zlib.crc32(body) + body + b"\n"
 
-    return change
+
+MANIFEST = manifest(3)
+ENTRIES = {
+    "ids": [[5, 6]],
+    "extents": [[2, 1, 1, 0], [2, 2, 1, 0]],
+    "max_episode_length": [9, 8],
+    "versions": [[1, 2], None],
+    "weights": ["a", "b"],
+    "uuids": "00" * 16 + "ff" * 16,
+}
+"""Two trajectories: T = 2, B = 1, E = 1 and T = 2, B = 2, E = 1 (samples 2 + 4; with extra rows 3 + 6)."""
+
+
+# -- lines --------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_checksum_space_json_line_feed() -> None:
+    assert encode_line({"generation": 7, "ids": np.arange(2)}) == line(b'{"generation":7,"ids":[0,1]}')
 
 
 @pytest.mark.parametrize(
-    "change",
+    "torn", [b"", b"5", line(b'{"b":2}')[:-1], b"00000000 {}\n", b"xxxxxxxx {}\n", line(b"[1]"), line(b"{"), b"\n"]
+)
+def test_a_torn_end_is_left_out(torn: bytes) -> None:
+    whole = line(b'{"a":1}')
+    tail = decode_lines(whole + torn, "log/1", offset=100)
+    assert tail.records == [{"a": 1}]
+    assert (tail.end, tail.torn) == (100 + len(whole), len(torn))
+
+
+def test_a_bad_line_before_a_good_one_is_damage_and_named() -> None:
+    with pytest.raises(CorruptStoreError, match="log/1: the record at byte 117 is damaged"):
+        decode_lines(line(b'{"a":1}') + b"00000000 {}\n" + line(b'{"b":2}'), "log/1", offset=100)
+
+
+@pytest.mark.parametrize("name", ["0000000000000012.log", "log/12.log", "log/000000000000001x.log", "log/x/1.log", ""])
+def test_segments_are_named_by_their_first_generation_and_other_names_are_none(name: str) -> None:
+    assert segment_generation(name) is None
+    assert segment_name(12) == "log/0000000000000012.log"
+    assert segment_generation(segment_name(12)) == 12
+
+
+# -- manifests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
     [
-        of_table("schemas", []),
-        of_table("families", []),
-        of_table("numbers", pack(np.array([3, 4, 8]))),
-        of_table("numbers", pack(np.array([-3, 4, 8, 20]))),
-        of_table("family", pack(np.array([0, 1, 2, 9], np.int32))),
-        of_table("family", pack(np.array([0, 1, 2, -1], np.int32))),
-        of_table("row", pack(np.array([0, 0, 0, 5], np.int32))),
-        of_table("row", pack(np.array([0, 0, 0, -1], np.int32))),
-        of_table("row", None),
-        of_family("schema", 7),
-        of_family("column_files", [0]),
-        of_family("column_files", [0, 1]),
-        of_family("column_files", [-1, 0]),
-        of_family("sizes", pack(np.array([[1000]]))),
-        of_family("offsets", pack(np.array([[64, -1], [64, 128]]))),
-        of_family("offsets", pack(np.array([[64, 2000], [64, 128]]))),
-        of_family("rows", pack(np.array([[200, 8], [1, 3]]))),
-        of_family("rows", pack(np.array([[1 << 62, 8], [1, 3]]))),
-        of_family("rows", pack(np.array([[-2, 8], [1, 3]]))),
-        of_family("rows", pack(np.zeros((50, 2), np.int64))),
+        {"schema": 1},
+        {"schema": -1},
+        {"schema": True},
+        {"rows": [6]},
+        {"rows": [6, -1]},
+        {"rows": [6, 1.0]},
+        {"rows": [1 << 62, 8]},
+        {"places": [[0, 64], [1, 0]]},
+        {"places": [[0, 964], None]},
+        {"column_crc32": [1, "2"]},
+        {"name": 3},
+        {"files": [["shards/x.pt", 10]]},
+        {"files": None},
     ],
 )
-def test_what_does_not_fit_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
-    value = orjson.loads(orjson.dumps(table_of(*SHARDS).to_json()))
-    change(value)
+def test_a_manifest_that_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptStoreError):
-        ShardTable.from_json(value)
+        manifest_from_json(manifest_to_json(MANIFEST, 0) | changes, [STEP])
+
+
+def test_a_file_outside_the_directory_is_refused() -> None:
+    with pytest.raises(UnsafeContentError):
+        manifest_from_json(manifest_to_json(MANIFEST, 0) | {"files": [["../x", 1000, 0]]}, [STEP])
+
+
+# -- what was added -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ids": [[5, 7]]},
+        {"ids": [[5, 5]]},
+        {"ids": "5-6"},
+        {"extents": [[2, 1, 1, 0], [3, 2, 1, 0]]},
+        {"extents": [[2, 1, 1, 0], [1 << 62, 4, 1, 0]]},
+    ],
+)
+def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(CorruptStoreError):
+        entries_from_json([AddedShard(4, 3, 0, replace(MANIFEST, rows=(6, 9)), ENTRIES | changes, 7)], StringTable())
+
+
+# -- ids ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranges"),
+    [([], []), ([3], [[3, 3]]), ([3, 4, 5], [[3, 5]]), ([0, 2, 3, 9], [[0, 0], [2, 3], [9, 9]])],
+)
+def test_ids_as_ranges(ids: list[int], ranges: list[list[int]]) -> None:
+    assert ranges_of(ids) == ranges
+    assert parse_ranges(ranges).tolist() == ranges
+
+
+@pytest.mark.parametrize("value", [None, {}, [[1]], [[2, 1]], [[-1, 1]], [[0.5, 1]], [[0, 1 << 64]], ["ab"]])
+def test_what_is_no_ranges_is_refused(value: Any) -> None:
+    with pytest.raises(CorruptStoreError):
+        parse_ranges(value)
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "1", None, True, 1 << 63])
+def test_what_is_no_natural_number_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="natural number"):
+        natural(value)
+    assert natural(0) == 0
+    assert natural((1 << 63) - 1) == (1 << 63) - 1

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.stores import keys_at
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from tests.stores import add_each, contents_of, keys_at, opened
+from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import StoreError, StoreWriteError
+from trajstore.files.local import LocalDirectory
+from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
 # What cannot be deleted is only in the way: it is told in the log and tried again by the next writer.
 HOUSEKEEPING = {"unlink", "rmdir"}
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "file")
 
 
 class Session:
@@ -30,7 +40,7 @@ class Session:
         self.errors: list[BaseException] = []
         self.keys: dict[int, int] = {}
         self.safe: dict[int, int] = {}
-        self.buffer: TrajectoryReplayBuffer | None = None
+        self.buffer: Any = None
 
     def attempt(self, call: Callable[[], None]) -> None:
         try:
@@ -43,41 +53,21 @@ class Session:
             call()
 
     def open(self) -> None:
-        self.buffer = TrajectoryReplayBuffer(
-            auto_save=True,
-            auto_save_path=self.path,
-            sample_window_size=0,
-            retention=Retention(max_trajectories=6),
-            writer=WriterOptions(threads=1, commit_interval=0.0),
-        )
+        options = WriterOptions(threads=1, commit_interval=0.0)
+        self.buffer = opened(self.path, retention=Retention(max_trajectories=6), writer=options)
 
     def add(self, keys: range) -> None:
-        assert self.buffer is not None
         ids = self.buffer.add_trajectories([witness(key) for key in keys])
         self.keys |= dict(zip(ids, keys, strict=True))
 
     def flush(self) -> None:
-        assert self.buffer is not None
         self.buffer.flush()
         self.safe = {number: self.keys[number] for number in self.buffer.trajectory_ids.tolist()}
 
     def evict(self) -> None:
-        assert self.buffer is not None
         oldest = int(self.buffer.trajectory_ids[0])
         self.buffer.evict([oldest])
         self.safe.pop(oldest)
-
-    def checkpoint(self) -> None:
-        assert self.buffer is not None
-        self.buffer.save_checkpoint(self.path.with_name("checkpoint"))
-
-    def pin(self) -> None:
-        assert self.buffer is not None
-        self.buffer.points.pin("kept")
-
-    def close(self) -> None:
-        assert self.buffer is not None
-        self.buffer.close()
 
     def run(self) -> None:
         self.attempt(self.open)
@@ -86,11 +76,12 @@ class Session:
                 self.attempt(lambda key=key: self.add(range(key, key + 2)))  # type: ignore[misc]
             self.attempt(self.flush)
         self.attempt(self.evict)
-        self.attempt(self.pin)
-        self.attempt(self.checkpoint)
+        self.attempt(lambda: self.buffer.compact())
+        self.attempt(lambda: self.buffer.points.pin("kept"))
+        self.attempt(lambda: self.buffer.save_checkpoint(self.path.with_name("checkpoint")))
         self.attempt(lambda: self.add(range(12, 14)))
         self.attempt(self.flush)
-        self.attempt(self.close)
+        self.attempt(lambda: self.buffer.close())
 
 
 def session(path: Path, plan: FaultPlan) -> Session:
@@ -106,23 +97,16 @@ def number_of_calls(path: Path) -> int:
     return len(plan.calls)
 
 
-def test_every_other_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_fourth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     total = number_of_calls(tmp_path / "dry")
     assert total > 50
-    for at in range(0, total, 2):  # all of them in the long campaign
-        check_failure(tmp_path, FaultPlan(at, KINDS[at // 2 % len(KINDS)], lasting=at % 4 == 0), caplog)
+    for at in range(0, total, 4):  # all of them in the long campaign
+        check_failure(tmp_path, FaultPlan(at, KINDS[at // 4 % len(KINDS)], lasting=at % 8 == 0), caplog)
 
 
-def test_texts_of_lock_and_lease_that_find_no_room_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*arguments: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+def test_texts_of_lock_and_lease_that_find_no_room_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch("os.pwrite", side_effect=FULL), opened(tmp_path) as buffer:
+        add_each(buffer, [0])
         assert "writer.lock cannot say who writes here" in caplog.text
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             assert len(reader) == 1
@@ -159,10 +143,8 @@ def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixt
 
 def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) -> None:
     plan = FaultPlan(0, "ENOSPC", lasting=True)
-    plan_later = FaultPlan()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+    with opened(tmp_path / "store") as buffer:
+        add_each(buffer, [0])
         with failing_disk(plan):
             buffer.add_trajectories([witness(1), witness(2)])
             with pytest.raises(StoreWriteError, match="No space left"):
@@ -175,8 +157,123 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
             assert keys_at(tmp_path / "store") == {0: 0}
             plan.heal()
             buffer.flush()
-        with failing_disk(plan_later):
-            buffer.add_trajectories([witness(4)])
-            buffer.flush()
-    assert plan_later.fired is None
+        add_each(buffer, [4])
     assert keys_at(tmp_path / "store") == {number: number for number in range(5)}
+
+
+# -- A disk that is full, or fails, for a while: nothing flushed is lost, and writing goes on when there is space --
+
+
+def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer:
+        with failing_disk(FaultPlan(0, "EIO")):
+            buffer.add_trajectories([witness(0)])
+            buffer.wait([0])
+        buffer.flush()
+        assert buffer.get_stats()["write_retries"] == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.WARNING]
+    assert "Traceback" not in caplog.text
+
+
+def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
+        buffer.add_trajectories([witness(0)])
+        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectories from id 0 on are not on disk"):
+            buffer.wait([0])
+        for key in range(1, 4):  # told once; then there is room in memory
+            buffer.add_trajectories([witness(key)])
+        plan.heal()
+        wait_until(lambda: buffer.points.committed == 3)
+        assert buffer.get_stats()["write_retries"] >= 2
+    assert contents_of(tmp_path / "store") == [0, 1, 2, 3]
+    assert "Traceback" not in caplog.text
+
+
+def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    options = WriterOptions(commit_interval=0.0, max_pending_bytes=1)
+    with opened(tmp_path / "store", writer=options) as buffer, failing_disk(plan):
+        buffer.add_trajectories([witness(0)])
+        for _ in range(3):
+            with pytest.raises(StoreWriteError, match="No space left"):
+                buffer.add_trajectories([witness(1)])
+        plan.heal()
+    assert contents_of(tmp_path / "store") == [0]
+
+
+def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None:
+    """Nothing but the log can be written to, as on a disk that has a few bytes left."""
+    buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
+    buffer.add_trajectories([witness(key) for key in range(4)])
+    buffer.flush()
+    with mock.patch.object(LocalDirectory, "publish", side_effect=FULL):
+        buffer.add_trajectories([witness(4)])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            buffer.flush()
+        buffer.evict([0])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            buffer.evict([1, 4])
+        assert buffer.trajectory_ids.tolist() == [2, 3, 4]
+        with pytest.raises(StoreWriteError, match="1 trajectories from id 4 on are lost"):
+            buffer.close()
+        assert contents_of(tmp_path / "store") == [2, 3]
+        with mock.patch("trajstore.files.local_locks.os.pwrite", side_effect=FULL):
+            buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
+        assert buffer.trajectory_ids.tolist() == [2, 3]
+        buffer.evict([2])
+    assert buffer.add_trajectories([witness(5)]) == [4]
+    buffer.close()
+    assert contents_of(tmp_path / "store") == [3, 5]
+    assert verify(tmp_path / "store").sound
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_limit_on_the_size_of_files_is_the_systems_fault_and_not_a_trajectorys(tmp_path: Path, form: str) -> None:
+    block = Trajectory(rewards=torch.zeros(64, 64, 4))  # 64 KiB
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path / "store", trajectory_format=form, writer=WriterOptions(commit_interval=60)) as buffer:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+            buffer.add_trajectories([block] * 5)
+            buffer.flush()  # in files that the limit allows
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+            buffer.add_trajectories([block] * 5)
+            with pytest.raises(StoreWriteError, match="File too large"):
+                buffer.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+        buffer.flush()
+    result = verify(tmp_path / "store")
+    assert result.sound
+    assert result.trajectories == 10
+
+
+def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Path) -> None:
+    with opened(tmp_path / "live") as buffer:
+        add_each(buffer, range(4))
+        store = copy_live(tmp_path / "live", tmp_path / "killed")
+    (segment,) = (store / "log").iterdir()
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-20])  # killed in its last commit
+    tell_ids(store, 0)
+    with mock.patch.object(LocalDirectory, "publish", side_effect=FULL):
+        buffer = opened(store)
+        assert buffer.trajectory_ids.tolist() == [0, 1, 2]
+        buffer.evict([1])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            buffer.close()
+    assert segment.read_bytes().startswith(whole[: whole[:-1].rindex(b"\n") + 1])
+    assert contents_of(store) == [0, 2]
+    with opened(store) as buffer:
+        assert buffer.add_trajectories([witness(9)]) == [3]
+    assert contents_of(store) == [0, 2, 9]
+    assert verify(store).sound

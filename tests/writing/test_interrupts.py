@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,28 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import stores
 from tests.interrupting import Tracer, within
-from tests.stores import reader_of
+from tests.stores import keys_at
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
 from trajstore.inspection.verify import verify
 from trajstore.interrupts import CHANGE_THREAD, uninterrupted
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.moves import STARTS, Moved, move_entries
-from trajstore.testing.witness import check_batch, check_trajectory, witness
+from trajstore.testing.witness import check_batch, witness
 
 pytestmark = pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")
 
 
 def opened(path: Path) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(
-        seed=1,
-        auto_save=True,
-        auto_save_path=path,
-        sample_window_size=0,
-        cache_size=1,
-        writer=WriterOptions(commit_interval=0.0, max_pending_bytes=1 << 20),
-    )
+    options = WriterOptions(commit_interval=0.0, max_pending_bytes=1 << 20)
+    return stores.opened(path, seed=1, cache_size=1, writer=options)
 
 
 def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> None:
@@ -53,9 +43,8 @@ def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> 
     shown = buffer.trajectory_ids.tolist()
     assert len(set(shown)) == len(shown)
     within(60, buffer.close)
-    with reader_of(path) as reader:
-        assert reader.trajectory_ids.tolist() == shown
-        found = {number: check_trajectory(reader.get(number)) for number in shown}
+    found = keys_at(path)
+    assert list(found) == shown
     assert {**added, ids[0]: 77}.items() <= found.items()
     assert set(found) - {*added, *ids} <= {len(added), len(added) + 1}  # of the interrupted call, whole or not at all
     assert verify(path).sound
@@ -103,11 +92,14 @@ def interrupted_at(path: Path, name: str, at: int) -> None:
     check(path, buffer, added)
 
 
+EVERY = pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+
+
 @pytest.mark.parametrize("name", list(CALLS))
-def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("moments", [10, EVERY])
+def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str, moments: int | None) -> None:
     total = instructions(tmp_path / "count", name)
-    step = max(1, total // 12)  # all of them in the long campaign
-    for at in range(0, total, step):
+    for at in range(0, total, max(1, total // (moments or total))):
         interrupted_at(tmp_path / str(at), name, at)
 
 
@@ -120,14 +112,6 @@ def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_t
         for at in range(tracer.count):
             assert not Tracer(at).run(rewriter.note)
             within(60, rewriter.note)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", list(CALLS))
-def test_an_interrupt_at_every_instruction(tmp_path: Path, name: str) -> None:
-    for at in range(instructions(tmp_path / "count", name)):
-        interrupted_at(tmp_path / str(at), name, at)
 
 
 def test_a_thread_whose_start_is_interrupted_begins_and_ends_or_never_was() -> None:
@@ -179,82 +163,3 @@ def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
         index = index_of_three()
         assert not Tracer(at).run(partial(move_entries, index, moved))
         assert entries(index) in (old, new)
-
-
-SIGNALS = """
-import faulthandler, os, random, signal, sys
-faulthandler.dump_traceback_later(300, exit=True)
-from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.testing.witness import witness
-path, seed = sys.argv[1], int(sys.argv[2])
-armed = False
-def handler(*_):
-    global armed
-    if armed:
-        armed = False  # one at a time: a handler of its own must not be hit by the next
-        raise KeyboardInterrupt
-signal.signal(signal.SIGINT, handler)
-buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, cache_size=2,
-    writer=WriterOptions(commit_interval=0.001, max_pending_bytes=100_000))
-buffer.add_trajectories([witness(0)])
-buffer.sample(3)  # loads the kernels: numba itself is not usable after an interrupt while it loads
-chance = random.Random(seed)
-returned, key, closed = {0: 0}, 0, False
-print("begin", flush=True)
-while not closed:
-    try:
-        armed = True
-        what = chance.random()
-        if key == 300:
-            buffer.close()
-            closed = True
-        elif what < 0.6:
-            key += 1
-            returned[buffer.add_trajectories([witness(key)])[0]] = key
-        elif what < 0.8:
-            buffer.flush()
-        elif what < 0.97 or len(returned) < 3:
-            buffer.sample(3)
-        else:
-            victim = min(returned)
-            del returned[victim]
-            buffer.evict([victim])
-        armed = False
-    except KeyboardInterrupt:
-        pass
-armed = False
-print(" ".join(f"{number}:{key}" for number, key in returned.items()), flush=True)
-os._exit(0)
-"""
-
-
-def bombarded(path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    child = subprocess.Popen(
-        [sys.executable, "-c", SIGNALS, str(path), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "begin\n"
-    sent = 0
-    while child.poll() is None and sent < 300:
-        time.sleep(chance.uniform(0.0005, 0.02))
-        child.send_signal(signal.SIGINT)
-        sent += 1
-    out, err = child.communicate(timeout=400)
-    assert child.returncode == 0, err
-    returned = {int(a): int(b) for a, b in (pair.split(":") for pair in out.split())}
-    with reader_of(path) as reader:
-        found = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
-    assert returned.items() <= found.items()
-    assert verify(path).sound
-
-
-def test_ctrl_c_at_random_moments(tmp_path: Path) -> None:
-    bombarded(tmp_path / "store", 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(20))
-def test_ctrl_c_at_random_moments_again_and_again(tmp_path: Path, seed: int) -> None:
-    bombarded(tmp_path / "store", seed)

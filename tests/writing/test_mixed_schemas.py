@@ -11,14 +11,12 @@ import torch
 
 from tests.forging import forged_log
 from tests.stores import keys_at, opened, reader_of
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
-from trajstore.formats import FORMATS
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_trajectory, witness
 
 KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
@@ -32,12 +30,6 @@ def shards_in(path: Path) -> int:
     return len(list((path / "shards").iterdir()))
 
 
-def rollout(number: int) -> AgentTrajectory:
-    """Return an agent trajectory; every third one has entropies."""
-    entropies = torch.full((4,), float(number)) if number % 3 == 0 else None
-    return AgentTrajectory(task_id=f"task {number}", input_ids=torch.arange(8) + number, entropys=entropies)
-
-
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
     """A store as a crash leaves it, one commit of two shards in its log."""
@@ -49,8 +41,7 @@ def crashed(tmp_path: Path) -> Path:
     return tmp_path / "crashed"
 
 
-@pytest.mark.parametrize("form", list(FORMATS))
-@pytest.mark.parametrize("at_once", [1, 3, len(KEYS)])
+@pytest.mark.parametrize(("form", "at_once"), [("pt", 1), ("pkl", 3), ("zarr", len(KEYS))])
 def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: str, at_once: int) -> None:
     with opened(tmp_path / "store", writer=LATE, trajectory_format=form, enable_cache=False) as buffer:
         ids = []
@@ -67,20 +58,11 @@ def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: 
     assert (report.problems, report.notes, report.trajectories) == ([], [], len(KEYS))
 
 
-def test_more_than_a_shard_of_two_kinds_is_cut_by_size(tmp_path: Path) -> None:
-    options = WriterOptions(commit_interval=30.0, shard_bytes=20_000)
-    with opened(tmp_path, writer=options) as buffer:
-        buffer.add_trajectories([witness(key) for key in range(60)])
-        buffer.flush()
-        assert shards_in(tmp_path) < 30
-    assert keys_at(tmp_path) == {number: number for number in range(60)}
-
-
 def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: Path) -> None:
     (log,) = (crashed / "log").iterdir()
     data = log.read_bytes()
     tell_ids(crashed, 0)  # not renewed since it was made
-    for cut in [*range(0, len(data), len(data) // 40), len(data) - 1]:
+    for cut in [*range(0, len(data), len(data) // 10), len(data) - 1]:
         log.write_bytes(data[:cut])
         assert keys_at(crashed) == {}
     log.write_bytes(data)
@@ -156,30 +138,12 @@ def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
     assert kinds == {0: torch.float32, 2: torch.float16}
 
 
-def test_whichever_call_to_the_disk_fails_all_of_a_commit_is_written_in_the_end(tmp_path: Path) -> None:
-    def session(path: Path, at: int | None) -> FaultPlan:
-        with opened(path, writer=LATE) as buffer:
-            buffer.add_trajectories([witness(0)])
-            buffer.flush()
-            buffer.add_trajectories([witness(key) for key in KEYS])
-            with failing_disk(FaultPlan(at=at)) as plan:
-                buffer.flush()
-        assert keys_at(path) == dict(enumerate([0, *KEYS]))
-        return plan
-
-    calls = len(session(tmp_path / "all", None).calls)
-    for at in range(calls):
-        session(tmp_path / str(at), at)
-
-
 def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_another(tmp_path: Path) -> None:
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for begin in range(0, 9, 3):
             wide = torch.float64 if begin < 3 else torch.float16
-            kinds = (torch.float32, wide, torch.float32 if begin < 6 else torch.bfloat16)
-            buffer.add_trajectories(
-                [Trajectory(rewards=torch.full((2, 1, 1), begin + at, dtype=kind)) for at, kind in enumerate(kinds)]
-            )
+            for at, kind in enumerate((torch.float32, wide, torch.float32 if begin < 6 else torch.bfloat16)):
+                buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), begin + at, dtype=kind))])
             buffer.flush()
         copy_live(tmp_path / "live", tmp_path / "crashed", "readers", "writer.lock")
     (log,) = (tmp_path / "crashed" / "log").iterdir()
@@ -188,14 +152,8 @@ def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_anoth
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(tmp_path / "crashed", strict=False)
         found = {number: reader.get(number).rewards for number in reader.trajectory_ids.tolist()}
-    assert {number: float(rewards.reshape(-1)[0]) for number, rewards in found.items()} == {
-        number: float(number) for number in found
-    }
+    assert all(rewards.unique().tolist() == [number] for number, rewards in found.items())
     assert {0, 1, 2} <= set(found)
-
-
-def _without_shards(record: dict[str, Any]) -> None:
-    record["shards"] = []
 
 
 def _descending(record: dict[str, Any]) -> None:
@@ -203,15 +161,16 @@ def _descending(record: dict[str, Any]) -> None:
     entries["ids"] = [[number, number] for first, last in entries["ids"] for number in range(first, last + 1)][::-1]
 
 
-def _twice(record: dict[str, Any]) -> None:
-    record["shards"][1] = record["shards"][0]
-
-
-def _no_list(record: dict[str, Any]) -> None:
-    record["shards"] = {"0": record["shards"][0]}
-
-
-@pytest.mark.parametrize("forge", [_without_shards, _descending, _twice, _no_list])
+@pytest.mark.parametrize(
+    "forge",
+    [
+        _descending,
+        lambda record: record.update(shards=[]),
+        lambda record: record.update(shards=record["shards"][:1] * 2),
+        lambda record: record.update(shards={"0": record["shards"][0]}),
+    ],
+    ids=["descending", "without shards", "one twice", "no list"],
+)
 def test_a_forged_commit_is_refused(crashed: Path, forge: Any) -> None:
     with forged_log(crashed) as records:
         forge(records[-1])

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
-import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
-from tests.stores import contents_of, opened
+from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.errors import PartlyAddedError, StoreError, StoreWriteError, UnwritableTrajectoryError
+from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.reading.contents import Contents
@@ -39,35 +39,18 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), OverflowError("too large")], ids=repr)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.split(".")[-1])
-def test_whatever_a_step_of_add_raises_the_store_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
-) -> None:
-    def broken(*arguments: Any, **keywords: Any) -> None:
-        raise error
-
+def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: str) -> None:
     with opened(tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(0)])
-        with monkeypatch.context() as patched:
-            patched.setattr(step, broken)
-            with pytest.raises(type(error)):
-                buffer.add_trajectories([witness(1)])
-        assert len(buffer) == 1
-        ids = buffer.add_trajectories([witness(2)])
-        buffer.flush(timeout=60)
-        assert buffer.get_stats()["pending_bytes"] == 0
-        assert buffer.wait(ids) is True
-    assert contents_of(tmp_path / "store") == [0, 2]
-
-
-def test_waiting_for_a_trajectory_that_was_never_added_ends(tmp_path: Path) -> None:
-    with opened(tmp_path / "store") as buffer:
-        with pytest.raises(KeyError, match="no trajectory has the id 7"):
-            buffer.wait([7])
-        buffer.add_trajectories([witness(0)])
-        with pytest.raises(KeyError, match="no trajectory has the id 7"):
-            buffer.wait([7])
+        for number, error in enumerate((MemoryError(), KeyboardInterrupt(), OverflowError("too large"))):
+            with mock.patch(step, side_effect=error), pytest.raises(type(error)):
+                buffer.add_trajectories([witness(7)])
+            assert len(buffer) == number
+            ids = buffer.add_trajectories([witness(number)])
+            buffer.flush(timeout=60)
+            assert buffer.get_stats()["pending_bytes"] == 0
+            assert buffer.wait(ids) is True
+    assert contents_of(tmp_path / "store") == [0, 1, 2]
 
 
 # -- what cannot be written for its own sake ---------------------------------------------------------
@@ -157,37 +140,22 @@ def test_a_name_that_the_disk_never_takes_is_the_trajectorys_fault(
 # -- a durable commit never fails afterwards ---------------------------------------------------------
 
 
-def test_a_listener_that_fails_makes_no_append_happen_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("the view is broken")
-
+def test_a_listener_that_fails_makes_no_append_happen_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path / "store") as buffer:
-        with monkeypatch.context() as patched:
-            patched.setattr(Contents, "committed", broken)
-            buffer.add_trajectories([witness(0)])
-            buffer.flush()
+        with mock.patch.object(Contents, "committed", side_effect=RuntimeError("the view is broken")):
+            add_each(buffer, [0])
         buffer.flush()
-        buffer.add_trajectories([witness(1)])
-        buffer.flush()
+        add_each(buffer, [1])
         assert [check_trajectory(buffer.get(number)) for number in (0, 1)] == [0, 1]
     assert contents_of(tmp_path / "store") == [0, 1]
     assert verify(tmp_path / "store").sound
     assert "could not be shown" in caplog.text
 
 
-def test_what_is_on_disk_and_not_in_memory_is_never_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any) -> None:
-        raise MemoryError
-
+def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path) -> None:
     buffer = opened(tmp_path / "store")
-    with monkeypatch.context() as patched:
-        patched.setattr("trajstore.store.catalog.Catalog.add", broken)
-        buffer.add_trajectories([witness(0)])
-        buffer.flush()
+    with mock.patch("trajstore.store.catalog.Catalog.add", side_effect=MemoryError):
+        add_each(buffer, [0])
     buffer.add_trajectories([witness(1)])
     with pytest.raises(StoreWriteError, match="open it again"):
         buffer.flush()
@@ -218,40 +186,24 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
     assert said()["size"] == 6
 
 
-# -- other processes ---------------------------------------------------------------------------------
-
-
-def test_a_buffer_that_reads_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    with opened(tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(3)])
-        buffer.flush()
-        with pytest.raises(StoreError, match=r"load_checkpoint.*refresh"):
-            pickle.dumps(buffer)
-        reader = TrajectoryReplayBuffer(sample_window_size=2)
-        reader.load_checkpoint(tmp_path / "store")
-        other = pickle.loads(pickle.dumps(reader))
-        assert other.trajectory_ids.tolist() == [0, 1, 2]
-        assert torch.equal(other.sample(8)["curr_obs"]["tag"], reader.sample(8)["curr_obs"]["tag"])
-        buffer.add_trajectories([witness(3)])
-        buffer.flush()
-        assert other.refresh()
-        reader.add_trajectories([witness(4)])
-        with pytest.raises(StoreError, match="save_checkpoint"):
-            pickle.dumps(reader)
-
-
 # -- the end of the interpreter ----------------------------------------------------------------------
 
 EXIT = """
 import sys, threading
 from trajstore import TrajectoryReplayBuffer
 from trajstore.testing.witness import witness
-path, fmt, codec, how = sys.argv[1:]
-buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=fmt,
-    format_options={"codec": codec} if codec else None)
+path, how = sys.argv[1:]
+kinds = {"pt": {}, "pkl": {}, "zarr": {}}
+if how != "thread":
+    kinds["zstd"] = {"trajectory_format": "zarr", "format_options": {"codec": "zstd"}}
+buffers = [
+    TrajectoryReplayBuffer(auto_save=True, auto_save_path=path + kind, **{"trajectory_format": kind, **options})
+    for kind, options in kinds.items()
+]
 def add(first):
     for key in range(first, first + 10):
-        buffer.add_trajectories([witness(key)])
+        for buffer in buffers:
+            buffer.add_trajectories([witness(key)])
 add(0)
 if how == "exit":
     sys.exit(3)
@@ -266,21 +218,14 @@ if how == "thread":
 
 
 @pytest.mark.parametrize(
-    ("fmt", "codec", "how"),
-    [
-        ("pt", "", "thread"),
-        pytest.param("pkl", "", "raise", marks=pytest.mark.slow),
-        ("zarr", "", "end"),
-        pytest.param("zarr", "", "thread", marks=pytest.mark.slow),
-        pytest.param("zarr", "zstd", "end", marks=pytest.mark.slow),
-        ("zarr", "zstd", "exit"),
-    ],
+    "how", ["thread", "exit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("raise", "end"))]
 )
-def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, fmt: str, codec: str, how: str) -> None:
-    command = [sys.executable, "-c", EXIT, str(tmp_path / "store"), fmt, codec, how]
+def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]
     ended = subprocess.run(command, timeout=300, capture_output=True, text=True)
     assert ended.returncode == {"exit": 3, "raise": 1}.get(how, 0)
-    assert contents_of(tmp_path / "store") == list(range(20 if how == "thread" else 10)), ended.stderr
+    for kind in ("pt", "pkl", "zarr", *(["zstd"] if how != "thread" else [])):
+        assert contents_of(tmp_path / kind) == list(range(20 if how == "thread" else 10)), ended.stderr
     assert "Traceback" not in ended.stderr or how == "raise"
 
 
@@ -324,3 +269,70 @@ def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
         assert isinstance(told.value.__cause__, MemoryError)
         buffer.add_trajectories([witness(key) for key in range(2, 5)])
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3, 4]
+
+
+# -- ``on_commit``: what a function of the user's may do there, and that nothing waits for it --
+
+
+def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
+    told: list[int] = []
+    done = threading.Event()
+
+    def on_commit(ids: Sequence[int]) -> None:
+        assert threading.current_thread().name == "trajstore-on-commit"
+        told.extend(ids)
+        if 0 in ids:
+            buffer.evict([0])
+            add_each(buffer, [5])
+            buffer.sample(2)
+            buffer.save_checkpoint(tmp_path / "checkpoint")
+        if 3 in ids:
+            done.set()
+
+    with opened(tmp_path / "store", on_commit=on_commit) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        assert done.wait(60)
+    assert told == [0, 1, 2, 3]
+    assert contents_of(tmp_path / "store") == [1, 2, 5]
+    assert contents_of(tmp_path / "checkpoint") == [1, 2, 5]
+
+
+def test_flush_does_not_wait_for_a_callback_that_waits_for_the_caller(tmp_path: Path) -> None:
+    mine = threading.Lock()
+    told: list[int] = []
+
+    def on_commit(ids: Sequence[int]) -> None:
+        with mine:
+            told.extend(ids)
+
+    with opened(tmp_path / "store", on_commit=on_commit) as buffer, mine:
+        add_each(buffer, [0])
+        assert told == []
+    assert told == [0]
+
+
+def test_a_callback_may_close_the_buffer_and_does_not_keep_it_alive(tmp_path: Path) -> None:
+    closed = threading.Event()
+
+    def on_commit(ids: Sequence[int]) -> None:
+        buffer.close()
+        closed.set()
+
+    buffer = opened(tmp_path / "store", on_commit=on_commit)
+    buffer.add_trajectories([witness(0)])
+    assert closed.wait(60)
+    assert contents_of(tmp_path / "store") == [0]
+
+    class Holder:
+        buffer: TrajectoryReplayBuffer
+
+        def on_commit(self, ids: Sequence[int]) -> None:
+            pass
+
+    holder = Holder()
+    holder.buffer = opened(tmp_path / "other", on_commit=holder.on_commit)
+    del holder
+    gc.collect()
+    with opened(tmp_path / "other"):  # the lock is free
+        pass
