@@ -73,6 +73,11 @@ def refused_to_all(path: Path | str, error: type[Exception], match: str = "") ->
             opening(path)
 
 
+def files_of(path: Path) -> dict[str, bytes]:
+    """Return the content of every file below a path."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
 def flip(file: Path) -> None:
     """Change one bit in the middle of a file."""
     data = bytearray(file.read_bytes())

@@ -32,3 +32,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every folder without ``absent`` in its name hold a tokenizer that writes token 7 as ``<7\\x1b>``."""
+
+    class Tokenizer:
+        @staticmethod
+        def from_pretrained(name: str, **_: object) -> Tokenizer:
+            if "absent" in name:
+                raise OSError("no such folder")
+            return Tokenizer()
+
+        @staticmethod
+        def decode(ids: list[int], **_: object) -> str:
+            return "".join(f"<{number}\x1b>" for number in ids)
+
+    monkeypatch.setattr(pytest.importorskip("transformers"), "AutoTokenizer", Tokenizer)

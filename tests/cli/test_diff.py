@@ -208,19 +208,7 @@ def test_what_cannot_be_compared_is_said(store: Path, run: Run, tmp_path: Path) 
     assert run("diff", store, 0, 2)[0] == 0
 
 
-def test_text_from_the_first_token_that_differs(
-    store: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Tokenizer:
-        @staticmethod
-        def from_pretrained(name: str, **_: object) -> Tokenizer:
-            return Tokenizer()
-
-        @staticmethod
-        def decode(ids: list[int], **_: object) -> str:
-            return "".join(f"<{number}\x1b>" for number in ids)
-
-    monkeypatch.setattr(pytest.importorskip("transformers"), "AutoTokenizer", Tokenizer)
+def test_text_from_the_first_token_that_differs(store: Path, run: Run, tmp_path: Path, of_numbers: None) -> None:
     code, out, _ = run("diff", store, 0, 1, "--tokenizer", tmp_path)
     assert code == 0
     assert "1 from token 5 on (the model wrote), after '<1\\x1b>" in out

@@ -189,7 +189,7 @@ def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> N
     assert "step_5" in note
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1, max_size=30), st.booleans())
 def test_episodes_are_those_of_a_plain_loop(steps: list[tuple[float, bool]], bootstrap: bool) -> None:
     lengths, returns, length, total = [], [], 0, 0.0
@@ -309,12 +309,18 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path) -> None:
     assert report["rewards"]["mean"] == 1.0
     assert report["policy"]["versions"] == {"min": 0, "max": 34}
     code, out, _ = run("inspect", tmp_path, "--each")
-    assert out.count("columns") == 3
+    assert (code, out.count("columns")) == (DAMAGED, 3)
+    assert run("inspect", tmp_path, "--json")[0] == DAMAGED
+    assert run("inspect", tmp_path / "rank_0")[0] == 0
+    code, out, _ = run("verify", tmp_path)
+    verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
+    assert (code, "sound" in verdicts[str(tmp_path / "rank_0")]) == (DAMAGED, True)
+    assert "DAMAGED" in verdicts[str(tmp_path / "rank_2")]
 
 
-@pytest.mark.parametrize("module", ["trajstore", "trajstore.cli"])
-def test_the_command_line_is_a_module(module: str, project_root: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=project_root, capture_output=True, check=False)
+def test_the_command_line_is_a_module(project_root: Path) -> None:
+    words = [sys.executable, "-m", "trajstore.cli", "--help"]
+    done = subprocess.run(words, cwd=project_root, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"inspect" in done.stdout
 

@@ -293,20 +293,7 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
     assert run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens", "--sample", 0)[0] == FAILED
 
 
-def test_tokens_as_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tokenizer:
-        @staticmethod
-        def from_pretrained(name: str, **_: object) -> Tokenizer:
-            if "absent" in name:
-                raise OSError("no such folder")
-            return Tokenizer()
-
-        @staticmethod
-        def decode(ids: list[int], **_: object) -> str:
-            return "".join(f"<{number}\x1b>" for number in ids)
-
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
+def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = agent_store(tmp_path / "agents", metadata={"tokenizer": str(tmp_path)})
     code, out, _ = run("inspect", path, "--trajectory", 0)

@@ -85,6 +85,21 @@ def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:
     return DistributedReplayBuffer.create(name, path, **{**given, **options})
 
 
+@pytest.fixture(scope="module")
+def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start two stores, called shared, for all tests that need no more of them than that they are there."""
+    with create("shared", tmp_path_factory.mktemp("shared"), stores=2) as handle:
+        yield
+        handle.stop()
+
+
+def emptied(**options: Any) -> DistributedReplayBuffer:
+    """Return a handle of the shared stores, in which nothing is left."""
+    handle = DistributedReplayBuffer.connect("shared", **{"deadline": 120.0, "patience": 60.0, **options})
+    handle.clear()
+    return handle
+
+
 def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
     with create("whole", tmp_path / "run", stores=2, refresh_interval=0.0) as handle:
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in range(0, 12, 2)]
@@ -126,9 +141,9 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
         DistributedReplayBuffer.connect("whole")
 
 
-def test_facts_of_all_stores_are_asked(cluster: Cluster, tmp_path: Path) -> None:
+def test_facts_of_all_stores_are_asked(shared: None) -> None:
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    with create("asked", tmp_path / "run", stores=2) as handle:
+    with emptied() as handle:
         assert handle.query().rows() == []
         receipts = [
             handle.add_trajectories(
@@ -153,14 +168,13 @@ def test_facts_of_all_stores_are_asked(cluster: Cluster, tmp_path: Path) -> None
             "task": "t1",
             "n": 2,
         }
-        handle.stop()
 
 
 def test_rows_of_all_stores_are_asked(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    with create("rows", tmp_path / "run", stores=2) as handle:
+    with emptied() as handle:
         for together in (3, 1024):
             monkeypatch.setattr(relations, "TOGETHER", together)
             handle.clear()
@@ -207,7 +221,7 @@ def test_rows_of_all_stores_are_asked(
         with pytest.raises(ConfigurationError, match="did you mean 'role'"):
             handle.query("messages").where("rol = 'user'").rows()
         stream = handle.query("tokens").stream()
-        handle.stop()
+        handle.close()
         with pytest.raises(ConfigurationError, match="closed"):
             list(stream)
 
@@ -225,23 +239,20 @@ def test_values_by_row_of_a_store_are_asked(cluster: Cluster, tmp_path: Path) ->
         handle.stop()
 
 
-def test_the_same_seed_draws_the_same(cluster: Cluster, tmp_path: Path) -> None:
-    with create("seeded", tmp_path, seed=5) as handle:
+def test_the_same_seed_draws_the_same(shared: None) -> None:
+    with emptied(seed=5) as handle:
         handle.add_trajectories([witness(key) for key in range(6)]).committed(120)
         first = handle.draw(100)
         state = handle.state_dict()
         second = handle.draw(100)
-        other = DistributedReplayBuffer.connect("seeded", seed=5)
+        other = DistributedReplayBuffer.connect("shared", seed=5)
         assert torch.equal(torch.from_numpy(other.draw(100).ids), torch.from_numpy(first.ids))
         other.load_state_dict(state)
         assert torch.equal(torch.from_numpy(other.draw(100).samples), torch.from_numpy(second.samples))
-        handle.stop()
 
 
-def test_what_is_added_together_is_sent_together(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with create("together", tmp_path, refresh_interval=0.0) as handle:
+def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with emptied(refresh_interval=0.0) as handle:
         monkeypatch.setattr("trajstore.distributed.receipts._TOGETHER", 3600.0)
         handle.add_trajectories([witness(0)])  # on its way at once, as none was before
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in (1, 3, 5)]
@@ -255,16 +266,14 @@ def test_what_is_added_together_is_sent_together(
         handle.flush(120)
         handle.refresh()
         assert handle.size == 8
-        handle.stop()
 
 
-def test_what_is_added_arrives_without_another_call(cluster: Cluster, tmp_path: Path) -> None:
-    with create("alone", tmp_path) as handle:
+def test_what_is_added_arrives_without_another_call(shared: None) -> None:
+    with emptied() as handle:
         for key in range(5):
             handle.add_trajectories([witness(key)])
-        learner = DistributedReplayBuffer.connect("alone", refresh_interval=0.0)
+        learner = DistributedReplayBuffer.connect("shared", refresh_interval=0.0)
         until(lambda: learner.is_ready(5))
-        handle.stop()
 
 
 def test_options_are_checked(cluster: Cluster, tmp_path: Path) -> None:

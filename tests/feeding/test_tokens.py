@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.feeding.test_loader import evicted_at_first_read
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import Internals, internals_of
 from trajstore.errors import ConfigurationError, SchemaMismatchError
@@ -303,18 +302,6 @@ def test_a_trajectory_that_is_evicted_under_way_takes_no_other_with_it(monkeypat
         seen = [number for batch in loader for pack in batch for number in pack["trajectory_ids"].tolist()]
         assert loader.figures()["batches_redrawn"] == 1
     assert sorted(seen) == sorted(set(range(9)) - set(evicted))
-
-
-def test_the_transition_loader_ends_with_its_epochs_and_loses_no_row_to_an_eviction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
-    buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), float(key))) for key in range(7)])
-    evicted = evicted_at_first_read(buffer, monkeypatch)
-    with ReplayLoader(buffer, 4, sampler=EpochSampler(epochs=1), prefetch=1) as loader:
-        seen = [value for batch in loader for value in batch["rewards"].reshape(-1).tolist()]
-    left = [float(key) for key in range(7) if key not in evicted for _ in range(2)]
-    assert sorted(seen) == left
 
 
 def test_the_last_batch_of_an_epoch_has_rows_for_every_rank_though_it_may_be_none() -> None:
