@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forging import spoil_document
 from tests.stores import writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
@@ -141,10 +142,7 @@ def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys:
     for number in range(3):
         with writer_to(path, trajectory_format="pkl") as writer:
             writer.add_trajectories([rollout(number)])
-    shard = sorted((path / "shards").iterdir())[1]
-    content = shard.read_bytes()
-    at = content.index(b'"task_id"')
-    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+    spoil_document(sorted((path / "shards").iterdir())[1], b'"task_id"')
     assert main(["export", str(path), str(tmp_path / "out.jsonl"), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["rollouts"], list(told["problems"])) == (2, ["1"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import contents_of, flip, opened
+from tests.stores import contents_of, files_of, flip, opened
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
@@ -144,11 +144,11 @@ def test_wrong_words_are_refused_and_leave_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("mine")
-    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    before = files_of(tmp_path)
     try:
         code = main(words)
     except SystemExit as error:
         code = int(error.code or 0)
     assert code == 2
     assert capsys.readouterr().err
-    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+    assert files_of(tmp_path) == before

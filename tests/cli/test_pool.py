@@ -13,6 +13,7 @@ import torch
 from tests.cli.stores import Run, write_store
 from tests.experience.conftest import build
 from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
+from tests.stores import files_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
 from trajstore.cli.pool import _LEFT, _REFUSED
@@ -173,10 +174,6 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(run: Run, tm
     code, _, err = run("pool", "import", tmp_path / "pool", source, "--tokenizer", tmp_path / "tokenizer")
     assert code == FAILED
     assert "made with tokenizer" in err
-
-
-def files_of(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
 
 
 def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
+from trajstore.errors import IncompleteCheckpointError
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -113,6 +114,7 @@ def test_a_hole_in_a_directory_of_rlinf_is_told_as_damage(tmp_path: Path, caplog
     next(path.glob("trajectory_1_*")).unlink()
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     assert buffer.load_checkpoint(path) == 1
+    assert buffer.trajectory_ids.tolist() == [0, 2]
     assert (
         "1 of 3 trajectories of its index are not there, though older ones are: the directory is damaged" in caplog.text
     )
@@ -124,3 +126,6 @@ def test_a_hole_in_a_directory_of_rlinf_is_told_as_damage(tmp_path: Path, caplog
         "2 of 3 trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory" in caplog.text
     )
     assert "damaged" not in caplog.text
+    next(path.glob("trajectory_2_*")).unlink()
+    with pytest.raises(IncompleteCheckpointError, match="none of the 3 trajectories"):
+        buffer.load_checkpoint(path)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.stores import files_of as files_below
 from tests.stores import writer_to
 from tests.view.rollouts import rollout
 from tests.view.test_page import HOSTILE, ROWS
@@ -114,10 +115,13 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
 def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: Serve, page: Page) -> None:
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(number) for number in range(28)])
+        annotate(writer, 5, {"judge": 0.25, "outcome": -3.5}, who="anna")
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
     page.open(f"{address}#/trajectory/5?color=old_log_probs&token=6")
+    page.until("document.querySelector('.late')?.textContent.includes('anna')")
+    page.until("document.querySelector('.facts .outcome')?.textContent === '-3.5'")
+    assert page.run("return document.querySelector('.late form:not([hidden])')") is None
     page.until("document.querySelector('#token').textContent.includes('token 6')")
-    page.until("document.querySelector('.facts .outcome')")
     assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
     colors = page.run("return [...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)")
     assert len(set(colors[8:])) > 8
@@ -125,6 +129,8 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     page.click(".facts a")
     page.until("document.querySelectorAll('.sibling .message').length === 4")
     assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "0"
+    page.open(f"{address}#/trajectory/4")
+    page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
     page.open(f"{address}#/group?task=task-1")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '3'")
     assert page.run("return document.querySelectorAll('.sibling').length") == 4
@@ -201,26 +207,17 @@ def test_damage_is_said_and_hides_nothing_else(
             writer.add_trajectories([rollout(number)])
             writer.flush()
     shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
-    shard.write_bytes(shard.read_bytes()[:1000])
-    assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().out
-    assert "not all of it can be shown" in said
-    assert "out: 2 trajectories" in said
-    page.open(f"{serve_files(tmp_path / 'out')}#/table")
-    page.until(f"{ROWS}.join() === '2,0'")
-    page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
-
-
-def test_damage_that_comes_while_a_bundle_is_written_is_said(tmp_path: Path, serve_files: Serve, page: Page) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        for number in range(3):
-            writer.add_trajectories([rollout(number)])
-            writer.flush()
-    shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
     with closing(Living(shown_at(tmp_path / "store"))) as living:
         shard.write_bytes(shard.read_bytes()[:1000])
         done = bundle.write_bundle(living, tmp_path / "out")
-    assert list(done.problems) == ["1"]
+    assert list(done.problems) == ["1"], "it came while the bundle was written"
+    assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "later")]) == 1
+    said = capsys.readouterr().out
+    assert "not all of it can be shown" in said
+    assert "later: 2 trajectories" in said
+    page.open(f"{serve_files(tmp_path / 'later')}#/table")
+    page.until(f"{ROWS}.join() === '2,0'")
+    page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
     address = serve_files(tmp_path / "out")
     page.open(f"{address}#/table")
     page.until(f"{ROWS}.length === 3")
@@ -254,19 +251,6 @@ def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, 
         page.until("document.querySelector('main[aria-busy=false] .nothing')")
 
 
-def test_a_bundle_has_the_values_that_came_late(tmp_path: Path, serve_files: Serve, page: Page) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(2)])
-        annotate(writer, 1, {"judge": 0.25, "outcome": -3.5}, who="anna")
-    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
-    page.open(f"{address}#/trajectory/1")
-    page.until("document.querySelector('.late')?.textContent.includes('anna')")
-    page.until("document.querySelector('.facts .outcome')?.textContent === '-3.5'")
-    assert page.run("return document.querySelector('.late form:not([hidden])')") is None
-    page.open(f"{address}#/trajectory/0")
-    page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
-
-
 def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(number) for number in range(3)])
@@ -293,27 +277,20 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (other / "bundle.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
-        (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
-        (["--where", "outcome > 0"], "--where has no effect without --bundle"),
-        (["--bundle", "out", "--where", "taks = 1"], "there is no column 'taks'"),
-    ],
-)
 def test_what_has_no_effect_is_refused(
-    tmp_path: Path,
-    options: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(0)])
-    assert main(["view", "store", *options]) == 2
-    assert said in capsys.readouterr().err
+    for options, said in (
+        (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
+        (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
+        (["--where", "outcome > 0"], "--where has no effect without --bundle"),
+        (["--bundle", "out", "--where", "taks = 1"], "there is no column 'taks'"),
+    ):
+        assert main(["view", "store", *options]) == 2
+        assert said in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["store"]
 
 
@@ -342,13 +319,13 @@ def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(number) for number in range(3)])
     target = bundled(tmp_path / "store", tmp_path / "out")
-    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    before = files_below(target)
     for by in (signal.SIGKILL, signal.SIGINT):
         killed = forking().Process(target=write_until_killed, args=(tmp_path / "store", target, by))
         killed.start()
         killed.join()
         assert killed.exitcode != 0
-        assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+        assert files_below(target) == before
     bundled(tmp_path / "store", target)
     assert sorted(os.listdir(tmp_path)) == ["out", "store"]
 

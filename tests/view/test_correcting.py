@@ -6,13 +6,12 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 
@@ -20,11 +19,12 @@ from tests.stores import another_writer, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tests.view.test_server import ask, get
-from tools.browser import PATIENCE, Page
+from tools.browser import PATIENCE, Command, Page
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import main
-from trajstore.errors import StoreNotFoundError
-from trajstore.view.living import MOST_GIVEN
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.view import living
+from trajstore.view.server import listening
 
 JSON = {"Content-Type": "application/json"}
 
@@ -91,9 +91,10 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     assert (notes["tag"], notes["reward_judge"]) == ("came late", "judge of the reward's metadata")
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
+def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) -> None:
+    annotate(path, 0, {"known": 1})
+    address = serve(path, who="anna")
+    for body, said in (
         (wish("0.5", name="1x"), "'1x', must be a name"),
         (wish("0.5", name="__proto__ "), "must be a name"),
         (wish("0,5"), "'0,5' is no number, such as 0.5"),
@@ -122,12 +123,9 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
         (b"[" * 60_000, "the request is no JSON"),
         (b'{"ids": ["\\ud800"], "name": "judge", "kind": "number", "value": "1"}', "the request is no JSON"),
         (b'"' + b"x" * 600_000, "at most 524,288 bytes"),
-    ],
-)
-def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve, body: Any, said: str) -> None:
-    annotate(path, 0, {"known": 1})
-    status, sentence = post(serve(path, who="anna"), body)
-    assert (status >= 400, said in sentence) == (True, True), sentence
+    ):
+        status, sentence = post(address, body)
+        assert (status >= 400, said in sentence) == (True, True), sentence
     assert len(given(path)) == 1
 
 
@@ -250,16 +248,18 @@ def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shar
             serve(absent, who="anna")
 
 
-def test_the_command_says_who(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "trajstore", "view", str(path), "--port", "0", "--write"]
-    environment = {**os.environ, "LOGNAME": "login"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        try:
-            address = process.stdout.readline().strip().rstrip("/")
-            assert post(address, wish("1")) == (200, "")
-        finally:
-            process.terminate()
+def test_the_command_prints_where_it_listens_and_says_who(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGNAME", "login")
+    with Command(path, "--write") as command:
+        assert post(command.address, wish("1")) == (200, "")
+        port = urlsplit(command.address).port or 0
+        with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"), listening("127.0.0.1", port):
+            pass
+        with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # a page is open
+            assert events.readline().startswith(b"id: ")
+            assert "Error" not in command.end()
     assert given(path) == [("judge", 1.0, "login")]
     for words, said in (
         ([str(path), "--who", "anna"], "--who has no effect without --write"),
@@ -419,19 +419,15 @@ def test_rows_that_are_shown_are_given_a_value_whatever_came_and_went(tmp_path: 
         page.until(f"{REFUSED} === 'Nothing was given: all of them have left the store.'")
 
 
-def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: Serve, page: Page) -> None:
+def test_siblings_are_given_a_value(path: Path, serve: Serve, page: Page) -> None:
     page.open(f"{serve(path, who='anna')}/#/group?task=task-0")
     page.until("document.querySelectorAll('.sibling .message').length >= 4")
     page.click(".late summary")
     page.expected_errors.append("status of 400")
     enter(page, "outcome", "good", "a text")
     page.until(f"{REFUSED}.includes('takes the place of a number')")
-    with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
-        enter(page, "outcome", "0.75", "a number")
-        page.until(f'{STATUS} === "Given to 4: outcome. It waits in the store\'s inbox until its writer takes it in."')
-        os.kill(writer, signal.SIGCONT)
-        page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
+    enter(page, "outcome", "0.75", "a number")
+    page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
     page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
     assert "mean outcome 0.75 · standard deviation 0" in page.run(
@@ -439,17 +435,15 @@ def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: 
     )
 
 
-def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve) -> None:
+def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(living, "MOST_GIVEN", 30)
     with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0)] * (MOST_GIVEN + 1))
+        writer.add_trajectories([rollout(0)] * 31)
     address = serve(tmp_path, who="anna")
-    assert len(ask(address, "ids", where="trajectory_id > 0")["ids"]) == MOST_GIVEN
+    assert len(ask(address, "ids", where="trajectory_id > 0")["ids"]) == 30
     status, _, body = get(address, "/api/ids")
-    assert (status, f"{MOST_GIVEN + 1:,} trajectories, the page gives values to at most" in body.decode()) == (
-        400,
-        True,
-    )
-    every = [str(number) for number in range(1, MOST_GIVEN + 1)]
+    assert (status, "31 trajectories, the page gives values to at most 30" in body.decode()) == (400, True)
+    every = [str(number) for number in range(1, 31)]
     assert post(address, {**wish("x" * 4096, "text", "tag"), "ids": every}) == (200, "")
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
-        assert reader.query().where("tag is not null").count() == MOST_GIVEN
+        assert reader.query().where("tag is not null").count() == 30

@@ -23,17 +23,12 @@ from trajstore.distributed import DistributedReplayBuffer  # noqa: E402
 
 
 @pytest.fixture
-def handle(tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
-    if ray.is_initialized():
-        pytest.skip("another test's Ray session is running in this process")
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        with DistributedReplayBuffer.create(
-            "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0
-        ) as found:
-            yield found
-    finally:
-        ray.shutdown()
+def handle(small_ray: None, tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
+    with DistributedReplayBuffer.create(
+        "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0
+    ) as found:
+        yield found
+        found.stop()
 
 
 def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuffer, page: Page) -> None:

@@ -356,26 +356,6 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
     page.until("document.querySelector('h1').textContent === 'Trajectory 1/0'")
 
 
-def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(80)])
-        writer.add_trajectories([rollout(80, reward=None)])
-        writer.flush()
-        page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelectorAll('.curves canvas').length === 5")
-        assert page.run("return document.querySelector('.lacking').textContent").startswith(
-            "1 rollouts have no outcome"
-        )
-        writer.add_trajectories([rollout(81)])
-        writer.flush()
-        page.until("document.querySelector('.figures dd').textContent === '82'")
-        figure = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        assert page.run(f"return {figure}") == "Mean log-prob (at most 8 rollouts per point)"
-        page.click_at("[data-curve=count] .u-over", 3, 20)
-        page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
-        assert "version_high" in page.run("return document.querySelector('#filter').value")
-
-
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
