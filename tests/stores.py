@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +16,7 @@ from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import check_trajectory, witness
+from trajstore.trajectory import AnyTrajectory
 
 
 def opened(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
@@ -33,6 +34,13 @@ def add_each(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> None:
     for key in keys:
         buffer.add_trajectories([witness(key)])
         buffer.flush()
+
+
+def stored(path: Path, trajectories: Sequence[AnyTrajectory], **options: Any) -> Path:
+    """Write a store of trajectories, in one commit, and close it; return its path."""
+    with writer_to(path, **options) as writer:
+        writer.add_trajectories(trajectories)
+    return path
 
 
 def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.stores import Run, write_store
-from trajstore.cli import main
 
 
 @pytest.fixture
@@ -24,14 +23,8 @@ def shard(store: Path) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command line and returns (exit code, standard output, standard error)."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    """Return what runs command lines."""
+    return Run(capsys)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import writer_to
+from tests.stores import stored
 from trajstore import TrajectoryReplayBuffer, notes_of
 from trajstore.cli import main
 from trajstore.testing.witness import witness
@@ -18,9 +18,7 @@ pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([witness(key) for key in range(3)])
-    return tmp_path / "store"
+    return stored(tmp_path / "store", [witness(key) for key in range(3)])
 
 
 def test_values_of_the_command_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,7 @@ def test_a_copy_of_a_live_store_is_one_moment_of_it(run: Run, tmp_path: Path, tr
         adder.start()
         try:
             for number in range(4):
-                code, out, _ = run("copy", live, tmp_path / f"copy_{number}")
-                assert code == 0
+                out = run.out("copy", live, tmp_path / f"copy_{number}")
                 assert "verified" in out
         finally:
             done.set()
@@ -63,18 +62,15 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     flip(shards[3])
     (store / "metadata.json").write_bytes(b"{")
     before = files_of(store)
-    code, out, _ = run("repair", store, tmp_path / "whole")
-    assert code == DAMAGED, "what is lost does not pass for done"
+    out = run.out("repair", store, tmp_path / "whole", code=DAMAGED)  # what is lost does not pass for done
     assert "lost: 2 trajectories, ids 1, 3" in out
     assert "metadata.json" in out
     assert keys_at(tmp_path / "whole") == {0: 0, 2: 2, 4: 4}
     assert verify(tmp_path / "whole").sound
     assert files_of(store) == before
-    code, out, _ = run("repair", store, tmp_path / "again", "--json")
-    report = json.loads(out)
+    report = run.json("repair", store, tmp_path / "again", code=DAMAGED)
     assert (report["lost"], report["trajectories"]) == ([1, 3], 3)
-    code, _, err = run("copy", store, tmp_path / "copy")
-    assert code == DAMAGED
+    err = run.err("copy", store, tmp_path / "copy", code=DAMAGED)
     assert "metadata.json" in err
     assert not (tmp_path / "copy").exists()
 
@@ -99,8 +95,7 @@ def test_runs_are_copied_rank_by_rank(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(run: Run, store: Path, tmp_path: Path, command: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    code, _, err = run(command, store, tmp_path / "mine")
-    assert code == FAILED
+    err = run.err(command, store, tmp_path / "mine")
     assert "is not empty" in err
     assert run(command, tmp_path / "absent", tmp_path / "new")[0] == FAILED
     assert not (tmp_path / "new").exists()
@@ -136,8 +131,7 @@ def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
     assert [problem.lost for problem in found.problems if problem.file == files[1].name] == [((1, 1),)]
     assert sorted(problem.file for problem in found.problems) == sorted([files[1].name, *names[lost]])
     assert (found.trajectories, any(problem.uncounted for problem in found.problems)) == (3, False)
-    code, out, _ = run("inspect", source)
-    assert code == DAMAGED
+    out = run.out("inspect", source, code=DAMAGED)
     assert files[1].name in out
     assert "rewards" in out, "one unreadable file hides no other"
     code, out, error = run("repair", source, tmp_path / "new")

@@ -35,8 +35,7 @@ def test_cartpole_goes_on_where_it_ended(run: Run, tmp_path: Path) -> None:
     assert "trajectories" in out
     before = inspect(path)["trajectories"]
     assert before == 4  # two rounds to warm up, two with 32 updates each
-    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 128)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", path, "--updates", 128)
     assert f"continuing in {path}: 4 trajectories on disk, learner at 64 updates" in out
     report = inspect(path / "replay")
     assert report["trajectories"] == 6
@@ -70,13 +69,11 @@ def test_a_damaged_learner_is_told_and_without_one_it_trains_anew_on_what_is_sto
     path = tmp_path / "run"
     run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     (path / "learner.pt").write_bytes(b"not a checkpoint")
-    code, _, err = run("demo", "--task", "cartpole", "--path", path, "--updates", 64)
-    assert code == DAMAGED
+    err = run.err("demo", "--task", "cartpole", "--path", path, "--updates", 64, code=DAMAGED)
     assert "learner.pt" in err
     assert "remove it" in err
     (path / "learner.pt").unlink()
-    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     assert "3 trajectories on disk, a new learner" in out
 
 
@@ -88,8 +85,7 @@ def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
     run("demo", "--task", "cartpole", "--path", path, "--updates", 96)
     assert inspect(path / "replay")["trajectories"] == 5
     (path / "learner.pt").write_bytes(learner)
-    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 64)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", path, "--updates", 64)
     assert "3 trajectories on disk, learner at 32 updates" in out
     report = inspect(path / "replay")
     assert report["trajectories"] == 4
@@ -157,8 +153,7 @@ def test_weights_of_one_change_nothing_and_errors_are_those_of_the_loss() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
 def test_cartpole_is_learned(run: Run, tmp_path: Path, sampler: str) -> None:
-    code, out, _ = run("demo", "--task", "cartpole", "--path", tmp_path / "run", "--sampler", sampler)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", tmp_path / "run", "--sampler", sampler)
     words = next(line for line in out.splitlines() if line.startswith("mean return")).split()
     first, last = float(words[words.index("at") - 1]), float(words[words.index("after") - 1])
     assert first < 60

@@ -53,9 +53,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def report(run: Run, path: Path, *words: object) -> dict[str, Any]:
-    code, out, _ = run("diff", path, *words, "--json")
-    assert code == 0
-    found: dict[str, Any] = json.loads(out)
+    found: dict[str, Any] = run.json("diff", path, *words)
     return found
 
 
@@ -94,8 +92,7 @@ def test_facts_messages_and_tokens_of_two_rollouts(store: Path, run: Run) -> Non
 
 
 def test_what_people_see_of_two_rollouts(store: Path, run: Run) -> None:
-    code, out, _ = run("diff", store, 0, 1)
-    assert code == 0
+    out = run.out("diff", store, 0, 1)
     assert "rollout 0 and rollout 1 of task t" in out
     assert "messages: the first 2 of 4 and 5 are equal" in out
     assert "message 2 of 0, content, from character 2,920 on:" in out, "not the 2,000 characters that are equal"
@@ -209,8 +206,7 @@ def test_what_cannot_be_compared_is_said(store: Path, run: Run, tmp_path: Path) 
 
 
 def test_text_from_the_first_token_that_differs(store: Path, run: Run, tmp_path: Path, of_numbers: None) -> None:
-    code, out, _ = run("diff", store, 0, 1, "--tokenizer", tmp_path)
-    assert code == 0
+    out = run.out("diff", store, 0, 1, "--tokenizer", tmp_path)
     assert "1 from token 5 on (the model wrote), after '<1\\x1b>" in out
     assert "  | <9\\x1b><7\\x1b>" in out
     assert "--tokenizer" not in out

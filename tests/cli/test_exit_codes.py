@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import COMMANDS, DAMAGED, FAILED
 from trajstore.errors import CorruptStoreError
+from trajstore.store.sealed import INDEX_NAME
 
 
 def shards_of(store: Path) -> list[Path]:
@@ -28,36 +33,35 @@ def two_shards(path: Path) -> Path:
     return write_store(path, range(5, 10))
 
 
+def nothing(store: Path) -> None:
+    """Leave a store as it is."""
+
+
+def of_the_future(store: Path) -> None:
+    metadata = store / "metadata.json"
+    metadata.write_text(re.sub('"layout_version": [0-9]+', '"layout_version": 99', metadata.read_text()))
+
+
 @pytest.mark.parametrize(
     ("damage", "codes"),
     [
         # of inspect, verify, copy, repair, rollback
-        ("nothing", (0, 0, 0, 0, 0)),
-        ("a byte of a shard", (0, DAMAGED, DAMAGED, DAMAGED, 0)),  # inspect compares names and sizes only
-        ("a shard", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
-        ("metadata", (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),  # what can be worked out again is no loss
-        ("index", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
-        ("a later layout", (FAILED, FAILED, FAILED, FAILED, FAILED)),
-        ("everything", (FAILED, FAILED, FAILED, FAILED, FAILED)),
+        (nothing, (0, 0, 0, 0, 0)),
+        # inspect compares names and sizes only
+        (lambda store: flip(shards_of(store)[-1]), (0, DAMAGED, DAMAGED, DAMAGED, 0)),
+        (lambda store: shards_of(store)[-1].unlink(), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
+        # what can be worked out again is no loss
+        (lambda store: (store / "metadata.json").write_bytes(b"{"), (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),
+        (lambda store: os.truncate(store / INDEX_NAME, 99), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
+        (of_the_future, (FAILED, FAILED, FAILED, FAILED, FAILED)),
+        (shutil.rmtree, (FAILED, FAILED, FAILED, FAILED, FAILED)),
     ],
 )
 def test_each_command_says_by_its_exit_code_what_it_found(
-    damage: str, codes: tuple[int, ...], run: Run, tmp_path: Path
+    damage: Callable[[Path], Any], codes: tuple[int, ...], run: Run, tmp_path: Path
 ) -> None:
     store = two_shards(tmp_path / "store")
-    if damage == "a byte of a shard":
-        flip(shards_of(store)[-1])
-    elif damage == "a shard":
-        shards_of(store)[-1].unlink()
-    elif damage == "metadata":
-        (store / "metadata.json").write_bytes(b"{")
-    elif damage == "index":
-        (store / "trajectory_index.json").write_bytes((store / "trajectory_index.json").read_bytes()[:-20])
-    elif damage == "a later layout":
-        metadata = store / "metadata.json"
-        metadata.write_text(re.sub('"layout_version": [0-9]+', '"layout_version": 99', metadata.read_text()))
-    elif damage == "everything":
-        store = tmp_path / "elsewhere"
+    damage(store)
     found = tuple(
         run(*words)[0]
         for words in (
@@ -77,12 +81,10 @@ def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> N
     assert run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
     assert run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)[0] == 0
     shards_of(tmp_path / "rollouts")[0].unlink()
-    code, out, _ = run("pool", "import", tmp_path / "other", tmp_path / "rollouts", *words)
-    assert code == DAMAGED
+    out = run.out("pool", "import", tmp_path / "other", tmp_path / "rollouts", *words, code=DAMAGED)
     assert "trajectories are damaged and left out" in out
     shards_of(tmp_path / "pool")[0].unlink()
-    code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)
-    assert code == DAMAGED
+    out = run.out("pool", "export", tmp_path / "pool", tmp_path / "files", *words, code=DAMAGED)
     assert "trajectories are damaged and left out" in out
 
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
+from tests.stores import stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.cli import DAMAGED, FAILED
+from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
 from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
@@ -63,11 +64,9 @@ def test_report_of_a_store(tmp_path: Path, trajectory_format: str) -> None:
 
 
 def test_json_and_words_tell_the_same(run: Run, store: Path) -> None:
-    code, out, _ = run("inspect", store, "--json")
-    assert code == 0
+    out = run.out("inspect", store, "--json")
     assert json.loads(out) == inspect(store)
-    code, out, _ = run("inspect", store)
-    assert code == 0
+    out = run.out("inspect", store)
     assert "policy versions" in out
     assert "10 to 14" in out
     report = inspect(store)
@@ -102,8 +101,7 @@ def test_one_trajectory_and_one_sample(run: Run, store: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_told(run: Run, store: Path, words: list[object], message: str) -> None:
-    code, _, err = run("inspect", store, *words)
-    assert code == FAILED
+    err = run.err("inspect", store, *words)
     assert message in err
 
 
@@ -113,8 +111,7 @@ def test_a_missing_shard_shows_at_a_glance(run: Run, store: Path, shard: Path) -
     assert [problem for problem in report["integrity"]["problems"] if shard.name not in problem] == []
     assert report["unreadable"] > 0
     assert report["measured"] + report["unreadable"] == 5
-    code, out, _ = run("inspect", store)
-    assert code == DAMAGED
+    out = run.out("inspect", store, code=DAMAGED)
     assert f"shards/{shard.name}: missing" in out
 
 
@@ -124,8 +121,7 @@ def test_long_values_of_a_sample_are_shape_and_range(run: Run, tmp_path: Path) -
     odd[..., :2] = torch.tensor([-1.5, 2.0])
     nothing = torch.full((2, 1, 40), float("inf"))
     states = {"image": image, "odd": odd, "nothing": nothing, "nine": torch.full((2, 1, 9), 1 / 3)}
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([Trajectory(rewards=torch.ones(2, 1, 1), curr_obs=states)])
+    stored(tmp_path / "store", [Trajectory(rewards=torch.ones(2, 1, 1), curr_obs=states)])
     code, out, _ = run("inspect", tmp_path / "store", "--trajectory", 0, "--sample", 1)
     shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("  curr_obs")}
     assert code == 0
@@ -141,8 +137,7 @@ def test_long_values_of_a_sample_are_shape_and_range(run: Run, tmp_path: Path) -
 
 def test_numbers_that_json_lacks(run: Run, tmp_path: Path) -> None:
     rewards = torch.tensor([1.0, float("nan"), float("-inf")]).reshape(3, 1, 1)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "store")) as buffer:
-        buffer.add_trajectories([Trajectory(rewards=rewards)])
+    stored(tmp_path / "store", [Trajectory(rewards=rewards)])
     code, out, _ = run("inspect", tmp_path / "store", "--trajectory", 0, "--json")
     column = json.loads(out)["columns"][0]
     assert code == 0
@@ -170,8 +165,7 @@ def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
         assert report["steps"] == {"min": 8, "mean": 10.0, "max": 12}
         assert report["policy"]["weights"] == 6
         assert report["integrity"]["problems"] == []
-    code, out, _ = run("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")
-    assert code == 0
+    out = run.out("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")
     assert "0 to 6, none absent; 2 of them have no file" in out
     report = inspect(shared_fixtures / "rlinf" / "per_rank")
     assert report["trajectories"] == 12
@@ -180,8 +174,7 @@ def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
 def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> None:
     for name in ("rank_0", "rank_1", "step_5/rank_0"):
         write_store(tmp_path / "run" / name, range(2))
-    code, out, _ = run("inspect", tmp_path / "run")
-    assert code == 0
+    out = run.out("inspect", tmp_path / "run")
     out = " ".join(out.split())
     assert "ranks 2, a store for each" in out
     assert "opened as one 4 trajectories of rank_*; the others lie in step_5" in out
@@ -234,8 +227,7 @@ def test_episodes_are_joined_over_trajectories(tmp_path: Path, stream: int) -> N
 
     one, other = blocks([5, 8, 5], 0), blocks([7, 7, 4], 10)
     mixed = [block for pair in zip(one, other, strict=True) for block in pair] if stream else [*one, *other]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories(mixed)
+    stored(tmp_path / "store", mixed)
     episodes = inspect(tmp_path / "store")["episodes"]
     assert episodes["ended"] == 6
     assert episodes["length"] == {"min": 4, "mean": 6.0, "max": 8}
@@ -295,8 +287,7 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path) -> None:
         write_store(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 2 + rank))
     (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
     next((tmp_path / "rank_2" / "shards").iterdir()).unlink()
-    code, out, _ = run("inspect", tmp_path)
-    assert code == DAMAGED
+    out = run.out("inspect", tmp_path, code=DAMAGED)
     assert len(out.splitlines()) < 35
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  rank_")}
     assert rows["rank_0"][1] == "2"

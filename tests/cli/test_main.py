@@ -43,8 +43,7 @@ def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trajstore.inspection.verify.find_place", interrupt)
-    code, _, err = run("verify", store)
-    assert code == INTERRUPTED
+    err = run.err("verify", store, code=INTERRUPTED)
     assert err == "trajstore: interrupted\n"
 
 
@@ -80,19 +79,8 @@ def test_progress_is_shown_on_terminals_only() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 5 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 MiB",
-        "5.0 TiB",
-    ]
-    assert [format_number(n) for n in (None, 1234567, 0.123456, 12345.6)] == [
-        "unknown",
-        "1,234,567",
-        "0.1235",
-        "12,346",
-    ]
+    assert [format_bytes(n) for n in (0, 1023, 1024, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "5.0 TiB"]
+    assert [format_number(n) for n in (None, 1234567, 0.123456)] == ["unknown", "1,234,567", "0.1235"]
     assert format_range(None) == ""
     assert format_range({"min": 2, "mean": 2.0, "max": 2}) == "2"
     assert format_range({"min": 1, "mean": 1.5, "max": 2}) == "1 to 2, mean 1.5"
@@ -103,9 +91,7 @@ def test_what_a_terminal_obeys_is_shown() -> None:
     assert visible("a\x1b[0m\x9b\n\u2028\u202e\ud800\U000e0041") == r"a\x1b[0m\x9b\n\u2028\u202e\ud800\U000e0041"
     stream = io.StringIO()
     Output(stream).json({"text": "\x9b\u202e\ud800\x7f ü"})
-    assert stream.getvalue().isprintable() or set(stream.getvalue()) - set(stream.getvalue().replace("\n", "")) == {
-        "\n"
-    }
+    assert stream.getvalue().replace("\n", "").isprintable()
     assert json.loads(stream.getvalue()) == {"text": "\x9b\u202e\ud800\x7f ü"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import contents_of, files_of, flip, opened
+from tests.stores import contents_of, files_of, flip, opened, stored
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
@@ -79,8 +79,7 @@ def test_every_layout_is_merged_split_and_converted(layout: str, tmp_path: Path)
 
 
 def test_a_split_by_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with opened(tmp_path / "store") as store:
-        store.add_trajectories([witness(key) for key in range(5)])
+    stored(tmp_path / "store", [witness(key) for key in range(5)])
     words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2", "--json"]
     assert main(words) == 0
     assert [contents_of(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
@@ -102,8 +101,7 @@ def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, capsys: pyte
 def test_prune_and_compact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     for rank in range(2):
-        with opened(run / f"rank_{rank}") as store:
-            store.add_trajectories([rollout(number) for number in range(6)])
+        stored(run / f"rank_{rank}", [rollout(number) for number in range(6)])
     words = ["prune", str(run), "--where", "outcome = 0"]
     before = len(asked(run, "task"))
     assert main(words) == 0

@@ -12,7 +12,7 @@ import torch
 
 from tests.cli.stores import Run, write_store
 from tests.querying.test_query import rollout
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from trajstore import AgentTrajectory, annotate
 from trajstore.cli import FAILED
 
@@ -29,8 +29,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_list_shows_the_newest_first_and_says_how_many_there_are(run: Run, store: Path) -> None:
-    code, out, _ = run("list", store, "--limit", 3)
-    assert code == 0
+    out = run.out("list", store, "--limit", 3)
     assert [line.split()[0] for line in out.splitlines()[:-1]] == ["trajectory_id", "8", "7", "6"]
     assert out.splitlines()[-1] == "3 of 9 trajectories; --limit 0 shows all, --offset 3 goes on"
     assert "\x1b" not in out
@@ -43,8 +42,7 @@ def test_list_shows_the_newest_first_and_says_how_many_there_are(run: Run, store
         ["3", "0.375"],
         ["6", "0.75"],
     ]
-    code, out, _ = run("list", write_store(store.parent / "steps", range(2)))
-    assert code == 0
+    out = run.out("list", write_store(store.parent / "steps", range(2)))
     assert out.splitlines()[0].split() == ["trajectory_id", "steps", "batch", "version_high", "committed"]
     assert "reward_NAME" not in out
 
@@ -150,8 +148,7 @@ def test_list_says_which_facts_there_are(run: Run, store: Path) -> None:
 
 def test_an_id_that_query_writes_as_one_number_is_understood(run: Run, tmp_path: Path) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as buffer:
-            buffer.add_trajectories([rollout(f"of {rank}")])
+        stored(tmp_path / f"rank_{rank}", [rollout(f"of {rank}")])
     _, out, _ = run("query", tmp_path, "select trajectory_id from trajectories order by rank", "--json")
     first, last = (str(row["trajectory_id"]) for row in json.loads(out))
     assert "rollout 1/0" in run("inspect", tmp_path, "--trajectory", last)[1]

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.stores import stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import Internals, internals_of
 from trajstore.errors import ConfigurationError, SchemaMismatchError
@@ -180,9 +181,7 @@ def make_loader(path: Path, **options: Any) -> TokenLoader:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(key, 2 + 7 * key % 23, 1) for key in range(60)])
-    return tmp_path / "store"
+    return stored(tmp_path / "store", [rollout(key, 2 + 7 * key % 23, 1) for key in range(60)])
 
 
 def named(batches: Sequence[Sequence[dict[str, Any]]]) -> list[list[int]]:

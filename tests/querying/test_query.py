@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forging import spoil_document
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, MissingDependencyError
@@ -234,8 +234,7 @@ def test_facts_of_an_earlier_layout_are_read_once(tmp_path: Path, read: list[int
 
 
 def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(f"t{n % 3}") for n in range(9)])
+    stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)
     monkeypatch.setattr(Contents, "_rows_of", None)
     drawn = reader.draw(3, sampler=GroupSampler())

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.forging import spoil_document
 from tests.querying.test_query import read  # noqa: F401
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
@@ -150,8 +150,7 @@ def test_tokens_are_rows(tmp_path: Path) -> None:
         tokens(4, 0, True, torch.float64),
         tokens(6, 2, True, torch.bfloat16),
     ]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([*added[:2], block(4, 2, 1, 0, 1), *added[2:]])
+    stored(tmp_path, [*added[:2], block(4, 2, 1, 0, 1), *added[2:]])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         expected = []
         for number, rollout in zip([0, 1, 3, 4], added, strict=True):
@@ -173,8 +172,7 @@ def _mean(values: torch.Tensor | None) -> float | None:
 
 def test_steps_are_rows_without_the_extra_ones(tmp_path: Path) -> None:
     blocks = [block(4, 3, 2, 2, 0), block(2, 1, 2, 2, 1), block(6, 2, 1, 0, 2)]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([blocks[0], tokens(4, 1, True), *blocks[1:]])
+    stored(tmp_path, [blocks[0], tokens(4, 1, True), *blocks[1:]])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         expected = []
         for number, one in zip([0, 2, 3], blocks, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import reader_of
+from tests.stores import reader_of, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.errors import InvalidTrajectoryError
@@ -173,9 +173,7 @@ OTHERS: dict[str, Any] = {
 def test_leaves_without_a_row_for_each_step_are_given_back(tmp_path: Path, form: str) -> None:
     given = rollout(1)
     given.curr_obs |= OTHERS
-    path = tmp_path / "store"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=form) as buffer:
-        buffer.add_trajectories([given])
+    path = stored(tmp_path / "store", [given], trajectory_format=form)
     reader = TrajectoryReplayBuffer()
     reader.load_checkpoint(path)
     assert set(reader.sample(3)["curr_obs"]) == {"states"}

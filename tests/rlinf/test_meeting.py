@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import reader_of
+from tests.stores import reader_of, stored
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.inspection.inspect import inspect
@@ -21,9 +21,7 @@ from .test_layout import small
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(4)])
-    return tmp_path / "store"
+    return stored(tmp_path / "store", [witness(key) for key in range(4)])
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
@@ -55,10 +55,8 @@ def prefer(page: Page, theme: str) -> None:
 
 @pytest.mark.parametrize("theme", ["light", *(["dark"] if AXE else [])])  # names are the same, contrasts are not
 def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page, theme: str) -> None:
-    with writer_to(tmp_path / "rollouts") as writer:
-        writer.add_trajectories([rollout(number) for number in range(40)])
-    with writer_to(tmp_path / "blocks") as writer:
-        writer.add_trajectories([witness(7), witness(8)])
+    stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
+    stored(tmp_path / "blocks", [witness(7), witness(8)])
     rollouts, blocks = serve(tmp_path / "rollouts", who="anna"), serve(tmp_path / "blocks")
     prefer(page, theme)
     page.expected_errors += ["status of 400", "status of 404"]
@@ -96,8 +94,7 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
 
 
 def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(30)])
+    stored(tmp_path, [rollout(number) for number in range(30)])
     ground = "getComputedStyle(document.body).backgroundColor"
     drawn = "document.querySelector('[data-curve=outcome] canvas').toDataURL()"
     prefer(page, "light")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.stores import files_of as files_below
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.view.rollouts import rollout
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
@@ -143,8 +143,7 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
     climbing = "../../../out of it/\x00"
     block = witness(7)
     hostile = rollout(0, task_id=HOSTILE, reward=Reward(outcome=1.0, metadata={climbing: 0.5}))
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([hostile, rollout(1, task_id=climbing, rollout_id=climbing), block])
+    stored(tmp_path / "store", [hostile, rollout(1, task_id=climbing, rollout_id=climbing), block])
     before = {path.name for path in tmp_path.iterdir()}
     target = bundled(tmp_path / "store", tmp_path / "<img src=x> #?%2e")
     assert {path.name for path in tmp_path.iterdir()} == before | {target.name}
@@ -177,8 +176,7 @@ def test_blocks_have_their_pictures_alone_and_beside_each_other(
     steps, batch = block.rewards.shape[:2]
     image = block.curr_obs["image"]
     monkeypatch.setattr(bundle, "_PART_BYTES", 2 * image[0, 0].numel())
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([block, other])
+    stored(tmp_path / "store", [block, other])
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
     page.open(f"{address}#/trajectory/0?environment={batch - 1}")
     page.expected_errors.append("willReadFrequently")  # this test looks at pixels
@@ -235,8 +233,7 @@ def test_damage_is_said_and_hides_nothing_else(
 
 def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, page: Page) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
-            writer.add_trajectories([rollout(number) for number in range(4)])
+        stored(tmp_path / "run" / f"rank_{rank}", [rollout(number) for number in range(4)])
     address = serve_files(bundled(tmp_path / "run", tmp_path / "out"))
     page.open(f"{address}#/table?order=trajectory_id")
     with TrajectoryReplayBuffer.open(tmp_path / "run") as reader:
@@ -252,8 +249,7 @@ def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, 
 
 
 def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(3)])
+    stored(tmp_path / "store", [rollout(number) for number in range(3)])
     store, target = tmp_path / "store", tmp_path / "out"
     target.mkdir()
     bundled(store, target)
@@ -281,8 +277,7 @@ def test_what_has_no_effect_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(0)])
+    stored(tmp_path / "store", [rollout(0)])
     for options, said in (
         (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
         (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
@@ -298,8 +293,7 @@ def test_what_has_no_effect_is_refused(
 def test_too_much_is_refused_and_the_remedy_named(
     tmp_path: Path, limit: str, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number, 4000, metadata={}) for number in range(4)])
+    stored(tmp_path / "store", [rollout(number, 4000, metadata={}) for number in range(4)])
     monkeypatch.setattr(bundle, limit, most)
     assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "out")]) == 2
     assert "--where" in capsys.readouterr().err
@@ -316,8 +310,7 @@ def write_until_killed(store: Path, target: Path, by: signal.Signals) -> None:
 
 
 def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(3)])
+    stored(tmp_path / "store", [rollout(number) for number in range(3)])
     target = bundled(tmp_path / "store", tmp_path / "out")
     before = files_below(target)
     for by in (signal.SIGKILL, signal.SIGINT):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
@@ -59,8 +59,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
 
 def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
     odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(1, rollout_log_probs=odd)])
+    stored(tmp_path, [rollout(1, rollout_log_probs=odd)])
     page.open(f"{serve(tmp_path)}/#/trajectory/0?color=old_log_probs")
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
     said = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
@@ -115,9 +114,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
     ]
     reward = Reward(outcome=1.0, metadata={HOSTILE: 0.5, "a": HOSTILE})
     hostile = rollout(0, messages=messages, task_id=HOSTILE, reward=reward, metadata={HOSTILE: HOSTILE})
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([hostile, rollout(1, task_id=HOSTILE)])
-    address = serve(tmp_path)
+    address = serve(stored(tmp_path, [hostile, rollout(1, task_id=HOSTILE)]))
     counted = "document.querySelectorAll('.message').length === 5 && document.querySelectorAll('.token').length === 24"
     for place, shown in (
         ("trajectory/0", counted),
@@ -149,8 +146,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     messages[7] = {"role": "tool", "content": f"{'x ' * 30_000}The NEEDLE{' y' * 30_000}"}
     messages[8] = {"role": "user", "content": HOSTILE}
     messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, messages=messages)])
+    stored(tmp_path, [rollout(0, messages=messages)])
     page.open(f"{serve(tmp_path)}/#/trajectory/0")
     page.until("document.querySelectorAll('.message').length === 200")
     said = "document.querySelector('.conversation [role=status]').textContent"
@@ -210,8 +206,7 @@ def test_pictures_in_messages_are_painted(tmp_path: Path, serve: Serve, page: Pa
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}},
     ]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, messages=[{"role": "user", "content": parts}])])
+    stored(tmp_path, [rollout(0, messages=[{"role": "user", "content": parts}])])
     page.open(f"{serve(tmp_path)}/#/trajectory/0")
     page.expected_errors.append("willReadFrequently")
     pixels = (
@@ -232,8 +227,7 @@ def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page
     run = {"function": {"name": "run", "arguments": '{"command": "ls  -l"}'}}
     calls = [{"function": {"name": "find", "arguments": written}}, {"name": "find", "input": {"id": 2**63 - 1}}, run]
     messages = [{"role": "assistant", "content": {"at": 2**53 + 1}, "tool_calls": calls, "score": 1.0}]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, messages=messages)])
+    stored(tmp_path, [rollout(0, messages=messages)])
     page.open(f"{serve(tmp_path)}/#/trajectory/0")
     page.until("document.querySelector('.message')")
     begun = page.run("return [...document.querySelectorAll('.call code')].map((one) => one.textContent)")
@@ -297,8 +291,7 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
 
 
 def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, 200_000, metadata={})])
+    stored(tmp_path, [rollout(0, 200_000, metadata={})])
     page.open(f"{serve(tmp_path)}/#/trajectory/0?show=tokens")
     page.until("document.querySelector('.token')")
     page.run("const pane = document.querySelector('.scroller'); pane.scrollTop = pane.scrollHeight / 2")
@@ -334,8 +327,7 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
 
 
 def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path / "rank_0") as writer:
-        writer.add_trajectories([rollout(0, policy_version=version) for version in range(100)])
+    stored(tmp_path / "rank_0", [rollout(0, policy_version=version) for version in range(100)])
     links = "[...document.querySelectorAll('.versions a')].map((one) => one.textContent)"
     page.open(f"{serve(tmp_path)}/#/group?task=task-0")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
@@ -348,8 +340,7 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
 
 def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, page: Page) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as writer:
-            writer.add_trajectories([rollout(rank)])
+        stored(tmp_path / f"rank_{rank}", [rollout(rank)])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         number = int(max(reader.trajectory_ids))
     page.open(f"{serve(tmp_path)}/#/trajectory/{number}")
@@ -357,8 +348,7 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
 
 
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
+    stored(tmp_path, [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
     page.open(f"{serve(tmp_path)}/#/overview")
     page.until("document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 120, 20)
@@ -429,9 +419,7 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
 
 
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(30)])
-    address = serve(tmp_path)
+    address = serve(stored(tmp_path, [rollout(number) for number in range(30)]))
     page.open(f"{address}/#/trajectory/0")
     page.until("document.querySelector('.token')")
     size: dict[str, Any] = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}

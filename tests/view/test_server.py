@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.forging import spoil_document
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.test_golden import GOLDEN
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
@@ -151,8 +151,7 @@ def test_numbers_of_a_rollout_are_exact_and_where_they_belong(tmp_path: Path, se
 
 def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as writer:
-            writer.add_trajectories([rollout(rank), witness(7)])
+        stored(tmp_path / f"rank_{rank}", [rollout(rank), witness(7)])
     address = serve(tmp_path)
     assert [row["trajectory_id"] for row in ask(address, "page", order=["trajectory_id"])["rows"]] == [
         "0",
@@ -275,9 +274,7 @@ def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_p
 
 
 def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0)])
-    address = serve(tmp_path)
+    address = serve(stored(tmp_path, [rollout(0)]))
     for path, said in (
         ("page?where=taks%20%3D%201", "where: 'taks = 1': there is no column 'taks'"),
         ("page?order=nothing", "order_by: 'nothing'"),
@@ -296,9 +293,7 @@ def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve
 
 
 def test_other_sites_names_and_methods_are_refused(tmp_path: Path, serve: Serve) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0)])
-    address = serve(tmp_path)
+    address = serve(stored(tmp_path, [rollout(0)]))
     refused: list[dict[str, str]] = [
         {"Host": "evil.example"},
         {"Host": f"evil.example:{urlsplit(address).port}"},
@@ -323,8 +318,7 @@ def test_other_sites_names_and_methods_are_refused(tmp_path: Path, serve: Serve)
 
 
 def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0)])
+    stored(tmp_path, [rollout(0)])
     address = serve(tmp_path, "secret")
     for path in ("/", "/api/about", "/static/app.js", "/?token=", "/?token=secre", "/?token=other"):
         assert get(address, path)[0] == 401, path
