@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,7 @@ def test_rewards_are_those_in_force_and_what_was_recorded_stands_beside(tmp_path
     assert {"outcome 0.0 (recorded: 1.0)", "success rate 0.5 (recorded: none)", "judge 0.75 (recorded: 0.25)"} <= {
         *rows
     }
-    _, out, _ = run("inspect", store, "--trajectory", 0, "--json")
-    found = json.loads(out)
+    found = run.json("inspect", store, "--trajectory", 0)
     assert (found["reward"]["outcome"], found["recorded"]["outcome"]) == (0.0, 1.0)
     annotate(store, 0, {"outcome": None, "reward_judge": None, "success_rate": None})
     assert "recorded" not in run("inspect", store, "--trajectory", 0)[1]

@@ -203,8 +203,8 @@ def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path
         err = run.err("pool", *given, *words)
         assert message in err
     assert (tmp_path / "file").read_text() == "mine"
-    code, out, _ = run("pool", "import", tmp_path / "other", tmp_path / "pool", *words, "--json")
-    assert (code, json.loads(out)["trajectories"], json.loads(out)["read"]) == (0, 4, 4)
+    told = run.json("pool", "import", tmp_path / "other", tmp_path / "pool", *words)
+    assert (told["trajectories"], told["read"]) == (4, 4)
 
 
 def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
@@ -213,8 +213,7 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     assert "0 trajectories of 0 tasks" in out
     assert "of 15 rollouts" in out
     assert "not taken: 15 are no successes: the highest outcome is 0.7, success_threshold 1" in out
-    code, out, _ = run("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1, "--json")
-    told = json.loads(out)
+    told = run.json("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1)
     assert (told["trajectories"], told["read"]) == (0, 15)
     assert told["left_out"] == [
         "15 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"

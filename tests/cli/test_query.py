@@ -113,8 +113,7 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> No
     _, out, _ = run("query", tmp_path / "store", f"{text} and role = 'nobody'", "--csv")
     assert out == "role,content\n"
     text = "select sum(loss_mask) as n, count(old_log_probs) as scored from tokens where task = 't1'"
-    _, out, _ = run("query", tmp_path / "store", text, "--json")
-    assert json.loads(out) == [{"n": None, "scored": 4}]
+    assert run.json("query", tmp_path / "store", text) == [{"n": None, "scored": 4}]
     _, out, _ = run("list", tmp_path / "store", "--facts")
     assert "messages.tool_calls" in out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -28,8 +27,7 @@ def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None
     code, out, err = run("verify", path)
     assert (code, err) == (0, "")
     assert "sound" in out
-    code, out, _ = run("verify", path, "--json")
-    result = json.loads(out)
+    result = run.json("verify", path)
     assert result["sound"] is True
     assert result["trajectories"] == 3
     assert result["problems"] == result["notes"] == []

@@ -64,7 +64,7 @@ from trajstore.store.run_ids import own_id  # noqa: E402
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     ray.shutdown()  # that of tests before, which need it no more
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     ray.init(address=found.address, log_to_driver=False)
     yield found
     ray.shutdown()

@@ -24,7 +24,6 @@ from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
 from trajstore.distributed.shipment import Watermarks
 from trajstore.errors import (
     ConfigurationError,
-    StoreLockedError,
     StoreWriteError,
 )
 from trajstore.testing.witness import check_trajectory, witness
@@ -180,13 +179,6 @@ def test_a_rollback_ends_what_answers_before_it_say(tmp_path: Path) -> None:
     one.close()
 
 
-def test_what_was_not_committed_when_the_process_ended_is_asked_for_again(tmp_path: Path) -> None:
-    parcel = parcel_of([witness(0)])
-    one = server(tmp_path)
-    assert one.committed(parcel.key, 1, 0.0).ids is None
-    one.close()
-
-
 def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
     parcel = parcel_of([witness(key) for key in range(4)])
     one = server(tmp_path)
@@ -200,13 +192,6 @@ def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> 
     for key, number in enumerate(ids_of(two.add(parcel, 4))):
         assert check_trajectory(two.trajectories([number])[0]) == key
     two.close()
-
-
-def test_one_owner(tmp_path: Path) -> None:
-    one = server(tmp_path)
-    with pytest.raises(StoreLockedError):
-        server(tmp_path)
-    one.close()
 
 
 @pytest.mark.parametrize("name", ["auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"])

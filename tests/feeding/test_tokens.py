@@ -188,8 +188,7 @@ def named(batches: Sequence[Sequence[dict[str, Any]]]) -> list[list[int]]:
     return [pack["input_ids"].tolist() for batch in batches for pack in batch]
 
 
-@pytest.mark.parametrize("epochs", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize(("world", "epochs"), [(1, False), (3, True), (8, False)])
 def test_ranks_together_get_the_global_batches_and_resume_on_another_number(
     store: Path, world: int, epochs: bool
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import os
 import threading
@@ -12,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import trajstore
 from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreClosedError
 from trajstore.feeding import ReplayLoader
-from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
-from trajstore.sampling.factors import Factor
+from trajstore.sampling import EpochSampler, Sampler, UseLimit, WeightedSampler
 
 SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,
@@ -65,38 +62,6 @@ def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
     if name == "epochs":
         rows = list(itertools.chain(*begun, *resumed))
         assert sorted(rows) == sorted(2 * [1000.0 * key + row for key in range(10) for row in range(8)])
-
-
-@pytest.mark.parametrize("factor", [UseLimit(cooldown=1), Recency(3.0)], ids=lambda factor: factor.name)
-def test_priorities_go_on_to_the_bit(tmp_path: Path, factor: Factor) -> None:
-    """Also those that were changed after trajectories had come and gone, so that the tree looks another way."""
-
-    def learn(buffer: TrajectoryReplayBuffer, sampler: WeightedSampler, steps: range) -> list[Any]:
-        seen = []
-        for step in steps:
-            add(buffer, [step])
-            if len(buffer) > 6:
-                buffer.evict(buffer.trajectory_ids[:-6].tolist())
-            batch = buffer.sample(16, sampler=sampler)
-            assert batch.weights is not None
-            seen.append((batch["rewards"].flatten().tolist(), batch.weights.tolist()))
-            buffer.update_priorities(sampler, batch.drawn, torch.sin(batch["rewards"].flatten()).abs() / 3)
-        return seen
-
-    def sampler() -> WeightedSampler:
-        return WeightedSampler([copy.deepcopy(factor)], Priorities(alpha=0.7, beta=0.5))
-
-    with make(tmp_path) as buffer:
-        chosen = sampler()
-        learn(buffer, chosen, range(1, 30))
-        buffer.points.save(30, {"sampler": chosen})
-        expected = learn(buffer, chosen, range(30, 60))
-    with make(tmp_path) as buffer:
-        state = buffer.points.rollback(30)
-        chosen = sampler()
-        buffer.follow(chosen)
-        chosen.load_state_dict(state["sampler"])
-        assert learn(buffer, chosen, range(30, 60)) == expected
 
 
 # -- a store that is rolled back, emptied or closed under its loader: no hang, only what is live, nothing left over --
