@@ -127,10 +127,8 @@ def test_long_values_of_a_sample_are_shape_and_range(run: Run, tmp_path: Path) -
         "curr_obs.nothing": "[40], 40 not finite (--json shows all)",
         "curr_obs.nine": f"[{', '.join(['0.3333'] * 9)}]",
     }
-    assert (
-        run.json("inspect", tmp_path / "store", "--trajectory", 0, "--sample", 1)["values"]["curr_obs.image"]
-        == image[1, 0].tolist()
-    )
+    report = run.json("inspect", tmp_path / "store", "--trajectory", 0, "--sample", 1)
+    assert report["values"]["curr_obs.image"] == image[1, 0].tolist()
 
 
 def test_numbers_that_json_lacks(run: Run, tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) ->
 
 
 def test_prune_and_compact(tmp_path: Path, run: Run) -> None:
-    run = tmp_path / "run"
+    path = tmp_path / "run"
     for rank in range(2):
-        stored(run / f"rank_{rank}", [rollout(number) for number in range(6)])
-    words = ["prune", str(run), "--where", "outcome = 0"]
+        stored(path / f"rank_{rank}", [rollout(number) for number in range(6)])
+    words = ["prune", path, "--where", "outcome = 0"]
     before = len(asked(path, "task"))
     assert "nothing was changed" in run.out(*words)
     assert len(asked(path, "task")) == before
