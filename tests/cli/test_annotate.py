@@ -52,20 +52,6 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run
     assert "none of the trajectories of - have their values" in out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(["0"], ["--set", "a=1"], ["0", "--set", "a"], ["0", "--set", "a=[1]", "--file", "x"], ["--file", "absent"]),
-        *(["0", "--set", f"a={value}"] for value in ("nan", "NaN", " -inf", "Infinity", "+INF", "1e400")),
-        *(["0", "--set", f"a={value}"] for value in (".5", "5.", "+3", "007", "1_000")),
-    ],
-)
-def test_wrong_words_change_nothing(store: Path, words: list[str], run: Run) -> None:
-    assert run.err("annotate", store, *words)
-    assert notes_of(store, 0) == []
-    assert not (store / "inbox").exists()
-
-
 def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run: Run) -> None:
     said = (
         """--set a=nan: nan is no finite number; null says that there is none, and a text is quoted: --set 'a="nan"'"""

@@ -15,7 +15,7 @@ from tests.cli.stores import Run
 from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refused_to_all, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.buffer.runs import save_rank_point
-from trajstore.cli import DAMAGED, FAILED
+from trajstore.cli import DAMAGED
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.verify import verify
@@ -89,17 +89,6 @@ def test_runs_are_copied_rank_by_rank(tmp_path: Path) -> None:
     assert repaired.lost_in_words == "trajectories that nobody can count, if any"
     assert keys_at(tmp_path / "whole" / "rank_1") == {}, "so that the run can be opened"
     assert len(keys_at(tmp_path / "whole" / "rank_2")) == 2
-
-
-@pytest.mark.parametrize("command", ["copy", "repair"])
-def test_nothing_is_overwritten(run: Run, store: Path, tmp_path: Path, command: str) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    err = run.err(command, store, tmp_path / "mine")
-    assert "is not empty" in err
-    assert run(command, tmp_path / "absent", tmp_path / "new")[0] == FAILED
-    assert not (tmp_path / "new").exists()
-    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(

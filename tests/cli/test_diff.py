@@ -10,7 +10,7 @@ import torch
 
 from tests.cli.stores import Run
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.cli import DAMAGED, FAILED
+from trajstore.cli import DAMAGED
 
 HOSTILE = "\x1b[2Jlook"
 
@@ -184,16 +184,7 @@ def test_ids_of_a_run_and_a_block_beside_a_rollout(store: Path, run: Run) -> Non
     assert "no trajectory has the id 1/99" in run("diff", store.parent, 1, "1/99")[2]
 
 
-def test_what_cannot_be_compared_is_said(store: Path, run: Run, tmp_path: Path) -> None:
-    for words, code, said in (
-        (["0", "9"], FAILED, "no trajectory has the id 9"),
-        (["0", "x"], FAILED, "'x', must be an id"),
-        (["0", "3/1"], FAILED, "3/1"),
-    ):
-        found, out, errors = run("diff", store, *words)
-        assert (found, out) == (code, "")
-        assert said in errors
-    assert run("diff", tmp_path / "nothing", 0, 1)[0] == FAILED
+def test_what_cannot_be_compared_is_said(store: Path, run: Run) -> None:
     shard = sorted((store / "shards").iterdir())[1]
     shard.write_bytes(shard.read_bytes()[:-100])
     code, out, errors = run("diff", store, 0, 1)

@@ -133,17 +133,6 @@ def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys:
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("target", ["there.jsonl", "nowhere/out.jsonl"])
-def test_a_target_that_is_there_stays(
-    store: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "there.jsonl").write_text("mine")
-    assert main(["export", str(store), str(tmp_path / target)]) == 2
-    assert target.split("/", maxsplit=1)[0] in capsys.readouterr().err
-    assert (tmp_path / "there.jsonl").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "there.jsonl"]
-
-
 def export_until_killed(store: Path, target: Path) -> None:
     export._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     export.export_rollouts(store, target, "parquet")

@@ -88,20 +88,6 @@ def test_one_trajectory_and_one_sample(run: Run, store: Path) -> None:
     assert run("inspect", store, "--trajectory", 3, "--sample", 7)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--trajectory", 99], "99"),
-        (["--trajectory", 0, "--sample", STEPS * ENVIRONMENTS], "0 to 17"),
-        (["--sample", 1], "--trajectory"),
-        (["--measure", -1], "-1"),
-    ],
-)
-def test_what_is_not_there_is_told(run: Run, store: Path, words: list[object], message: str) -> None:
-    err = run.err("inspect", store, *words)
-    assert message in err
-
-
 def test_a_missing_shard_shows_at_a_glance(run: Run, store: Path, shard: Path) -> None:
     shard.unlink()
     report = inspect(store)

@@ -14,28 +14,8 @@ import torch
 
 from tests.cli.stores import Run
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.cli import FAILED, INTERRUPTED, main
+from trajstore.cli import INTERRUPTED
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range, visible
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_path_without_store_is_told_in_one_line(command: str, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for name, said in (("absent", ""), ("", ""), ("file", "is a file; give the directory")):
-        code, out, err = run(command, tmp_path / name)
-        assert (code, out) == (FAILED, "")
-        assert str(tmp_path / name) in err
-        assert said in err
-        assert err.count("\n") == 1
-        assert err.startswith("trajstore: ")
-
-
-@pytest.mark.parametrize("words", [[], ["no-such-command"], ["demo", "--updates", "0"], ["demo", "--task", "x"]])
-def test_a_wrong_call_is_refused_by_the_parser(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == FAILED
-    assert "error:" in capsys.readouterr().err
 
 
 def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.stores import contents_of, files_of, flip, opened, stored
+from tests.stores import contents_of, flip, opened, stored
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import DAMAGED, main
@@ -113,35 +113,3 @@ def test_prune_and_compact(tmp_path: Path, run: Run) -> None:
     with opened(path / "rank_1"):
         run.err(*words, "--yes")
         run.err("compact", path / "rank_1")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["merge", "agents"],
-        ["merge", "absent", "out"],
-        ["merge", "agents", "agents/inner"],
-        ["merge", "agents", "taken"],
-        ["split", "agents", "out", "--ranks", "0"],
-        ["split", "agents", "out", "--count", "x"],
-        ["split", "agents", "out", "--where", "no such column"],
-        ["split", "agents", "out"],
-        ["convert", "agents", "out", "--format", "json"],
-        ["prune", "agents", "--where", "nonsense(", "--yes"],
-        ["compact", "taken"],
-    ],
-)
-def test_wrong_words_are_refused_and_leave_nothing(
-    agents: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "mine").write_text("mine")
-    before = files_of(tmp_path)
-    try:
-        code = main(words)
-    except SystemExit as error:
-        code = int(error.code or 0)
-    assert code == 2
-    assert capsys.readouterr().err
-    assert files_of(tmp_path) == before

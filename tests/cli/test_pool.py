@@ -117,13 +117,6 @@ def test_a_pool_of_messages_needs_a_tokenizer(run: Run, tmp_path: Path, shared_f
     assert (done["entered"], done["tokenized"], done["without_log_probs"]) == (10, 13, 13)
 
 
-def test_what_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
-    for words in (("export", tmp_path / "no", tmp_path / "files"), ("import", tmp_path / "pool", tmp_path / "no")):
-        err = run.err("pool", *words)
-        assert f"{tmp_path / 'no'}: no such directory" in err
-    assert not (tmp_path / "pool").exists()
-
-
 def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -279,12 +272,6 @@ def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp
 def test_every_reason_has_a_sentence() -> None:
     assert {*_REFUSED} == {*Refusal}
     assert {*_LEFT} == {*Departure}
-
-
-def test_options_of_an_import_are_refused_by_export(run: Run, tmp_path: Path) -> None:
-    for option in ("--replace", "--same-run", "--task-prefix=a:"):
-        err = run.err("pool", "export", tmp_path / "pool", tmp_path / "files", option)
-        assert f"{option.split('=')[0]}: is of an import" in err
 
 
 def test_a_tokenizer_that_is_nowhere_is_told_soon(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

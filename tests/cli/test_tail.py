@@ -111,11 +111,3 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
                 follower.kill()
                 follower.join()
         assert found == [str(number) for number in store.trajectory_ids.tolist()]
-
-
-@pytest.mark.parametrize(
-    "words", [["--since", "x"], ["--since", "eyIwIjpbMSwyXX0"], ["--every", "0"], ["--last", "-1"], ["--where", "no"]]
-)
-def test_wrong_words(tmp_path: Path, words: list[str], run: Run) -> None:
-    filled(tmp_path / "store", [0])
-    assert run.err("tail", tmp_path / "store", *words)

@@ -273,22 +273,6 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (other / "bundle.json").read_text() == "{}"
 
 
-def test_what_has_no_effect_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    stored(tmp_path / "store", [rollout(0)])
-    for options, said in (
-        (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
-        (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
-        (["--where", "outcome > 0"], "--where has no effect without --bundle"),
-        (["--bundle", "out", "--where", "taks = 1"], "there is no column 'taks'"),
-    ):
-        assert main(["view", "store", *options]) == 2
-        assert said in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["store"]
-
-
 @pytest.mark.parametrize(("limit", "most"), [("MOST", 3), ("MOST_BYTES", 250_000)])
 def test_too_much_is_refused_and_the_remedy_named(
     tmp_path: Path, limit: str, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
