@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import format_reader
+from tests.pages import blocks
 from tests.stores import writer_to
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
@@ -103,10 +104,6 @@ def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, A
 def example() -> str:
     page = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
     return page.split("\n## A worked example\n")[1].split("\n## ")[0]
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def hex_dump(text: str) -> dict[int, bytes]:

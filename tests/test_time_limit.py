@@ -10,9 +10,7 @@ HANGING = """
 import subprocess, threading, time
 
 import pytest
-import torch
 
-from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.interrupts import uninterrupted
 
 
@@ -40,7 +38,7 @@ def a_change():
 
 def arithmetic():
     while True:
-        torch.ones(100, 100) @ torch.ones(100, 100)
+        sum(range(1000))
 
 
 @pytest.mark.parametrize("hang", [a_lock, a_child, swallowed, a_change, arithmetic])
@@ -50,9 +48,7 @@ def test_hangs(hang):
 
 @pytest.mark.timeout(100)
 def test_goes_on():
-    buffer = TrajectoryReplayBuffer()
-    buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 2, 1))])
-    assert len(buffer.sample(3)["rewards"]) == 3
+    pass
 """
 
 

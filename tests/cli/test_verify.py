@@ -35,7 +35,7 @@ def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None
 
 @pytest.mark.parametrize("trajectory_format", list(FORMATS))
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.data())
 def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data: st.DataObject) -> None:

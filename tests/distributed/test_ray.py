@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -182,8 +181,7 @@ def test_rows_of_all_stores_are_asked(
             assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
             stream = handle.query("tokens").select("trajectory_id").stream()
             handle.evict(ids[:2])
-            with caplog.at_level(logging.WARNING):
-                assert sum(len(part) for part in stream) == sum(range(3, 13))
+            assert sum(len(part) for part in stream) == sum(range(3, 13))
             assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
         parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")], ContentWatch()), Arena(0))])
         clock = max(ids) + 1
@@ -296,8 +294,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     handle.refresh()
     assert handle.size == 16
     cluster.remove_node(node, allow_graceful=False)
-    with caplog.at_level(logging.WARNING):
-        until(lambda: (handle.refresh(), handle.size)[1] == 8)
+    until(lambda: (handle.refresh(), handle.size)[1] == 8)
     assert "draws leave out its 8 trajectories" in caplog.text
     assert handle.get_stats()["absent_stores"] == 1
     late = DistributedReplayBuffer.connect("nodes", deadline=2.0)
@@ -408,15 +405,14 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
     else:
         lose(name, 1)
     try:
-        with caplog.at_level(logging.WARNING):
-            check_batch(learner.sample(64))
-            drawn = second.sample(64, sampler=WeightedSampler())
-            check_batch(drawn)
-            assert len(drawn.drawn) == 64
-            loader = ReplayLoader(third, batch_size=32)
-            check_batch(next(loader))
-            assert loader.figures()["batches_redrawn"] == 1
-            loader.close()
+        check_batch(learner.sample(64))
+        drawn = second.sample(64, sampler=WeightedSampler())
+        check_batch(drawn)
+        assert len(drawn.drawn) == 64
+        loader = ReplayLoader(third, batch_size=32)
+        check_batch(next(loader))
+        assert loader.figures()["batches_redrawn"] == 1
+        loader.close()
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
         assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once by each handle
@@ -448,12 +444,11 @@ def test_who_connects_after_a_loss_knows_of_it(
     assert sorted(number % 1024 for number in ids) == [0, 0, 1, 1]
     old.points.save(1)
     lose("lossy", 1)
-    with caplog.at_level(logging.WARNING):
-        new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
-        assert "store rank_1 of 'lossy' is not there" in caplog.text
-        caplog.clear()
-        new.refresh()
-        new.refresh()
+    new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
+    assert "store rank_1 of 'lossy' is not there" in caplog.text
+    caplog.clear()
+    new.refresh()
+    new.refresh()
     assert caplog.text.count("draws leave out its trajectories; how many it has is not known") == 1
     for handle in (old, new):
         assert [handle.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
@@ -479,8 +474,7 @@ def test_who_connects_after_a_loss_knows_of_it(
     with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
         DistributedReplayBuffer.connect("lossy")
     new.stop()  # wanted no longer: the next run is of as many stores as it says
-    with caplog.at_level(logging.WARNING):
-        assert create("lossy", run, stores=1).stores == [0]
+    assert create("lossy", run, stores=1).stores == [0]
     assert "rank_1 on" in caplog.text
     assert "is served by no store of 'lossy': no draw shows it. It has 2 trajectories" in caplog.text
     DistributedReplayBuffer.connect("lossy").stop()
@@ -493,8 +487,7 @@ def test_nodes_that_can_have_no_store_get_none(
     small, lost = cluster.add_node(num_cpus=0), cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     cluster.remove_node(lost, allow_graceful=False)
-    with caplog.at_level(logging.WARNING):
-        handle = create("able", tmp_path, stores="per_node")
+    handle = create("able", tmp_path, stores="per_node")
     assert f"node {small.node_id}" in caplog.text
     assert "gets no store: it has CPU 0, and a store reserves CPU 0.1" in caplog.text
     assert not {small.node_id, lost.node_id} & set(handle.nodes().values())
@@ -721,7 +714,6 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     assert handle.nodes() == {next(iter(ranks)): node for node, ranks in own.items()}
     lose("homes", 0)
     own[nodes[-1]] = set()  # its disk is new
-    with caplog.at_level(logging.WARNING):
-        create("homes", tmp_path, stores="per_node")
+    create("homes", tmp_path, stores="per_node")
     assert f"store rank_0 of 'homes' begins empty on node {nodes[-1]}" in caplog.text
     handle.stop()

@@ -28,6 +28,20 @@ OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
 }
 
 
+def interrupted(buffer: TrajectoryReplayBuffer, sampler: Sampler | None) -> tuple[dict[str, Any], list[list[float]]]:
+    """Return the state of a loader after its first batch, and the five batches that follow."""
+    with ReplayLoader(buffer, 8, sampler=sampler) as loader:
+        next(loader)
+        return loader.state_dict(), [rewards(next(loader)) for _ in range(5)]
+
+
+def going_on(buffer: TrajectoryReplayBuffer, state: dict[str, Any], sampler: Sampler | None) -> list[list[float]]:
+    """Return five batches of a loader that takes up a state."""
+    with ReplayLoader(buffer, 8, sampler=sampler) as loader:
+        loader.load_state_dict(state)
+        return [rewards(next(loader)) for _ in range(5)]
+
+
 def state_after(buffer: TrajectoryReplayBuffer, batches: int = 3, size: int = 8, **options: Any) -> dict[str, Any]:
     with ReplayLoader(buffer, size, prefetch=2, **options) as loader:
         for _ in range(batches):
@@ -39,19 +53,14 @@ def state_after(buffer: TrajectoryReplayBuffer, batches: int = 3, size: int = 8,
 def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Path, name: str) -> None:
     for place in ("here", "there"):
         fill(tmp_path / place, range(10)).close()
-    with ReplayLoader(reader(tmp_path / "here"), 8, sampler=OF_LOADERS[name]()) as loader:
-        next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(5)]
+    state, expected = interrupted(reader(tmp_path / "here"), OF_LOADERS[name]())
     other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=OF_LOADERS[name]())
     with pytest.raises(ConfigurationError, match=r"replay buffer is of other trajectories: 10 of 10 ids .* \(id 0: "):
         other.load_state_dict(state)
     copy_store(tmp_path / "here", tmp_path / "copy")
     reader(tmp_path / "here").save_checkpoint(tmp_path / "checkpoint")
     for place in ("copy", "checkpoint"):
-        with ReplayLoader(reader(tmp_path / place), 8, sampler=OF_LOADERS[name]()) as again:
-            again.load_state_dict(state)
-            assert [rewards(next(again)) for _ in range(5)] == expected
+        assert going_on(reader(tmp_path / place), state, OF_LOADERS[name]()) == expected
 
 
 @pytest.mark.parametrize("name", list(OF_LOADERS))
@@ -109,13 +118,8 @@ def test_what_is_in_memory_only_has_no_names(caplog: pytest.LogCaptureFixture) -
     buffer, same = (TrajectoryReplayBuffer(seed=1, sample_window_size=0) for _ in range(2))
     for one in (buffer, same):
         one.add_trajectories([block(key) for key in range(10)])
-    with ReplayLoader(buffer, 8, sampler=EpochSampler()) as loader:
-        next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(5)]
-    with ReplayLoader(same, 8, sampler=EpochSampler()) as again:
-        again.load_state_dict(state)
-        assert [rewards(next(again)) for _ in range(5)] == expected
+    state, expected = interrupted(buffer, EpochSampler())
+    assert going_on(same, state, EpochSampler()) == expected
     assert caplog.text == ""
 
 
@@ -157,17 +161,12 @@ def test_states_of_an_earlier_version_are_taken_up_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(tmp_path, range(10)).close()
-    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
-        next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(5)]
+    state, expected = interrupted(reader(tmp_path), EpochSampler())
     source = state["source"]
     del source["batches"], source["of"], source["samplers"][0]["sampler"], source["samplers"][0]["names"]
     for rows, _ in state["under_way"]:
         del rows["names"]
-    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as again:
-        again.load_state_dict(state)
-        assert [rewards(next(again)) for _ in range(5)] == expected
+    assert going_on(reader(tmp_path), state, EpochSampler()) == expected
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         "state of a loader: it does not say which trajectories and batches it is of",
         "the state of a sampler does not say which trajectories it is of",

@@ -382,25 +382,32 @@ def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., Tra
         )
 
 
+def of_tokens(buffer: TrajectoryReplayBuffer, size: int, **options: Any) -> TokenLoader:
+    return TokenLoader(buffer, 10, batch_size=1, **options)
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "options", "message"),
     [
-        ({"rank": (0, 2), "sampler": WeightedSampler(priorities=Priorities())}, "priorities that training changes"),
-        (
-            {"sampler": WeightedSampler(unit="trajectory")},
-            "draws whole trajectories, and these batches are made of trans",
-        ),
-        ({"rank": (2, 2)}, r"rank: \(2, 2\)"),
-        ({"rank": (0, 5)}, "at least the number of ranks"),
-        ({"device": "meta"}, "must be the CPU or a CUDA device"),
-        ({"demo_sampler": WeightedSampler()}, "has no effect without demos"),
-        ({"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
-        ({"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
+        (ReplayLoader, {"rank": (0, 2), "sampler": WeightedSampler(priorities=Priorities())}, "that training changes"),
+        (ReplayLoader, {"sampler": WeightedSampler(unit="trajectory")}, "draws whole trajectories, and these batches"),
+        (ReplayLoader, {"rank": (2, 2)}, r"rank: \(2, 2\)"),
+        (ReplayLoader, {"rank": (0, 5)}, "at least the number of ranks"),
+        (ReplayLoader, {"device": "meta"}, "must be the CPU or a CUDA device"),
+        (ReplayLoader, {"demo_sampler": WeightedSampler()}, "has no effect without demos"),
+        (ReplayLoader, {"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
+        (ReplayLoader, {"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
+        (of_tokens, {"layout": "ragged"}, "layout: 'ragged', must be one of 'packed', 'padded'"),
+        (of_tokens, {"long": "cut"}, "long: 'cut', must be one of 'refuse', 'skip', 'alone'"),
+        (of_tokens, {"pad_id": 3}, "pad_id: 3, has no effect on packed batches"),
+        (of_tokens, {"rank": (0, 2)}, "at least the number of ranks, 2"),
+        (of_tokens, {"sampler": WeightedSampler()}, "sampler: draws transitions, and these batches are made of whole"),
+        (of_tokens, {"demos": None}, "TokenLoader has no option 'demos'; there are"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_sense_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        ReplayLoader(TrajectoryReplayBuffer(), 4, **options)
+        make(TrajectoryReplayBuffer(), 4, **options)
 
 
 @pytest.mark.parametrize("which", ["replay", "demos"])

@@ -90,7 +90,7 @@ conversations = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(conversations, st.lists(st.sampled_from(list(CONDITIONS)), max_size=2), st.integers(0, 5), st.integers(1, 3))
 def test_questions_about_messages_agree_with_plain_loops(
     added: list[AgentTrajectory], conditions: list[str], limit: int, together: int
@@ -211,7 +211,7 @@ ROW_CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
 }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(1, 4), given_rows, st.booleans(), given_rows), min_size=1, max_size=6),
     st.sampled_from(["pt", "pkl", "zarr"]),

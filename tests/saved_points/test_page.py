@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-GUIDES = Path("docs") / "howto"
+from tests.pages import blocks
 
 _DRIVER = '''
 import json, os, signal, sys
@@ -118,8 +117,8 @@ json.dump(ends, sys.stdout)
 def test_program_survives_kills(
     project_root: Path, tmp_path: Path, page: str, name: str, steps: int, kills: list[tuple[str, int, str]]
 ) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (project_root / GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
-    [code] = [block for block in blocks if f"def {name}" in block]
+    text = (project_root / "docs" / "howto" / page).read_text()
+    [code] = [block for block in blocks(text, "python") if f"def {name}" in block]
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER],
         input=json.dumps([code, name, str(tmp_path), steps, kills]),

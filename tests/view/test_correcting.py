@@ -208,17 +208,6 @@ def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
     assert told(servers[0]) == told(servers[1])
 
 
-def test_damage_in_the_inbox_and_in_clocks_hides_nothing(path: Path, serve: Serve) -> None:
-    address = serve(path, who="anna")
-    with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
-        assert post(address, wish("1"))[0] == 200
-        (whole,) = (path / "inbox").iterdir()
-        for number, data in enumerate((b"", b"\xff", b"{}", whole.read_bytes()[:-9])):
-            (path / "inbox" / f"{number}.json").write_bytes(data)
-        assert told(address) == [("judge", 1.0, "inbox")]
-
-
 def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
     for rank in range(2):
         with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:

@@ -59,8 +59,11 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
 
 def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
     odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
-    stored(tmp_path, [rollout(1, rollout_log_probs=odd)])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0?color=old_log_probs")
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1)])
+        annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
+    address = serve(tmp_path)
+    page.open(f"{address}/#/trajectory/0?color=old_log_probs")
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
     said = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
     assert said == ["message system", "message user", "message assistant"]
@@ -82,20 +85,11 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     assert "10 not finite" in page.run("return document.querySelector('.legend').textContent")
     page.keys(".scroller", "\ue012")  # left
     page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
-
-
-def test_values_by_row_that_came_late_are_colours(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0), rollout(1)])
-        annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
-    address = serve(tmp_path)
-    page.open(f"{address}/#/trajectory/1?token=4")
-    page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
-    assert page.run("return document.querySelector('#color').value") == "notes.advantages"
+    for number, colored in ((0, "metadata.advantages"), (1, "notes.advantages")):  # what came late goes before
+        page.open(f"{address}/#/trajectory/{number}?token=4")
+        page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
+        assert page.run("return document.querySelector('#color').value") == colored
     assert "notes.advantages -1" in page.run("return document.querySelector('#token').textContent")
-    page.open(f"{address}/#/trajectory/0")
-    page.until("document.querySelectorAll('.token').length === 24")
-    assert page.run("return document.querySelector('#color').value") == "metadata.advantages"
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
