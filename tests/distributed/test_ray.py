@@ -98,8 +98,10 @@ def emptied(**options: Any) -> DistributedReplayBuffer:
     return handle
 
 
-def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
-    with create("whole", tmp_path / "run", stores=2, refresh_interval=0.0) as handle:
+def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with create("whole", Path("run"), stores=2, refresh_interval=0.0) as handle:
+        assert handle.served()[0].path == str(tmp_path / "run")  # a relative path is that of the caller
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in range(0, 12, 2)]
         ids = [number for receipt in receipts for number in receipt.committed(120)]
         assert len(set(ids)) == 12
@@ -122,7 +124,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
         handle.evict(ids[:3])
         handle.evict(ids[:3])
         assert handle.size == 9
-        handle.save_checkpoint(tmp_path / "saved")
+        handle.save_checkpoint("saved")
         assert handle.get_stats()["num_trajectories"] == 9
         other = DistributedReplayBuffer.connect("whole")
         assert other.stores == [0, 1]
@@ -144,45 +146,42 @@ def test_rows_of_all_stores_are_asked(
 ) -> None:
     pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     with emptied() as handle:
-        for together in (3, 1024):
-            monkeypatch.setattr(relations, "TOGETHER", together)
-            handle.clear()
-            caplog.clear()
-            assert handle.query("messages").rows() == []
-            said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
-            ids = []
-            for n in range(12):
-                rollout = AgentTrajectory(
-                    input_ids=torch.arange(n + 1),
-                    messages=said[: 1 + n % 3],
-                    task_id=f"t{n % 3}",
-                    reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
-                )
-                added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
-                ids.append(added.committed(120)[0])
-            assert {number % 1024 for number in ids} == {0, 1}
-            assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
-            text = "select rank, count(*) as n from trajectories where task is not null group by rank order by rank"
-            assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
-            asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
-            expected = [
-                (ids[n], f"t{n % 3}", at, said[at]["role"])
-                for n in range(1, 12, 2)
-                for at in range(1 + n % 3)
-                if at or n % 3 == 0
-            ]
-            columns = ("trajectory_id", "task", "message", "role")
-            assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
-            assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
-            assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
-            text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
-            assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
-            steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
-            assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
-            stream = handle.query("tokens").select("trajectory_id").stream()
-            handle.evict(ids[:2])
-            assert sum(len(part) for part in stream) == sum(range(3, 13))
-            assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
+        monkeypatch.setattr(relations, "TOGETHER", 3)
+        assert handle.query("messages").rows() == []
+        said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
+        ids = []
+        for n in range(12):
+            rollout = AgentTrajectory(
+                input_ids=torch.arange(n + 1),
+                messages=said[: 1 + n % 3],
+                task_id=f"t{n % 3}",
+                reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
+            )
+            added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
+            ids.append(added.committed(120)[0])
+        assert {number % 1024 for number in ids} == {0, 1}
+        assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
+        text = "select rank, count(*) as n from trajectories where task is not null group by rank order by rank"
+        assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
+        asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
+        expected = [
+            (ids[n], f"t{n % 3}", at, said[at]["role"])
+            for n in range(1, 12, 2)
+            for at in range(1 + n % 3)
+            if at or n % 3 == 0
+        ]
+        columns = ("trajectory_id", "task", "message", "role")
+        assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
+        assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
+        assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
+        text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
+        assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
+        steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
+        assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
+        stream = handle.query("tokens").select("trajectory_id").stream()
+        handle.evict(ids[:2])
+        assert sum(len(part) for part in stream) == sum(range(3, 13))
+        assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
         parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")], ContentWatch()), Arena(0))])
         clock = max(ids) + 1
         for rank in (0, 1):  # as where the first did not answer, and is back
@@ -496,18 +495,6 @@ def test_nodes_that_can_have_no_store_get_none(
         create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
     handle.stop()
     cluster.remove_node(small)
-
-
-def test_a_relative_path_is_that_of_the_caller(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with create("relative", Path("run")) as handle:
-        assert handle.served()[0].path == str(tmp_path / "run")
-        handle.save_checkpoint("saved")
-        handle.stop()
-    assert (tmp_path / "run" / "rank_0" / "metadata.json").exists()
-    assert (tmp_path / "saved" / "rank_0" / "metadata.json").exists()
 
 
 def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from trajstore.feeding import (
 from trajstore.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.testing.waiting import wait_until
 
+Store = Callable[..., TrajectoryReplayBuffer]
+
 
 def block(key: int, width: int = 1) -> Trajectory:
     rewards = 1000.0 * key + torch.arange(8, dtype=torch.float64).reshape(4, 2, 1).expand(4, 2, width)
@@ -53,7 +55,7 @@ def fill(path: Path, keys: range, **more: Any) -> TrajectoryReplayBuffer:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Callable[..., TrajectoryReplayBuffer]]:
+def store(tmp_path: Path) -> Iterator[Store]:
     opened: list[TrajectoryReplayBuffer] = []
 
     def make(name: str = "replay", keys: range = range(10)) -> TrajectoryReplayBuffer:
@@ -79,9 +81,7 @@ def rewards(batch: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_batches_are_those_that_sampling_gives(
-    store: Callable[..., TrajectoryReplayBuffer], reuse: bool, depth: int
-) -> None:
+def test_batches_are_those_that_sampling_gives(store: Store, reuse: bool, depth: int) -> None:
     buffer = store()
     state = buffer.state_dict()
     expected = [rewards(buffer.sample(16)) for _ in range(12)]
@@ -90,9 +90,7 @@ def test_batches_are_those_that_sampling_gives(
         assert [rewards(batch) for batch in itertools.islice(loader, 12)] == expected
 
 
-def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked_for(
-    store: Callable[..., TrajectoryReplayBuffer],
-) -> None:
+def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked_for(store: Store) -> None:
     with ReplayLoader(store(), 16, prefetch=3, reuse=True) as loader:
         seen = set()
         for batch in itertools.islice(loader, 40):
@@ -109,7 +107,7 @@ def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked
 )
 @pytest.mark.parametrize("reuse", [False, True])
 def test_ranks_have_even_parts_of_batches_with_demonstrations(
-    store: Callable[..., TrajectoryReplayBuffer], size: int, share: float, ranks: int, reuse: bool
+    store: Store, size: int, share: float, ranks: int, reuse: bool
 ) -> None:
     paths = [Path(str(made.auto_save_path)) for made in (store(), store("demos", range(100, 105)))]
 
@@ -127,9 +125,7 @@ def test_ranks_have_even_parts_of_batches_with_demonstrations(
         assert max(demos) - min(demos) <= 1
 
 
-def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     replay.add_trajectories([block(key) for key in range(4)])
     demos.add_trajectories([block(100)])
@@ -187,7 +183,7 @@ def test_it_waits_until_both_buffers_are_filled() -> None:
 
 
 def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew_and_no_row_is_lost(
-    store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     buffer, evicted = store(), list[int]()
     genuine = buffer.read
@@ -207,7 +203,7 @@ def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew_and_no
 
 
 def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
-    store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = store()
     threads = set(threading.enumerate())
@@ -226,7 +222,7 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
     assert set(threading.enumerate()) <= threads
 
 
-def test_a_buffer_that_is_emptied_is_waited_for(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_a_buffer_that_is_emptied_is_waited_for(store: Store) -> None:
     buffer = store()
     with ReplayLoader(buffer, 8, prefetch=1, timeout=300) as loader:
         next(loader)
@@ -275,9 +271,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
 
 
 @pytest.mark.parametrize("where", ["saved point", "worker"])
-def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(
-    store: Callable[..., TrajectoryReplayBuffer], where: str
-) -> None:
+def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(store: Store, where: str) -> None:
     writer = store()
     writer.points.pin("end")
     path, pin = Path(str(writer.auto_save_path)), "end" if where == "saved point" else None
@@ -292,7 +286,7 @@ def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(
 
 @pytest.mark.parametrize(("workers", "begun"), [(1, 0), (3, 2)])
 def test_a_data_loader_with_workers_gives_the_same_sequence(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, workers: int, begun: int
+    store: Store, tmp_path: Path, workers: int, begun: int
 ) -> None:
     """Workers that are made after some batches go on in order: the first of them has the next one."""
     store().close()
@@ -305,9 +299,7 @@ def test_a_data_loader_with_workers_gives_the_same_sequence(
     assert first + [rewards(batch) for batch in loader] == expected
 
 
-def test_torchdatas_stateful_loader_goes_on_where_it_was(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path
-) -> None:
+def test_torchdatas_stateful_loader_goes_on_where_it_was(store: Store, tmp_path: Path) -> None:
     store().close()
 
     def make() -> StatefulDataLoader[Any]:
@@ -325,9 +317,7 @@ def test_torchdatas_stateful_loader_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("kind", [ReplayBufferDataset, PreloadReplayBufferDataset])
-def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(
-    store: Callable[..., TrajectoryReplayBuffer], kind: type[ReplayBufferDataset]
-) -> None:
+def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(store: Store, kind: type[ReplayBufferDataset]) -> None:
     dataset = kind(store(), None, 8, 100, 0)
     later = threading.Timer(0.2, setattr, (dataset, "min_replay_buffer_size", 1))
     later.start()
@@ -345,7 +335,7 @@ def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_batches_arrive_on_the_device(store: Store) -> None:
     rollouts = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
     rollouts.add_trajectories([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(20)])
     with TokenLoader(rollouts, 50, device="cuda", prefetch=3) as loader:
@@ -364,7 +354,7 @@ def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffe
             assert batch["rewards"].reshape(-1).tolist() == values
 
 
-def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_a_batch_says_its_rows_and_priorities_come_back(store: Store) -> None:
     buffer = store()
     sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0))
     with ReplayLoader(buffer, 16, sampler=sampler, prefetch=1) as loader:
@@ -411,9 +401,7 @@ def test_options_that_make_no_sense_are_refused(make: Any, options: dict[str, An
 
 
 @pytest.mark.parametrize("which", ["replay", "demos"])
-def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(
-    store: Callable[..., TrajectoryReplayBuffer], which: str
-) -> None:
+def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(store: Store, which: str) -> None:
     buffers = {"replay": store(), "demos": store("demos", range(100, 105))}
     with ReplayLoader(buffers["replay"], 8, demos=buffers["demos"], prefetch=3) as loader:
         next(loader)
@@ -443,7 +431,7 @@ def test_waiting_without_end_is_said(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert caplog.text.count("no batch for 0.05 s") == 1
 
 
-def test_the_window_is_part_of_a_loaders_state(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
     path = Path(str(store().auto_save_path))
     with ReplayLoader(TrajectoryReplayBuffer.open(path, sample_window_size=4), 8) as loader:
         next(loader)
@@ -469,9 +457,7 @@ def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
     ReplayLoader(buffer, 8, rank=(1, 2), stores="per_rank").close()
 
 
-def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(
-    store: Callable[..., TrajectoryReplayBuffer],
-) -> None:
+def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(store: Store) -> None:
     path = Path(str(store().auto_save_path))
     with ReplayLoader(reader(path), 8) as plain:
         expected = [rewards(next(plain)) for _ in range(6)]
@@ -506,7 +492,7 @@ def _prefetchers() -> int:
     return sum(thread.name == "trajstore-prefetch" for thread in threading.enumerate())
 
 
-def test_a_loader_that_nobody_holds_ends_its_thread(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_a_loader_that_nobody_holds_ends_its_thread(store: Store) -> None:
     buffer = store()
     before = _prefetchers()
     for _ in range(5):
@@ -515,7 +501,7 @@ def test_a_loader_that_nobody_holds_ends_its_thread(store: Callable[..., Traject
     wait_until(lambda: _prefetchers() <= before)
 
 
-def test_what_made_batches_goes_when_the_loader_begins_anew(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_what_made_batches_goes_when_the_loader_begins_anew(store: Store) -> None:
     loader = ReplayLoader(store(), 8)
     before = []
     for _ in range(5):

@@ -19,8 +19,7 @@ from trajstore.inspection.verify import verify
 from trajstore.sampling import EpochSampler
 
 
-@pytest.mark.parametrize("where", ["local", "remote"])
-@pytest.mark.parametrize("trajectory_format", ["pt", "zarr"])
+@pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])
 def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
     tmp_path: Path, trajectory_format: str, where: str
 ) -> None:

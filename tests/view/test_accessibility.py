@@ -13,7 +13,7 @@ import pytest
 
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import rollout, text_of
 from tools.browser import Page
 from trajstore.testing.witness import witness
 
@@ -124,11 +124,11 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/overview")
         page.until("document.querySelectorAll('.curves [role=slider]').length === 5")
-        assert page.run("return document.querySelector('#said').textContent") == ""
+        assert text_of(page, "#said") == ""
         for selector in ("[data-curve=count] .u-over", ".task"):
             page.run(f"document.querySelector('{selector}').focus()")
             held = page.run(f"return {focused}")
-            shown = page.run("return document.querySelector('.figures dd').textContent")
+            shown = text_of(page, ".figures dd")
             writer.add_trajectories([rollout(56), rollout(57)])
             writer.flush()
             page.until("document.querySelector('.figures dd').textContent !== arguments[0]", shown)

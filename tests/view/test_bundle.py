@@ -19,7 +19,7 @@ import pytest
 
 from tests.stores import files_of as files_below
 from tests.stores import stored, writer_to
-from tests.view.rollouts import rollout
+from tests.view.rollouts import rollout, text_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
 from tools.crash.forked import forking
@@ -82,11 +82,9 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
     shutil.rmtree(tmp_path / "store")  # nothing is asked of it
     page.open(address)
     page.until("document.querySelectorAll('.curves canvas').length === 5")
-    assert page.run("return document.querySelector('.figures dd').textContent") == str(len(expected))
-    assert f"{len(expected)} trajectories where task != 'task-4'" in page.run(
-        "return document.querySelector('#live').textContent"
-    )
-    assert "trajstore view" in page.run("return document.querySelector('.question').textContent")
+    assert text_of(page, ".figures dd") == str(len(expected))
+    assert f"{len(expected)} trajectories where task != 'task-4'" in text_of(page, "#live")
+    assert "trajstore view" in text_of(page, ".question")
     assert page.run("return document.querySelector('#filter')") is None
     page.click(".lacking a")
     page.until(f"{ROWS}.join() === '250'")
@@ -122,19 +120,19 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     page.until("document.querySelector('.facts .outcome')?.textContent === '-3.5'")
     assert page.run("return document.querySelector('.late form:not([hidden])')") is None
     page.until("document.querySelector('#token').textContent.includes('token 6')")
-    assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
+    assert "log-prob (trainer) -0.2857143" in text_of(page, "#token")
     colors = page.run("return [...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)")
     assert len(set(colors[8:])) > 8
     assert page.run("return document.querySelectorAll('.message').length") == 3
     page.click(".facts a")
     page.until("document.querySelectorAll('.sibling .message').length === 4")
-    assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "0"
+    assert text_of(page, ".versions [aria-current]") == "0"
     page.open(f"{address}#/trajectory/4")
     page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
     page.open(f"{address}#/group?task=task-1")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '3'")
     assert page.run("return document.querySelectorAll('.sibling').length") == 4
-    assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
+    assert "advantage in group -0.866" in text_of(page, ".sibling")
     page.open(f"{address}#/trajectory/99")
     page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
 
@@ -157,7 +155,7 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
         page.until("document.querySelectorAll('.task').length === 2")
         page.run("[...document.querySelectorAll('.task')].find((one) => one.textContent.includes('script')).click()")
         page.until("document.querySelectorAll('.sibling .message').length > 0")
-        assert "<script>window.stolen = 1</script>" in page.run("return document.querySelector('main').textContent")
+        assert "<script>window.stolen = 1</script>" in text_of(page, "main")
         page.open(f"{address}#/trajectory/..%2F..%2Findex.html")
         page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
         page.expected_errors.append("Content Security Policy")
@@ -241,7 +239,7 @@ def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, 
     page.until(f"{ROWS}.join() === '0,1,2,3,1/0,1/1,1/2,1/3'")
     page.run("document.querySelectorAll('.row .id a')[6].click()")
     page.until("location.hash === '#/trajectory/1/2' && document.querySelector('.message.assistant')")
-    assert "answer 2" in page.run("return document.querySelector('.message.assistant').textContent")
+    assert "answer 2" in text_of(page, ".message.assistant")
     address = serve_files(bundled(tmp_path / "run", tmp_path / "none", "--where", "outcome > 7"))
     for place in ("overview", "table", "group?task=task-0"):
         page.open(f"{address}#/{place}")

@@ -17,7 +17,7 @@ import pytest
 
 from tests.stores import another_writer, stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import rollout, text_of
 from tests.view.test_server import ask, get
 from tools.browser import PATIENCE, Command, Page
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
@@ -315,7 +315,7 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     page.keys("#late-value", ENTER)
     page.until(f"{VALUES}.length === 1")
     assert given(path) == [("tag", HOSTILE, HOSTILE)]
-    text = page.run("return document.querySelector('.late').textContent")
+    text = text_of(page, ".late")
     assert "\\x1b[2J" in text
     assert "\\u{202e}" in text
     assert not set("\x1b\u202e\u202c") & set(text)
@@ -406,9 +406,7 @@ def test_siblings_are_given_a_value(path: Path, serve: Serve, page: Page) -> Non
     page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
     page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
-    assert "mean outcome 0.75 · standard deviation 0" in page.run(
-        "return document.querySelector('.summary').textContent"
-    )
+    assert "mean outcome 0.75 · standard deviation 0" in text_of(page, ".summary")
 
 
 def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.view.rollouts import rollout
+from tests.view.rollouts import rollout, text_of
 from tests.view.test_page import ROWS
 from tools.browser import Page
 from trajstore import TrajectoryReplayBuffer
@@ -41,8 +41,8 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
     with serving(handle, port=0) as address:
         page.open(f"{address}#/overview")
         page.until("document.querySelector('.figures dd')?.textContent === '17'")
-        assert "through a handle of stores" in page.run("return document.querySelector('.lacking').textContent")
-        assert page.run("return document.querySelector('#path').textContent") == "stores 'seen' of Ray"
+        assert "through a handle of stores" in text_of(page, ".lacking")
+        assert text_of(page, "#path") == "stores 'seen' of Ray"
         page.open(f"{address}#/table?where=outcome%20%3E%200&order=trajectory_id")
         page.until(f"{ROWS}.length === 8")
         assert page.run(f"return {ROWS}") == sorted((str(ids[number]) for number in range(1, 16, 2)), key=int)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.stores import writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import rollout, text_of
 from tools.browser import Page
 from tools.meanwhile import meanwhile
 from trajstore import TrajectoryReplayBuffer
@@ -43,7 +43,7 @@ def test_every_view_follows_a_writer(tmp_path: Path, serve: Serve, page: Page) -
             page.run("const grid = document.querySelector('.grid'); grid.scrollTop = 34 * 600")
             page.until("document.querySelector('.news').checkVisibility()")  # farther down it does not push rows away
             steady = page.until(f"{ROWS}.length > 10 && {ROWS}.every(Boolean) && {ROWS}")
-            before = page.run("return document.querySelector('#live').textContent")
+            before = text_of(page, "#live")
             page.until("document.querySelector('#live').textContent !== arguments[0]", before)
             assert page.run(f"return {ROWS}") == steady
 

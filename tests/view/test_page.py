@@ -13,7 +13,7 @@ import torch
 
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import rollout, text_of
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.store.sealed import INDEX_NAME
@@ -41,7 +41,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.until("document.querySelector('.total').textContent === '40 trajectories'")
         page.click(".heads > div:nth-child(1) button")
         page.until(f"{ROWS}[0] === '5'")
-        assert page.run("return document.querySelector('[aria-sort=ascending]').textContent") == "id ↑trajectory_id"
+        assert text_of(page, "[aria-sort=ascending]") == "id ↑trajectory_id"
         page.keys(".grid", "\ue010")  # End
         page.until(f"{ROWS}.at(-1) === '387'")
         page.keys(".grid", "\ue011", "\ue015", "\ue015")  # Home, down, down
@@ -75,21 +75,21 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     assert len(set(found[8:])) > 8
     page.keys(".scroller", *["\ue014"] * 7)  # right: from no token to token 6
     page.until("document.querySelector('#token').textContent.includes('token 6')")
-    assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
+    assert "log-prob (trainer) -0.2857143" in text_of(page, "#token")
     assert "token=6" in page.run("return location.hash")
     page.run(
         "const select = document.querySelector('#color'); select.value = 'rollout_log_probs';"
         "select.dispatchEvent(new Event('change'))"
     )
     page.until("document.querySelectorAll('.token.odd').length === 10")
-    assert "10 not finite" in page.run("return document.querySelector('.legend').textContent")
+    assert "10 not finite" in text_of(page, ".legend")
     page.keys(".scroller", "\ue012")  # left
     page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
     for number, colored in ((0, "metadata.advantages"), (1, "notes.advantages")):  # what came late goes before
         page.open(f"{address}/#/trajectory/{number}?token=4")
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
         assert page.run("return document.querySelector('#color').value") == colored
-    assert "notes.advantages -1" in page.run("return document.querySelector('#token').textContent")
+    assert "notes.advantages -1" in text_of(page, "#token")
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -118,7 +118,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
         page.open(f"{address}/#/{place}")
         page.until(shown)
         page.run("for (const one of document.querySelectorAll('details')) one.open = true")
-        text = page.run("return document.querySelector('main').textContent")
+        text = text_of(page, "main")
         assert "<script>window.stolen = 1</script>" in text, place
         assert "\\x1b[2J" in text, place
         assert "\\u{202e}" in text, place
@@ -303,13 +303,11 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/group?task=task-1")
         page.until("document.querySelectorAll('.sibling .message').length === 4")
-        assert "Messages 0 and 1 are the same in all 4 rollouts" in page.run(
-            "return document.querySelector('.same').textContent"
-        )
+        assert "Messages 0 and 1 are the same in all 4 rollouts" in text_of(page, ".same")
         outcomes = page.run("return [...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent)")
         assert outcomes == ["0", "1", "0", "1"]
-        assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
-        assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "3"
+        assert "advantage in group -0.866" in text_of(page, ".sibling")
+        assert text_of(page, ".versions [aria-current]") == "3"
         writer.add_trajectories([rollout(24, policy_version=9)])
         writer.flush()
         page.until("document.querySelector('.versions [aria-current]')?.textContent === '9'")
@@ -326,7 +324,7 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
     page.open(f"{serve(tmp_path)}/#/group?task=task-0")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
     assert page.run(f"return {links}") == ["\u2039 70 earlier", *map(str, range(70, 100))]
-    assert "1 rollout ·" in page.run("return document.querySelector('.summary').textContent")
+    assert "1 rollout ·" in text_of(page, ".summary")
     page.click(".versions a")
     page.until("document.querySelector('.versions [aria-current]').textContent === '69'")
     assert page.run(f"return {links}") == ["\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
