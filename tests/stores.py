@@ -36,10 +36,12 @@ def add_each(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> None:
         buffer.flush()
 
 
-def stored(path: Path, trajectories: Sequence[AnyTrajectory], **options: Any) -> Path:
-    """Write a store of trajectories, in one commit, and close it; return its path."""
+def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = False, **options: Any) -> Path:
+    """Write a store of trajectories and close it; return its path. ``each``: in a commit and a shard of its own."""
     with writer_to(path, **options) as writer:
-        writer.add_trajectories(trajectories)
+        for some in [[one] for one in trajectories] if each else [trajectories]:
+            writer.add_trajectories(some)
+            writer.flush()
     return path
 
 

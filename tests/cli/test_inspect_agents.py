@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.stores import Run
 from tests.experience.conftest import build
-from tests.stores import stored
+from tests.stores import reader_of, stored
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
@@ -292,8 +292,7 @@ def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch:
 
 def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(path)
+    buffer = reader_of(path)
     for columns in (None, ["input_ids"]):
         with pytest.raises(SchemaMismatchError, match=r"sample_trajectories\(count\)"):
             buffer.sample(2, columns=columns)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import reader_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
@@ -131,8 +132,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         with pytest.raises(ConfigurationError, match="is there already"):
             create("whole", tmp_path / "elsewhere")
         handle.stop()
-    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
-        buffer.load_checkpoint(tmp_path / "saved")
+    with reader_of(tmp_path / "saved") as buffer:
         # Below the rank, which a run of ranks puts above them, ids are the handle's.
         assert sorted(own_id(buffer.trajectory_ids).tolist()) == sorted(ids[3:])
     for rank in range(2):

@@ -14,7 +14,6 @@ from trajstore import AgentTrajectory, Retention, Reward, Trajectory, Trajectory
 from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import flatten_all
 from trajstore.buffer.internals import internals_of
-from trajstore.columns.conversion import flatten
 from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
@@ -64,23 +63,6 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     return bool(one == other)
-
-
-def test_what_is_packed_comes_out_equal() -> None:
-    given = [witness(3), agent(0), agent(1), witness(4)]
-    parcel = parcel_of(given[:3], given[3:])
-    for piece in parcel.pieces:
-        piece.data.flags.writeable = False  # as out of Ray's object store
-    flats = [flatten(one) for one in given]
-    for flat, found in zip(flats, unpack(parcel), strict=True):
-        assert found.schema is flat.schema
-        assert (found.extent, found.num_samples, found.versions) == (flat.extent, flat.num_samples, flat.versions)
-        assert (found.model_weights_id, found.max_episode_length) == (
-            flat.model_weights_id,
-            flat.max_episode_length,
-        )
-        for column in range(len(flat.tensors)):
-            assert bytes(found.column_bytes(column)) == bytes(flat.column_bytes(column))
 
 
 def test_a_list_is_cut_by_bytes() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.stores import stored
+from tests.stores import reader_of, stored
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.object_store import ObjectStore
@@ -68,8 +68,7 @@ def shown(place: str) -> set[int] | None:
 
 
 def by_buffer(place: str) -> set[int]:
-    reader = TrajectoryReplayBuffer()
-    reader.load_checkpoint(place)
+    reader = reader_of(place)
     return {check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
 
 

@@ -354,10 +354,8 @@ def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, ca
 
 @pytest.mark.parametrize("relation", ["tokens", "steps"])
 def test_a_lost_file_takes_the_same_rows_from_every_answer(tmp_path: Path, relation: str) -> None:
-    with writer_to(tmp_path) as writer:
-        for number in range(3):
-            writer.add_trajectories([tokens(4, 2, True) if relation == "tokens" else block(2, 2, 1, 0, number)])
-            writer.flush()
+    one = tokens(4, 2, True) if relation == "tokens" else block(2, 2, 1, 0, 0)
+    stored(tmp_path, [one] * 3, each=True)
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         sorted((tmp_path / "shards").iterdir())[1].unlink()
         assert reader.query(relation).ids().tolist() == [0, 2]

@@ -139,8 +139,7 @@ def test_versions_of_extra_rows_are_nobodys_policy(tmp_path: Path, epochs: int) 
         buffer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
     for place in ("store", "rlinf"):
         assert inspect(tmp_path / place)["policy"]["versions"]["min"] == 7
-        again = TrajectoryReplayBuffer()
-        again.load_checkpoint(tmp_path / place)
+        again = reader_of(tmp_path / place)
         assert same(vars(again.get(0))["versions"], given.versions)
 
 
@@ -173,8 +172,7 @@ def test_leaves_without_a_row_for_each_step_are_given_back(tmp_path: Path, form:
     given = rollout(1)
     given.curr_obs |= OTHERS
     path = stored(tmp_path / "store", [given], trajectory_format=form)
-    reader = TrajectoryReplayBuffer()
-    reader.load_checkpoint(path)
+    reader = reader_of(path)
     assert set(reader.sample(3)["curr_obs"]) == {"states"}
     assert_same(vars(reader.get(0))["curr_obs"], given.curr_obs)
     assert verify(path).sound
@@ -203,8 +201,7 @@ def test_what_rlinf_keeps_and_never_samples_goes_round(tmp_path: Path, suffix: s
         assert_same(vars(buffer.get(0))["curr_obs"], obs)
     for place, layout in ((tmp_path / "copy", "rlinf"), (tmp_path / "own", "trajstore")):
         buffer.save_checkpoint(place, layout=layout)  # type: ignore[arg-type]
-        again = TrajectoryReplayBuffer()
-        again.load_checkpoint(place)
+        again = reader_of(place)
         assert_same(vars(again.get(0))["curr_obs"], obs)
         assert same(vars(again.get(0))["intervene_flags"], torch.zeros(6, dtype=torch.bool))
 

@@ -73,8 +73,7 @@ def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
         (store / name).write_bytes(data)
     for path, count in ((store, 4), (moved, 1)):
         assert verify(path).sound
-        again = TrajectoryReplayBuffer()
-        again.load_checkpoint(path)
+        again = reader_of(path)
         assert len(again) == count
 
 

@@ -198,10 +198,7 @@ def test_blocks_have_their_pictures_alone_and_beside_each_other(
 def test_damage_is_said_and_hides_nothing_else(
     tmp_path: Path, serve_files: Serve, page: Page, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        for number in range(3):
-            writer.add_trajectories([rollout(number)])
-            writer.flush()
+    stored(tmp_path / "store", [rollout(number) for number in range(3)], each=True)
     shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
     with closing(Living(shown_at(tmp_path / "store"))) as living:
         shard.write_bytes(shard.read_bytes()[:1000])
