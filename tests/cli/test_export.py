@@ -70,7 +70,8 @@ def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, 
     pandas = pytest.importorskip("pandas")
     target, lines = tmp_path / "out", tmp_path / "out.jsonl"
     advantages = [torch.tensor([0.5, float("nan"), -2.0, float("inf")]), torch.zeros(4)]
-    annotate(store, [2, 4], {"advantages": advantages, "phase": [torch.full((6,), 1 + 2j), torch.zeros(6) * 1j]})
+    with writer_to(store) as writer:
+        annotate(writer, [2, 4], {"advantages": advantages, "phase": [torch.full((6,), 1 + 2j), torch.zeros(6) * 1j]})
     annotate(store, 0, {"judge": 0.25, "select": "read", "outcome": 7.0, "reward_style": 3})
     annotate(store, 0, {"judge": 0.75})
     assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome != 1"]) == 0

@@ -249,12 +249,12 @@ def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp
     source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("a"))
     write_rollouts(tmp_path / "rollouts")
     told = []
-    for pool, words in (
-        ("pool", (tmp_path / "rollouts", "--success-threshold", 0.7)),
-        ("other", (tmp_path / "files", "--max-trajectories-per-task", 1)),
-        ("third", (source, "--tokenizer", tmp_path / "tokenizer")),
+    for pool, words, code in (
+        ("pool", (tmp_path / "rollouts", "--success-threshold", 0.7), 0),
+        ("other", (tmp_path / "files", "--max-trajectories-per-task", 1), 0),
+        ("third", (source, "--tokenizer", tmp_path / "tokenizer"), DAMAGED),
     ):
-        told.append(run.json("pool", "import", tmp_path / pool, *words))
+        told.append(run.json("pool", "import", tmp_path / pool, *words, code=code))
         run("pool", "export", tmp_path / "pool", tmp_path / "files")
     of_rollouts, of_files, of_transcripts = told
     assert of_rollouts.keys() == of_files.keys() == of_transcripts.keys() - {"bad", "highest_failure", "control_tokens"}

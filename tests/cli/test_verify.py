@@ -66,7 +66,7 @@ def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> 
     out = run.out("verify", store, code=DAMAGED)
     assert shard.name in out
     shard.unlink()
-    (problem,) = run.json("verify", store)["problems"]
+    (problem,) = run.json("verify", store, code=DAMAGED)["problems"]
     assert (problem["file"], problem["lost"], problem["uncounted"]) == (f"shards/{shard.name}", [[0, 4]], False)
     out = run.out("verify", store, code=DAMAGED)
     assert shard.name in out
