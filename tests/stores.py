@@ -36,6 +36,13 @@ def add_each(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> None:
         buffer.flush()
 
 
+def in_memory(trajectories: Sequence[AnyTrajectory], *, seed: int = 0, **options: Any) -> TrajectoryReplayBuffer:
+    """Return a buffer without a store that draws from trajectories; ``options`` are its own."""
+    buffer = TrajectoryReplayBuffer(seed=seed, sample_window_size=0, **options)
+    buffer.add_trajectories(trajectories)
+    return buffer
+
+
 def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = False, **options: Any) -> Path:
     """Write a store of trajectories and close it; return its path. ``each``: in a commit and a shard of its own."""
     with writer_to(path, **options) as writer:

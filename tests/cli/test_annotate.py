@@ -48,8 +48,7 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run
     code, out, err = run("annotate", store, "--file", "-")
     assert (code, "only the first 1 trajectories" in out, "id 9" in err) == (2, True, True)
     monkeypatch.setattr("sys.stdin", io.StringIO('{"trajectory_id": 9, "a": 1}\n'))
-    out = run.out("annotate", store, "--file", "-", code=2)
-    assert "none of the trajectories of - have their values" in out
+    assert "none of the trajectories of - have their values" in run.out("annotate", store, "--file", "-", code=2)
 
 
 def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run: Run) -> None:

@@ -42,8 +42,7 @@ def test_a_copy_of_a_live_store_is_one_moment_of_it(run: Run, tmp_path: Path, tr
         adder.start()
         try:
             for number in range(4):
-                out = run.out("copy", live, tmp_path / f"copy_{number}")
-                assert "verified" in out
+                assert "verified" in run.out("copy", live, tmp_path / f"copy_{number}")
         finally:
             done.set()
             adder.join()
@@ -70,8 +69,7 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     assert files_of(store) == before
     report = run.json("repair", store, tmp_path / "again", code=DAMAGED)
     assert (report["lost"], report["trajectories"]) == ([1, 3], 3)
-    err = run.err("copy", store, tmp_path / "copy", code=DAMAGED)
-    assert "metadata.json" in err
+    assert "metadata.json" in run.err("copy", store, tmp_path / "copy", code=DAMAGED)
     assert not (tmp_path / "copy").exists()
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
-from tests.stores import stored
+from tests.stores import in_memory, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
@@ -87,8 +87,7 @@ def test_a_missing_shard_shows_at_a_glance(run: Run, store: Path, shard: Path) -
     assert [problem for problem in report["integrity"]["problems"] if shard.name not in problem] == []
     assert report["unreadable"] > 0
     assert report["measured"] + report["unreadable"] == 5
-    out = run.out("inspect", store, code=DAMAGED)
-    assert f"shards/{shard.name}: missing" in out
+    assert f"shards/{shard.name}: missing" in run.out("inspect", store, code=DAMAGED)
 
 
 def test_long_values_of_a_sample_are_shape_and_range(run: Run, tmp_path: Path) -> None:
@@ -293,8 +292,7 @@ def test_the_command_line_is_a_module(project_root: Path) -> None:
 def test_columns_with_rows_of_no_values(tmp_path: Path, layout: Any, empty: str) -> None:
     columns = {"rewards": torch.zeros(2, 1, 1), "dones": torch.zeros(3, 1, 1, dtype=torch.bool)}
     columns[empty] = columns[empty][..., :0]
-    buffer = TrajectoryReplayBuffer()
-    buffer.add_trajectories([Trajectory(**columns) for _ in range(3)])
+    buffer = in_memory([Trajectory(**columns) for _ in range(3)])
     buffer.save_checkpoint(tmp_path / "here", layout=layout)
     assert inspect(tmp_path / "here")["trajectories"] == 3
 

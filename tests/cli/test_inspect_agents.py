@@ -41,8 +41,7 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     assert report["rewards"] is None
     annotate(path, 1, {"outcome": 0.0})
     assert inspect(path)["agents"]["outcomes"] == {"min": 0.0, "mean": 0.25, "max": 1.0}
-    out = run.out("inspect", path, "--trajectory", 1)
-    assert "  | go\n" in out
+    assert "  | go\n" in run.out("inspect", path, "--trajectory", 1)
     assert run.json("inspect", path, "--trajectory", 1, "--sample", 4)["values"]["input_ids"] == 1004
 
 
@@ -69,8 +68,7 @@ def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path:
     report = inspect(tmp_path / "step_1")
     assert (report["trajectories"], report["replayable"]) == (2, 1)
     assert report["refused"] == {"no_tokens": 1}
-    out = run.out("inspect", tmp_path / "step_1")
-    assert "no_tokens" in out
+    assert "no_tokens" in run.out("inspect", tmp_path / "step_1")
 
 
 def agent_store(path: Path, count: int = 4, **more: object) -> Path:
@@ -188,10 +186,8 @@ def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: P
     out = run.out("inspect", folder)
     names = sorted(one.name for one in folder.iterdir() if one.is_dir())
     assert f"{folder}: folder with {', '.join(names)} (experience pool)" in out
-    err = run.err("inspect", folder, "--trajectory", 0)
-    assert f"this is a folder with {', '.join(names)}" in err
-    err = run.err("pool", "export", folder, "nowhere")
-    assert f"holds a folder with {', '.join(names)}" in err
+    assert f"this is a folder with {', '.join(names)}" in run.err("inspect", folder, "--trajectory", 0)
+    assert f"holds a folder with {', '.join(names)}" in run.err("pool", "export", folder, "nowhere")
 
 
 def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> None:
@@ -234,8 +230,7 @@ def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
     report = run.json("inspect", path, "--trajectory", 0, "--sample", 3)
     assert (report["part"], report["values"]) == ("prompt", {"input_ids": 3, "loss_mask": 0})
     assert "the model wrote" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
-    err = run.err("inspect", path, "--trajectory", 0, "--sample", 10)
-    assert "tokens 0 to 9" in err
+    assert "tokens 0 to 9" in run.err("inspect", path, "--trajectory", 0, "--sample", 10)
 
 
 def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tmp_path: Path) -> None:
@@ -278,16 +273,13 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
 def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = agent_store(tmp_path / "agents", metadata={"tokenizer": str(tmp_path)})
-    out = run.out("inspect", path, "--trajectory", 0)
-    assert "<4\\x1b><5\\x1b>" in out
+    assert "<4\\x1b><5\\x1b>" in run.out("inspect", path, "--trajectory", 0)
     (path.parent / "other").mkdir()
     assert "<4" in run.out("inspect", path, "--trajectory", 0, "--sample", 4, "--tokenizer", path.parent / "other")
-    err = run.err("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
-    assert "tokenizer: absent: no such folder" in err
+    assert "tokenizer: absent: no such folder" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("inspect", path, "--trajectory", 0)[0] == 0, "what the store names is of use only if it is there"
-    err = run.err("inspect", path, "--trajectory", 0, "--tokenizer", "x")
-    assert "pip install 'trajstore[demo]'" in err
+    assert "pip install 'trajstore[demo]'" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "x")
 
 
 def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:

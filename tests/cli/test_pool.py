@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from tests.cli.stores import Run, write_store
 from tests.experience.conftest import build
 from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from tests.stores import files_of, stored
-from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
 from trajstore.cli.pool import _LEFT, _REFUSED
 from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules, Refusal
@@ -27,35 +27,19 @@ RULES = PoolRules(n_rollout=4)
 
 def write_rollouts(path: Path) -> None:
     """Two steps of two tasks: ``a`` half solved, ``b`` never; without entropies. One of ``a`` did not come back."""
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(path)) as buffer:
-        for step in (2, 1):
-            for number in range(4):
-                for task in "ab":
-                    if step == 2 and number == 3 and task == "a":
-                        continue
-                    outcome = float(number < 2 and task == "a") * 0.7
-                    buffer.add_trajectories(
-                        [
-                            build(
-                                task,
-                                10 * step + number,
-                                outcome,
-                                policy_version=step,
-                                entropy=None,
-                                metadata={"task_rollouts": 4},
-                            )
-                        ]
-                    )
-        buffer.flush()
+    given: dict[str, Any] = {"entropy": None, "metadata": {"task_rollouts": 4}}
+    there = [(step, n, task) for step in (2, 1) for n in range(4) for task in "ab" if (step, n, task) != (2, 3, "a")]
+    made = [
+        build(task, 10 * step + n, float(n < 2 and task == "a") * 0.7, policy_version=step, **given)
+        for step, n, task in there
+    ]
+    stored(path, made)
 
 
 def held(path: Path) -> dict[str, list[str]]:
-    store = BufferStore.open(path)
-    try:
+    with closing(BufferStore.open(path)) as store:
         manager = ExperienceManager(RULES, store=store)
         return {task: [one.rollout_id for one in several] for task, several in manager.task2trajectories.items()}
-    finally:
-        store.close()
 
 
 def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: Path) -> None:
@@ -68,12 +52,9 @@ def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: P
     assert "entered: 4 of 15 rollouts" in out
     assert held(tmp_path / "pool") == {"a": ["a/10", "a/11", "a/20", "a/21"]}
     out = run.out("pool", "export", tmp_path / "pool", tmp_path / "experience_pool" / "step_2", *words)
-    assert json.loads((tmp_path / "experience_pool" / "step_2" / "difficulty2task_dict.json").read_text()) == {
-        "0": ["b"],
-        "3": ["a"],
-    }
-    out = run.out("pool", "import", tmp_path / "other", tmp_path / "experience_pool", "--json")
-    assert json.loads(out)["trajectories"] == 4
+    buckets = (tmp_path / "experience_pool" / "step_2" / "difficulty2task_dict.json").read_text()
+    assert json.loads(buckets) == {"0": ["b"], "3": ["a"]}
+    assert run.json("pool", "import", tmp_path / "other", tmp_path / "experience_pool")["trajectories"] == 4
     assert held(tmp_path / "other") == held(tmp_path / "pool")
     words = ("pool", "import", tmp_path / "other", tmp_path / "experience_pool")
     assert "--replace" in run.err(*words), "it holds something"
@@ -98,10 +79,8 @@ def test_a_pool_of_agentevolver_is_imported(run: Run, tmp_path: Path, shared_fix
 def test_a_pool_of_messages_needs_a_tokenizer(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
     pytest.importorskip("transformers")
     words = ("pool", "import", tmp_path / "pool", shared_fixtures / "experience_pool")
-    err = run.err(*words)
-    assert "--tokenizer" in err
-    err = run.err(*words, "--context", "linear")
-    assert "without --tokenizer" in err
+    assert "--tokenizer" in run.err(*words)
+    assert "without --tokenizer" in run.err(*words, "--context", "linear")
     words = (*words, "--tokenizer", shared_fixtures / "experience_pool_cmt" / "tokenizer")
     out = run.out(*words)
     assert "entered: 10 of 13 rollouts" in out
@@ -116,8 +95,7 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("b"), conversation("a"))
     words = ("pool", "import", tmp_path / "pool", source)
-    err = run.err(*words)
-    assert "--tokenizer" in err
+    assert "--tokenizer" in run.err(*words)
     out = run.out(*words, "--tokenizer", tmp_path / "tokenizer", code=DAMAGED)  # a line is no transcript
     assert "2 trajectories of 2 tasks" in out
     assert "entered: 2 of 4 conversations" in out
@@ -134,8 +112,7 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
         ((source, "--tokenizer", tmp_path / "tokenizer", "--task-prefix", "x:"), "--task-prefix"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
     ):
-        err = run.err("pool", "import", tmp_path / "pool", *words)
-        assert message in err
+        assert message in run.err("pool", "import", tmp_path / "pool", *words)
 
 
 def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(run: Run, tmp_path: Path) -> None:
@@ -187,8 +164,7 @@ def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path
         (("export", tmp_path / "pool", tmp_path / "file"), "file: is a file"),
         (("import", tmp_path / "pool", tmp_path / "pool"), "is both the pool and what is to enter it"),
     ):
-        err = run.err("pool", *given, *words)
-        assert message in err
+        assert message in run.err("pool", *given, *words)
     assert (tmp_path / "file").read_text() == "mine"
     told = run.json("pool", "import", tmp_path / "other", tmp_path / "pool", *words)
     assert (told["trajectories"], told["read"]) == (4, 4)
@@ -227,20 +203,17 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
 def test_the_reason_that_is_told_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], told: str) -> None:
     """A success with log-probs is not told that it has none because its mask is absent or empty."""
     stored(tmp_path / "rollouts", [build("a", 1, entropy=None, **fields), build("a", 2, 0.0)])
-    out = run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
-    assert told in out
+    assert told in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
 
 
 def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
-        made = [build("a", number, 1.0, policy_version=number, entropy=1 - number / 10) for number in range(6)]
-        failed = [build("a", 10 + number, 0.0, policy_version=number) for number in range(6)]
-        buffer.add_trajectories([*made, *failed])
+    made = [build("a", number, 1.0, policy_version=number, entropy=1 - number / 10) for number in range(6)]
+    failed = [build("a", 10 + number, 0.0, policy_version=number) for number in range(6)]
+    stored(tmp_path / "rollouts", [*made, *failed])
     words = ("--max-trajectories-per-task", 2)
-    out = run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
-    assert "2 trajectories of 1 tasks" in out
-    code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "files")
-    assert (code, out) == (0, f"{tmp_path / 'files'}: 2 trajectories of 1 tasks, from {tmp_path / 'pool'}\n")
+    assert "2 trajectories of 1 tasks" in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
+    out = run.out("pool", "export", tmp_path / "pool", tmp_path / "files")
+    assert out == f"{tmp_path / 'files'}: 2 trajectories of 1 tasks, from {tmp_path / 'pool'}\n"
 
 
 def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp_path: Path) -> None:
@@ -285,11 +258,8 @@ def test_a_tokenizer_that_is_nowhere_is_told_soon(run: Run, tmp_path: Path, monk
     assert "no such folder, not in the cache of the model hub on this machine" in err
     assert "nobody there" in err
     assert asked == [("no-such/tokenizer", HUB_TIMEOUT)]
-    code, _, err = run(*words, tmp_path / "absent")
-    assert (code, len(asked)) == (FAILED, 1)
-    assert "no such folder, and no name of a model hub" in err
+    assert "no such folder, and no name of a model hub" in run.err(*words, tmp_path / "absent")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    code, _, err = run(*words, "no-such/tokenizer")
-    assert (code, len(asked)) == (FAILED, 1)
-    assert "HF_HUB_OFFLINE is set" in err
+    assert "HF_HUB_OFFLINE is set" in run.err(*words, "no-such/tokenizer")
+    assert len(asked) == 1
     assert not (tmp_path / "pool").exists()

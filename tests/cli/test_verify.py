@@ -63,8 +63,7 @@ def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data:
 def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> None:
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    out = run.out("verify", store, code=DAMAGED)
-    assert shard.name in out
+    assert shard.name in run.out("verify", store, code=DAMAGED)
     shard.unlink()
     (problem,) = run.json("verify", store, code=DAMAGED)["problems"]
     assert (problem["file"], problem["lost"], problem["uncounted"]) == (f"shards/{shard.name}", [[0, 4]], False)

@@ -32,8 +32,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> None:
     told = "7 values in 2 files of inbox/; the next writer takes them in, or the next `trajstore annotate`"
-    out = run.out("inspect", store)
-    assert told in out
+    assert told in run.out("inspect", store)
     assert run.json("inspect", store)["waiting"] == {
         "files": 2,
         "values": 7,
@@ -41,8 +40,7 @@ def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> 
         "written": False,
     }
     assert told in run("inspect", store.parent)[1], "a run tells what waits in its parts"
-    out = run.out("verify", store)
-    assert f"note: values that came late wait: {told}" in out
+    assert f"note: values that came late wait: {told}" in run.out("verify", store)
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0
     assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
     assert run.json("inspect", store)["waiting"] is None

@@ -13,7 +13,7 @@ import torch
 
 from tests.feeding.test_loader import block, fill, reader, rewards
 from tests.sampling.makers import SAMPLERS
-from tests.stores import writer_to
+from tests.stores import in_memory, writer_to
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
@@ -282,9 +282,7 @@ def test_a_sampler_of_another_buffer_is_refused(tmp_path: Path, stored: bool) ->
     def make(name: str) -> TrajectoryReplayBuffer:
         if stored:
             return fill(tmp_path / name, range(4))
-        buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        buffer.add_trajectories([block(key) for key in range(4)])
-        return buffer
+        return in_memory([block(key) for key in range(4)])
 
     sampler = WeightedSampler([], Priorities())
     with make("a") as first, make("b") as other:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from tests.stores import in_memory
+from trajstore import Trajectory
 from trajstore.feeding import ReplayLoader, prefetch
 from trajstore.testing.waiting import wait_until
 
@@ -22,8 +23,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def loader(depth: int) -> ReplayLoader:
-    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
-    buffer.add_trajectories([Trajectory(rewards=torch.rand(4, 2, 1))])
+    buffer = in_memory([Trajectory(rewards=torch.rand(4, 2, 1))])
     return ReplayLoader(buffer, 4, prefetch=depth)
 
 

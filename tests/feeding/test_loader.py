@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.stores import in_memory
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -336,8 +337,7 @@ def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(store: Store, kind
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_arrive_on_the_device(store: Store) -> None:
-    rollouts = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
-    rollouts.add_trajectories([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(20)])
+    rollouts = in_memory([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(20)])
     with TokenLoader(rollouts, 50, device="cuda", prefetch=3) as loader:
         for [pack] in itertools.islice(loader, 20):
             assert pack["input_ids"].is_cuda

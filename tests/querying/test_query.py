@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forging import spoil_document
-from tests.stores import stored, writer_to
+from tests.stores import in_memory, stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, MissingDependencyError
@@ -115,8 +115,7 @@ def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObj
     ],
 )
 def test_columns_without_a_name_are_called_as_they_are_written(text: str, names: list[str]) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout("ab"[at % 2], float(at), None, None, 1) for at in range(4)])
+    buffer = in_memory([rollout("ab"[at % 2], float(at), None, None, 1) for at in range(4)])
     assert buffer.query().sql(text).columns == names
     question = buffer.query().group_by("lower(task)").select("avg(outcome)", "max(outcome)", "count(*)")
     assert question.order_by("avg(outcome) desc").rows() == [
@@ -137,8 +136,7 @@ def test_columns_without_a_name_are_called_as_they_are_written(text: str, names:
     ],
 )
 def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
+    buffer = in_memory([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
     grouped = buffer.query().group_by("lower(task) as task")
     asked = grouped.select("count(*) as n", "avg(outcome) as mean", "sum(outcome) * 2.0")
     assert "".join(row["task"] for row in asked.order_by(order).rows()) == tasks
@@ -267,8 +265,7 @@ def test_values_of_two_kinds_in_two_ranks_are_all_there(tmp_path: Path) -> None:
 
 
 def test_a_condition_of_a_thousand_parts_is_answered() -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(f"t{number}") for number in range(3)])
+    buffer = in_memory([rollout(f"t{number}") for number in range(3)])
     condition = " or ".join(f"task = 't{number}'" for number in range(1, 1000))
     assert buffer.query().where(condition).ids().tolist() == [1, 2]
 
@@ -417,8 +414,7 @@ def test_a_damaged_rollout_hides_no_other(tmp_path: Path, caplog: pytest.LogCapt
     ],
 )
 def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], said: str) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(), rollout("t2", 0.0)])
+    buffer = in_memory([rollout(), rollout("t2", 0.0)])
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
         ask(buffer.query())
     assert len(buffer) == 2

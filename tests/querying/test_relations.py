@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.forging import spoil_document
 from tests.querying.test_query import read  # noqa: F401
-from tests.stores import stored, writer_to
+from tests.stores import in_memory, stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
@@ -334,8 +334,7 @@ def test_facts_choose_what_is_read(tmp_path: Path, read: list[int]) -> None:  # 
 
 def test_no_more_is_read_than_wanted(read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(relations, "TOGETHER", 2)
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([conversation("t", [{"role": "user", "content": str(n)}]) for n in range(400)])
+    buffer = in_memory([conversation("t", [{"role": "user", "content": str(n)}]) for n in range(400)])
     assert [row["content"] for row in buffer.query("messages").limit(3).rows()] == ["0", "1", "2"]
     assert len(read) <= 4
 
@@ -432,8 +431,7 @@ def test_steps_of_rlinf_are_asked(shared_fixtures: Path) -> None:
     ],
 )
 def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], said: str) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([conversation("t", [{"role": "user", "content": "no number"}])])
+    buffer = in_memory([conversation("t", [{"role": "user", "content": "no number"}])])
     with pytest.raises(ConfigurationError, match=said):
         ask(buffer)
 

@@ -97,18 +97,6 @@ def test_same_calls_same_samples(tmp_path: Path, window: int, saved: bool, cache
     b.close()
 
 
-def test_a_checkpoint_from_memory_loads_alike(tmp_path: Path) -> None:
-    buffer = theirs("data.storage.replay").TrajectoryReplayBuffer
-    first = buffer(sample_window_size=3)
-    first.add_trajectories([rollout(seed) for seed in range(6)])
-    first.save_checkpoint(str(tmp_path))
-    a, b = buffer(sample_window_size=3), ours.TrajectoryReplayBuffer(sample_window_size=3)
-    a.load_checkpoint(str(tmp_path))
-    assert b.load_checkpoint(str(tmp_path)) == 3
-    assert (len(a), a.total_samples) == (len(b), b.total_samples) == (6, 6 * STEPS * BATCH)
-    assert_same(b.sample(9), a.sample(9))
-
-
 @pytest.mark.parametrize("form", ["pt", "pkl"])
 def test_rlinf_reads_what_is_saved_for_it(tmp_path: Path, form: str) -> None:
     b = ours.TrajectoryReplayBuffer(sample_window_size=0, trajectory_format=form)

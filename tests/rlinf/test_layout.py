@@ -13,7 +13,7 @@ import orjson
 import pytest
 import torch
 
-from tests.stores import reader_of
+from tests.stores import in_memory, reader_of
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import walk
@@ -277,8 +277,7 @@ def test_a_file_that_has_no_trajectory_is_refused(tmp_path: Path, suffix: str, c
 
 
 def test_agent_trajectories_cannot_be_written_for_rlinf(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer()
-    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))])
+    buffer = in_memory([AgentTrajectory(input_ids=torch.arange(3))])
     with pytest.raises(ConfigurationError, match="agent"):
         buffer.save_checkpoint(tmp_path / "copy", layout="rlinf")
     assert not (tmp_path / "copy").exists()

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.stores import in_memory
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.errors import IncompleteCheckpointError
@@ -19,8 +20,7 @@ from trajstore.testing.witness import check_trajectory, witness
 
 
 def rlinf(path: Path, form: str = "pt") -> Path:
-    buffer = TrajectoryReplayBuffer(trajectory_format=form)
-    buffer.add_trajectories([witness(key) for key in range(3)])
+    buffer = in_memory([witness(key) for key in range(3)], trajectory_format=form)
     buffer.save_checkpoint(path, layout="rlinf")
     return path
 
@@ -39,8 +39,7 @@ def test_verify_reads_the_checksums_within_the_files_of_rlinf(tmp_path: Path) ->
 @pytest.mark.parametrize("form", ["pt", "pkl"])
 def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: str) -> None:
     path = tmp_path / "rlinf"
-    buffer = TrajectoryReplayBuffer(trajectory_format=form)
-    buffer.add_trajectories([witness(4), witness(16)])  # of one shape
+    buffer = in_memory([witness(4), witness(16)], trajectory_format=form)
     buffer.save_checkpoint(path, layout="rlinf")
     assert verify(path).sound
     one, two = sorted(path.glob("trajectory_?_*"))
@@ -53,8 +52,7 @@ def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: st
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
 def test_verify_does_not_overlook_a_rank_without_index_and_metadata(tmp_path: Path, layout: Any) -> None:
     for rank in range(2):
-        buffer = TrajectoryReplayBuffer()
-        buffer.add_trajectories([witness(rank)])
+        buffer = in_memory([witness(rank)])
         buffer.save_checkpoint(tmp_path / f"rank_{rank}", layout=layout)
     assert verify(tmp_path).sound
     for name in (METADATA_NAME, INDEX_NAME):
