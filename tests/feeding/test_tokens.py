@@ -229,9 +229,7 @@ def test_long_trajectories_are_refused_skipped_or_alone(caplog: pytest.LogCaptur
 
 
 def test_trajectories_without_tokens_are_refused_or_skipped() -> None:
-    buffer = in_memory(
-        [AgentTrajectory(task_id="x", messages=[{"role": "user", "content": "?"}]), rollout(1, 4, 2)], seed=0
-    )
+    buffer = in_memory([AgentTrajectory(task_id="x", messages=[{"role": "user", "content": "?"}]), rollout(1, 4, 2)])
     with TokenLoader(buffer, 10, long="alone") as loader, pytest.raises(ConfigurationError, match="0: has no tokens"):
         next(loader)
     with TokenLoader(buffer, 10, long="skip", lookahead=4) as loader:
