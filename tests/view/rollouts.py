@@ -18,6 +18,18 @@ def text_of(page: Page, selector: str) -> str:
     return text
 
 
+def opened(page: Page, address: str, drawn: str, *arguments: Any) -> Any:
+    """Open an address, and wait until an expression of JavaScript is true; return its value."""
+    page.open(address)
+    return page.until(drawn, *arguments)
+
+
+def clicked(page: Page, selector: str, drawn: str, *arguments: Any) -> Any:
+    """Click on an element, and wait until an expression of JavaScript is true; return its value."""
+    page.click(selector)
+    return page.until(drawn, *arguments)
+
+
 def rollout(number: int, tokens: int = 24, **changed: Any) -> AgentTrajectory:
     """Return the rollout of a number: four of each task, two tasks of each policy version, outcomes 0 and 1 in turn."""
     response = tokens - PROMPT

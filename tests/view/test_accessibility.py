@@ -13,7 +13,7 @@ import pytest
 
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout, text_of
+from tests.view.rollouts import opened, rollout, text_of
 from tools.browser import Page
 from trajstore.testing.witness import witness
 
@@ -98,8 +98,7 @@ def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Pa
     ground = "getComputedStyle(document.body).backgroundColor"
     drawn = "document.querySelector('[data-curve=outcome] canvas').toDataURL()"
     prefer(page, "light")
-    page.open(f"{serve(tmp_path)}/#/overview")
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     light, curve = page.run(f"return {ground}"), page.run(f"return {drawn}")
     prefer(page, "dark")
     dark = page.until(f"{ground} !== arguments[0] && {ground}", light)
@@ -122,8 +121,7 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(number) for number in range(48)])
         writer.flush()
-        page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelectorAll('.curves [role=slider]').length === 5")
+        opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves [role=slider]').length === 5")
         assert text_of(page, "#said") == ""
         for selector in ("[data-curve=count] .u-over", ".task"):
             page.run(f"document.querySelector('{selector}').focus()")

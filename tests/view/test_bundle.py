@@ -19,7 +19,7 @@ import pytest
 
 from tests.stores import files_of as files_below
 from tests.stores import stored, writer_to
-from tests.view.rollouts import rollout, text_of
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
 from tools.crash.forked import forking
@@ -80,14 +80,12 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
         expected = writer.query().where("task != 'task-4'").order_by("outcome desc", "trajectory_id").ids().tolist()
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
     shutil.rmtree(tmp_path / "store")  # nothing is asked of it
-    page.open(address)
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    opened(page, address, "document.querySelectorAll('.curves canvas').length === 5")
     assert text_of(page, ".figures dd") == str(len(expected))
     assert f"{len(expected)} trajectories where task != 'task-4'" in text_of(page, "#live")
     assert "trajstore view" in text_of(page, ".question")
     assert page.run("return document.querySelector('#filter')") is None
-    page.click(".lacking a")
-    page.until(f"{ROWS}.join() === '250'")
+    clicked(page, ".lacking a", f"{ROWS}.join() === '250'")
     page.click(".question a")  # all again
     page.until(
         f"{ROWS}[0] === '250' && document.querySelector('.total').textContent === '{len(expected)} trajectories'"
@@ -97,10 +95,8 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
     assert shown(page) == [str(number) for number in expected[: len(shown(page))]]
     page.keys(".grid", "\ue010")  # End
     page.until(f"{ROWS}.at(-1) === '{expected[-1]}'")
-    page.click(".heads > div:nth-child(1) button")
-    page.until(f"{ROWS}[0] === '250'")
-    page.click(".heads > div:nth-child(1) button")
-    page.until(f"{ROWS}[0] === '0'")
+    clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '250'")
+    clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '0'")
     page.run("location.hash = '#/overview?over=version'")
     page.until("document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 3, 20)
@@ -124,8 +120,7 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     colors = page.run("return [...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)")
     assert len(set(colors[8:])) > 8
     assert page.run("return document.querySelectorAll('.message').length") == 3
-    page.click(".facts a")
-    page.until("document.querySelectorAll('.sibling .message').length === 4")
+    clicked(page, ".facts a", "document.querySelectorAll('.sibling .message').length === 4")
     assert text_of(page, ".versions [aria-current]") == "0"
     page.open(f"{address}#/trajectory/4")
     page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
@@ -149,10 +144,8 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
         assert set(path.name) <= set("0123456789-.bin")
     with files_of(target) as address:
         address = address.replace(target.name, "%3Cimg%20src=x%3E%20%23%3F%252e")
-        page.open(f"{address}#/table")
-        page.until(f"{ROWS}.length === 3")
-        page.open(f"{address}#/overview")
-        page.until("document.querySelectorAll('.task').length === 2")
+        opened(page, f"{address}#/table", f"{ROWS}.length === 3")
+        opened(page, f"{address}#/overview", "document.querySelectorAll('.task').length === 2")
         page.run("[...document.querySelectorAll('.task')].find((one) => one.textContent.includes('script')).click()")
         page.until("document.querySelectorAll('.sibling .message').length > 0")
         assert "<script>window.stolen = 1</script>" in text_of(page, "main")
@@ -208,12 +201,10 @@ def test_damage_is_said_and_hides_nothing_else(
     said = capsys.readouterr().out
     assert "not all of it can be shown" in said
     assert "later: 2 trajectories" in said
-    page.open(f"{serve_files(tmp_path / 'later')}#/table")
-    page.until(f"{ROWS}.join() === '2,0'")
+    opened(page, f"{serve_files(tmp_path / 'later')}#/table", f"{ROWS}.join() === '2,0'")
     page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
     address = serve_files(tmp_path / "out")
-    page.open(f"{address}#/table")
-    page.until(f"{ROWS}.length === 3")
+    opened(page, f"{address}#/table", f"{ROWS}.length === 3")
     page.until(
         "document.querySelector('#trouble').textContent.startsWith('1 could not be read when this was written: 1')"
     )
@@ -239,8 +230,7 @@ def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, 
     assert "answer 2" in text_of(page, ".message.assistant")
     address = serve_files(bundled(tmp_path / "run", tmp_path / "none", "--where", "outcome > 7"))
     for place in ("overview", "table", "group?task=task-0"):
-        page.open(f"{address}#/{place}")
-        page.until("document.querySelector('main[aria-busy=false] .nothing')")
+        opened(page, f"{address}#/{place}", "document.querySelector('main[aria-busy=false] .nothing')")
 
 
 def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

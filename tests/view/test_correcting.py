@@ -17,7 +17,7 @@ import pytest
 
 from tests.stores import another_writer, stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout, text_of
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_server import ask, get
 from tools.browser import PATIENCE, Command, Page
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
@@ -269,8 +269,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
     annotate(path, 0, {"known": "x"}, who="bob")
     with writer_to(path) as writer:
         address = serve(path, who="anna")
-        page.open(f"{address}/#/trajectory/0")
-        page.until(FORM)
+        opened(page, f"{address}/#/trajectory/0", FORM)
         first = page.driver.current_window_handle
         page.driver.switch_to.new_window("tab")
         second = page.driver.current_window_handle
@@ -298,8 +297,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
 def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     path: Path, serve: Serve, page: Page
 ) -> None:
-    page.open(f"{serve(path, who=HOSTILE)}/#/trajectory/0")
-    page.until(FORM)
+    opened(page, f"{serve(path, who=HOSTILE)}/#/trajectory/0", FORM)
     page.expected_errors.append("status of 400")
     for name, value, kind, said in (
         ("1x", "1", "number", "must be a name"),
@@ -324,8 +322,7 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
 
 
 def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path, serve: Serve, page: Page) -> None:
-    page.open(f"{serve(path, who='anna')}/#/trajectory/0")
-    page.until(FORM)
+    opened(page, f"{serve(path, who='anna')}/#/trajectory/0", FORM)
     with another_writer(path) as writer:
         os.kill(writer, signal.SIGSTOP)
         enter(page, "judge", "0.5")
@@ -361,8 +358,7 @@ def test_all_rows_of_a_table_are_given_a_value_and_it_is_taken_back(path: Path, 
     page.keys("#late-name", "outcome")
     page.keys("#late-kind", "taken")
     assert page.run("return document.querySelector('#late-value').disabled")
-    page.click(".give button")
-    page.until("document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
+    clicked(page, ".give button", "document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
     assert given(path, "1") == [("label", "good", "anna"), ("outcome", 0.5, "anna"), ("outcome", None, "anna")]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout, text_of
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.store.sealed import INDEX_NAME
@@ -39,8 +39,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.until(f"{ROWS}[0] === '400'")  # at the top, what is new comes by itself
         page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
         page.until("document.querySelector('.total').textContent === '40 trajectories'")
-        page.click(".heads > div:nth-child(1) button")
-        page.until(f"{ROWS}[0] === '5'")
+        clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '5'")
         assert text_of(page, "[aria-sort=ascending]") == "id ↑trajectory_id"
         page.keys(".grid", "\ue010")  # End
         page.until(f"{ROWS}.at(-1) === '387'")
@@ -49,8 +48,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         link = page.run("return location.href")
         page.keys(".grid", "\ue007")  # Enter
         page.until("location.hash === '#/trajectory/25' && document.querySelector('.token')")
-        page.open(link)
-        page.until(f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
+        opened(page, link, f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
         page.run("document.querySelector('#filter').value = ''")
         page.keys("#filter", "taks = 1\n")
         page.expected_errors.append("status of 400")
@@ -115,8 +113,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
         ("table", "document.querySelectorAll('.row .id a').length === 2"),
         ("overview", "document.querySelector('.task .of')"),
     ):
-        page.open(f"{address}/#/{place}")
-        page.until(shown)
+        opened(page, f"{address}/#/{place}", shown)
         page.run("for (const one of document.querySelectorAll('details')) one.open = true")
         text = text_of(page, "main")
         assert "<script>window.stolen = 1</script>" in text, place
@@ -124,8 +121,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
         assert "\\u{202e}" in text, place
         assert not set("\x1b\x07\u202e\u2028") & set(text), place
         assert page.run("return document.querySelectorAll('main script, main img').length") == 0
-    page.click(".task")
-    page.until("document.querySelectorAll('.sibling').length === 2")
+    clicked(page, ".task", "document.querySelectorAll('.sibling').length === 2")
     assert page.run("return window.stolen") is None
     title = page.run("return document.title")
     assert title.startswith("Task <script>")
@@ -141,8 +137,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     messages[8] = {"role": "user", "content": HOSTILE}
     messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
     stored(tmp_path, [rollout(0, messages=messages)])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0")
-    page.until("document.querySelectorAll('.message').length === 200")
+    opened(page, f"{serve(tmp_path)}/#/trajectory/0", "document.querySelectorAll('.message').length === 200")
     said = "document.querySelector('.conversation [role=status]').textContent"
     marked = (
         "[...CSS.highlights.get('found') ?? []].map((one) => "
@@ -159,8 +154,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     assert "find=needle" in page.run("return location.hash")
     page.keys("#find", "\n")
     page.until(f"{said} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
-    page.click("[aria-label='Next match']")
-    page.until(f"{said} === '1 of 2 messages'")
+    clicked(page, "[aria-label='Next match']", f"{said} === '1 of 2 messages'")
     page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
     page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
     page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is shown in parts: this begins in one of them
@@ -222,8 +216,7 @@ def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page
     calls = [{"function": {"name": "find", "arguments": written}}, {"name": "find", "input": {"id": 2**63 - 1}}, run]
     messages = [{"role": "assistant", "content": {"at": 2**53 + 1}, "tool_calls": calls, "score": 1.0}]
     stored(tmp_path, [rollout(0, messages=messages)])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0")
-    page.until("document.querySelector('.message')")
+    opened(page, f"{serve(tmp_path)}/#/trajectory/0", "document.querySelector('.message')")
     begun = page.run("return [...document.querySelectorAll('.call code')].map((one) => one.textContent)")
     assert [begun[0], begun[2]] == ['{"id": 9007199254740993, "id": 1.0}', "ls  -l"]
     page.run("for (const one of document.querySelectorAll('.message details')) one.open = true")
@@ -239,8 +232,7 @@ def test_damage_is_said_and_hides_nothing_else_while_others_write(tmp_path: Path
         address = serve(tmp_path)
         shard = tmp_path / "shards" / "shard_00000001.pt"
         shard.write_bytes(shard.read_bytes()[:1000])
-        page.open(f"{address}/#/table")
-        page.until(f"{ROWS}.length === 3")
+        opened(page, f"{address}/#/table", f"{ROWS}.length === 3")
         page.expected_errors.append("status of 500")
         for at, shown in (("1", ".trouble[role=alert]"), ("0", ".message")):
             page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
@@ -275,8 +267,7 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
                 writer.flush()
     (tmp_path / damaged).write_bytes(b"\xff")
     whole = {"metadata.json": 3, f"rank_1/{INDEX_NAME}": 3}.get(damaged, 5)
-    page.open(f"{serve(tmp_path)}/#/table")
-    page.until(f"{ROWS}.length === {whole}")
+    opened(page, f"{serve(tmp_path)}/#/table", f"{ROWS}.length === {whole}")
     page.until("document.querySelector('#trouble').textContent.includes(arguments[0])", damaged.rsplit("/", 1)[-1])
     page.run("location.hash = '#/overview'")
     page.until("document.querySelector('main.overview')?.getAttribute('aria-busy') === 'false'")
@@ -286,8 +277,7 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
 
 def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) -> None:
     stored(tmp_path, [rollout(0, 200_000, metadata={})])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0?show=tokens")
-    page.until("document.querySelector('.token')")
+    opened(page, f"{serve(tmp_path)}/#/trajectory/0?show=tokens", "document.querySelector('.token')")
     page.run("const pane = document.querySelector('.scroller'); pane.scrollTop = pane.scrollHeight / 2")
     page.until("Number(document.querySelector('.token').dataset.at) > 90000")
     assert page.run("return document.querySelectorAll('.token').length") < 3000
@@ -325,8 +315,7 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
     assert page.run(f"return {links}") == ["\u2039 70 earlier", *map(str, range(70, 100))]
     assert "1 rollout ·" in text_of(page, ".summary")
-    page.click(".versions a")
-    page.until("document.querySelector('.versions [aria-current]').textContent === '69'")
+    clicked(page, ".versions a", "document.querySelector('.versions [aria-current]').textContent === '69'")
     assert page.run(f"return {links}") == ["\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
 
 
@@ -341,8 +330,7 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
 
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
     stored(tmp_path, [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
-    page.open(f"{serve(tmp_path)}/#/overview")
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 120, 20)
     said = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
     page.until(f"['3,0', '8,0'].includes({said})")
@@ -412,8 +400,7 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
 
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
     address = serve(stored(tmp_path, [rollout(number) for number in range(30)]))
-    page.open(f"{address}/#/trajectory/0")
-    page.until("document.querySelector('.token')")
+    opened(page, f"{address}/#/trajectory/0", "document.querySelector('.token')")
     size: dict[str, Any] = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for place in ("overview", "table", "trajectory/0", "trajectory/0?show=tokens", "group?task=task-1"):
