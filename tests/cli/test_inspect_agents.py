@@ -94,9 +94,8 @@ def agent_store(path: Path, count: int = 4, **more: object) -> Path:
 
 def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
     out = run.out("inspect", agent_store(tmp_path / "agents", messages=[]))
-    assert "rollouts" in out
-    assert "tokens of a rollout   10" in out
-    assert "turns of the model  2, by runs of the model's tokens" in out
+    for said in ("rollouts", "tokens of a rollout   10", "turns of the model  2, by runs of the model's tokens"):
+        assert said in out
     assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
     report = inspect(tmp_path / "agents")
     assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
@@ -209,9 +208,8 @@ def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: 
         assert text in out
     assert "3,000 more characters" in out
     assert all(character.isprintable() or character == "\n" for character in out)
-    assert "\\x1b[2J" in out
-    assert "\\u202e" in out
-    assert "\n  | " in out
+    for said in ("\\x1b[2J", "\\u202e", "\n  | "):
+        assert said in out
     assert "\n  at a glance" not in out, "no message passes for a line of the report"
     out = run.out("inspect", path, "--trajectory", 1, "--json")
     assert all(character.isprintable() or character == "\n" for character in out)

@@ -129,7 +129,7 @@ def left():
     return [thread.name for thread in threading.enumerate() if "trajstore" in thread.name], opened(Path(sys.argv[1]))
 
 
-for _ in range(4):
+for _ in range(2):
     killed()
 for _ in range(400):  # what ends in the background may take its time
     if left() == ([], []):
