@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
+from tools.crash.forked import forking
 from trajstore import saved_points, saved_state
-from trajstore.cli import DAMAGED, INTERRUPTED
+from trajstore.cli import DAMAGED, INTERRUPTED, main
 from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore.inspection.inspect import inspect
@@ -93,24 +93,23 @@ def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
     assert [point["step"] for point in report["saved_points"]] == [3, 4]
 
 
-def test_interrupted_it_leaves_a_sound_store(tmp_path: Path, project_root: Path) -> None:
-    path = tmp_path / "run"
-    # A shell's background job ignores SIGINT, and so would its children: as at a terminal, this one does not.
-    hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = hear + "import sys; from trajstore.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "demo", "--task", "cartpole", "--path", path, "--updates", str(10**9)],
-        cwd=project_root,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    while not (path / "learner.pt").exists() and process.poll() is None:
+def train_until_interrupted(path: Path, errors: Path) -> None:
+    for descriptor, file in ((1, Path(os.devnull)), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children do
+    sys.exit(main(["demo", "--task", "cartpole", "--path", str(path), "--updates", str(10**9)]))
+
+
+def test_interrupted_it_leaves_a_sound_store(tmp_path: Path) -> None:
+    path, errors = tmp_path / "run", tmp_path / "errors"
+    process = forking().Process(target=train_until_interrupted, args=(path, errors))
+    process.start()
+    while not (path / "learner.pt").exists() and process.is_alive():
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert (process.returncode, err) == (INTERRUPTED, "trajstore: interrupted\n")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert (process.exitcode, errors.read_text()) == (INTERRUPTED, "trajstore: interrupted\n")
     result = verify(path)
     assert result.sound, result.problems
     assert result.trajectories >= 10
