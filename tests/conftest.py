@@ -77,6 +77,14 @@ def memory_url() -> str:
     return f"memory://bucket-{uuid.uuid4()}/run1"
 
 
+@pytest.fixture
+def small_ray() -> None:
+    """Start Ray with two processors unless it runs; it goes on for the next test that needs no more of it."""
+    ray = pytest.importorskip("ray")
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+
 @pytest.fixture(autouse=True)
 def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test in which locks are taken out of order, unless the marker ``locks_unchecked`` says why it cannot."""

@@ -45,3 +45,10 @@ def forged_log(path: Path) -> Iterator[list[dict[str, Any]]]:
     records = decode_lines(segment.read_bytes(), segment.name).records
     yield records
     segment.write_bytes(b"".join(map(encode_line, records)))
+
+
+def spoil_document(shard: Path, word: bytes) -> None:
+    """Let the document of a rollout be unreadable from a word on; all lengths stay, and no checksum is made anew."""
+    content = shard.read_bytes()
+    at = content.index(word)
+    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])

@@ -11,6 +11,11 @@ from pathlib import Path
 FIGURES = Path(__file__).parent.parent / "docs" / "howto" / "replay_figures.md"
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """Return the code of a language in the text of a page, a text for each block."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
     """Run all Python blocks of a page one after the other in a process of its own, and fail if they do.
 
@@ -19,9 +24,8 @@ def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
         tmp_path: where the process works. Its temporary folder is the system's: Ray's sockets need a short path.
         page: below ``docs``.
     """
-    code = re.findall(r"^```python\n(.*?)^```$", (project_root / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     script = tmp_path / "page.py"
-    script.write_text("\n".join(code))
+    script.write_text("\n".join(blocks((project_root / "docs" / page).read_text(), "python")))
     done = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +16,7 @@ from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import check_trajectory, witness
+from trajstore.trajectory import AnyTrajectory
 
 
 def opened(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
@@ -33,6 +34,22 @@ def add_each(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> None:
     for key in keys:
         buffer.add_trajectories([witness(key)])
         buffer.flush()
+
+
+def in_memory(trajectories: Sequence[AnyTrajectory], *, seed: int = 0, **options: Any) -> TrajectoryReplayBuffer:
+    """Return a buffer without a store that draws from trajectories; ``options`` are its own."""
+    buffer = TrajectoryReplayBuffer(seed=seed, sample_window_size=0, **options)
+    buffer.add_trajectories(trajectories)
+    return buffer
+
+
+def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = False, **options: Any) -> Path:
+    """Write a store of trajectories and close it; return its path. ``each``: in a commit and a shard of its own."""
+    with writer_to(path, **options) as writer:
+        for some in [[one] for one in trajectories] if each else [trajectories]:
+            writer.add_trajectories(some)
+            writer.flush()
+    return path
 
 
 def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:
@@ -71,6 +88,11 @@ def refused_to_all(path: Path | str, error: type[Exception], match: str = "") ->
     for opening in (TrajectoryReplayBuffer.open, writer_to):
         with pytest.raises(error, match=match):
             opening(path)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """Return the content of every file below a path."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def flip(file: Path) -> None:

@@ -42,14 +42,6 @@ def test_what_configurations_hold_is_taken(tmp_path: Path) -> None:
         assert buffer.trajectory_ids.tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("window", [-1, 2.5, "x"])
-def test_a_window_that_is_set_later(window: Any) -> None:
-    buffer = TrajectoryReplayBuffer()
-    with pytest.raises(ConfigurationError, match=r"^sample_window_size"):
-        buffer.sample_window_size = window
-    assert buffer.sample_window_size == 100
-
-
 @pytest.mark.parametrize("path", ["x", Path("x")])
 def test_a_path_without_auto_save_is_told_to_have_no_effect(path: Any) -> None:
     with pytest.warns(UserWarning, match=r"auto_save_path='x' has no effect without auto_save=True"):

@@ -72,7 +72,7 @@ def test_a_trajectory_is_the_stack_of_its_steps() -> None:
     assert len(result) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(steps=st.integers(1, 4), batch=st.integers(1, 9), data=st.data())
 def test_parts_add_up_to_the_whole(steps: int, batch: int, data: st.DataObject) -> None:
     result, _ = collected(steps, batch)

@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import blocks
 from trajstore.cli import COMMANDS, build_parser
 from trajstore.cli.reference import reference
 
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    return [text for kind, text in _BLOCK.findall(path.read_text()) if kind == language]
 
 
 def test_command_line_reference_is_current(project_root: Path) -> None:
@@ -66,7 +62,7 @@ json.dump(failures, open(sys.argv[2], "w"))
 
 def run_pages(names: list[str], root: Path, folder: Path) -> dict[str, str]:
     """Run the python blocks of each page; return what was raised, by page."""
-    code = {name: "\n".join(blocks(root / name, "python")) for name in names}
+    code = {name: "\n".join(blocks((root / name).read_text(), "python")) for name in names}
     (folder / "pages.json").write_text(json.dumps(code))
     done = subprocess.run(
         [sys.executable, "-c", _RUN_PAGES, folder / "pages.json", folder / "failures.json"],
@@ -104,13 +100,13 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
     with_code = {
         str(page.relative_to(project_root))
         for page in [project_root / "README.md", *(project_root / "docs").rglob("*.md")]
-        if blocks(page, "python")
+        if blocks(page.read_text(), "python")
     }
     assert with_code - set(PAGES) - elsewhere == set()
 
 
 def test_readme_begins_with_demo_and_tests(project_root: Path) -> None:
-    demo, tests, *_ = blocks(project_root / "README.md", "sh")
+    demo, tests, *_ = blocks((project_root / "README.md").read_text(), "sh")
     assert demo.count("\n") == 1, "one line that can be pasted"
     assert "pip install -c constraints.txt -e '.[demo]'" in demo
     assert demo.rstrip().endswith("trajstore demo")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import format_reader
+from tests.pages import blocks
 from tests.stores import writer_to
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
@@ -67,14 +68,7 @@ LEAVES = Trajectory(
 
 
 @pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        ("pt", {}),
-        ("pkl", {}),
-        ("zarr", {}),
-        ("zarr", {"codec": "zstd"}),
-    ],
-    ids=["pt", "pkl", "zarr", "zstd"],
+    ("form", "options"), [("pt", {}), ("pkl", {}), ("zarr", {}), ("zarr", {"codec": "zstd"})], ids=str
 )
 def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     if form == "zarr":
@@ -112,26 +106,17 @@ def example() -> str:
     return page.split("\n## A worked example\n")[1].split("\n## ")[0]
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
 def hex_dump(text: str) -> dict[int, bytes]:
     lines = (line.split(":") for line in text.splitlines())
     return {int(offset, 16): bytes.fromhex(digits) for offset, digits in lines}
 
 
-def test_the_worked_log_decodes_as_the_page_says(example: str) -> None:
-    log, line, _ = blocks(example, "text")
+def test_the_worked_log_rows_and_array_decode_as_the_page_says(example: str) -> None:
+    log, line, rows = blocks(example, "text")
     added, evicted = (format_reader.decode_line(each.encode()) for each in log.splitlines())
     assert added is not None
     assert evicted == {"generation": 2, "operation": "evict", "ids": [[0, 0]]}
     assert b"".join(hex_dump(line).values()) == log.encode().splitlines(keepends=True)[1]
-
-
-def test_the_worked_rows_decode_as_the_page_says(example: str) -> None:
-    log, _, rows = blocks(example, "text")
-    added = json.loads(log.splitlines()[0][9:])
     data = bytearray(1955)
     for offset, piece in hex_dump(rows).items():
         data[offset : offset + len(piece)] = piece
@@ -140,9 +125,6 @@ def test_the_worked_rows_decode_as_the_page_says(example: str) -> None:
     assert [place[1] for place in added["shard"]["places"]] == [0x400, 0x480, 0x500]
     assert torch.frombuffer(data[0x408:0x410], dtype=torch.float32).tolist() == [2.0, 2.5]
     assert list(data[0x483:0x486]) == [0, 0, 1]
-
-
-def test_the_worked_array_unpacks_as_the_page_says(example: str) -> None:
     assert format_reader.unpack(json.loads(blocks(example, "json")[0])).tolist() == [4, 5, 6, 9]
 
 
@@ -174,13 +156,8 @@ def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monke
 # -- what the page says a reader must refuse ----------------------------------------------------------
 
 
-def damaged(layout: str, tmp_path: Path) -> Path:
-    shutil.copytree(GOLDEN / layout, tmp_path / "store")
-    return tmp_path / "store"
-
-
 def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
-    path = damaged(LAYOUTS[-1], tmp_path)
+    path = Path(shutil.copytree(GOLDEN / LAYOUTS[-1], tmp_path / "store"))
     for name in ("metadata.json", "trajectory_index.json", "pins/start.json"):
         file = path / name
         sound = file.read_bytes()

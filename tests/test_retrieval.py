@@ -32,7 +32,7 @@ def plain_scores(texts: list[str], query: str) -> list[float]:
     return scores
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(texts=TEXTS, query=st.lists(WORDS, max_size=5).map(" ".join), k=st.integers(1, 12), cuts=st.data())
 def test_scores_are_those_of_all_texts(texts: list[str], query: str, k: int, cuts: st.DataObject) -> None:
     index = RetrievalIndex()
@@ -51,7 +51,7 @@ def test_scores_are_those_of_all_texts(texts: list[str], query: str, k: int, cut
     assert len({hit.key for hit in hits}) == len(hits)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(texts=TEXTS, query=st.lists(WORDS, max_size=5).map(" ".join), choice=st.data())
 def test_what_was_removed_was_never_there(texts: list[str], query: str, choice: st.DataObject) -> None:
     index, plain = RetrievalIndex(), RetrievalIndex()
@@ -68,7 +68,7 @@ def test_what_was_removed_was_never_there(texts: list[str], query: str, choice: 
     assert index.search(query, 200) == plain.search(query, 200)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(text=st.text(st.characters(exclude_categories=())), other=st.text(st.characters(exclude_categories=())))
 def test_any_text_is_found_by_itself(text: str, other: str) -> None:
     index = RetrievalIndex()

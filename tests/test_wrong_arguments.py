@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,22 @@ import numpy as np
 import pytest
 import torch
 
+import trajstore.buffer.sequences
+import trajstore.feeding
+import trajstore.sampling
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, saved_points, saved_state
+from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
 from trajstore.buffer.internals import internals_of
-from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
+from trajstore.buffer.sequences import sample_n_step
 from trajstore.errors import TrajstoreError
-from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore.feeding import ReplayBufferDataset, ReplayLoader
 from trajstore.sampling import (
     Drawn,
     EpochSampler,
     FreshestSampler,
-    GroupSampler,
     LeastUsedSampler,
     Priorities,
-    Recency,
-    Staleness,
-    UseLimit,
     WeightedSampler,
     sampler_of,
 )
@@ -53,9 +54,97 @@ WRONG: dict[str, Any] = {
 
 Call = Callable[[TrajectoryReplayBuffer, Any], Any]
 
+FINE: dict[str, dict[str, str]] = {
+    # By what is called and by argument, the labels of the wrong values above that are fine there.
+    "sample": {"num_chunks": "", "columns": "None", "out": "None {}", "sampler": "None"},
+    "sample_trajectories": {"count": "", "sampler": "None"},
+    "draw": {"num_chunks": "", "sampler": "None"},
+    "read": {"drawn": "", "columns": "None", "out": "None {}"},
+    "internals.readable": {"trajectory_ids": "[]"},
+    "internals.names_of": {"trajectory_ids": "[]"},
+    "internals.extents": {"trajectory_ids": "[]"},
+    "internals.token_rows": {"trajectory_ids": "[]", "columns": "None [x]"},
+    "internals.add_flattened": {"flats": "[]", "uuids": ""},
+    "internals.share_ids": {"rank": "0", "ranks": ""},
+    "follow": {"sampler": ""},
+    "update_priorities": {"sampler": "", "drawn": "", "priorities": ""},
+    "get": {"trajectory_id": "0 -1 3"},
+    "is_ready": {"min_size": "0"},
+    "load_state_dict": {"state": ""},
+    "flush": {"timeout": "None 0 2.5"},
+    "wait": {"ids": "[]", "timeout": "None 0 2.5"},
+    "mirror.wait": {"ids": "None []"},
+    "evict": {"ids": "[]"},
+    "points.pin": {"name": "x 3"},
+    "points.unpin": {"name": "x 3"},
+    "points.save": {"step": "0", "state": "None {}", "keep": "None"},
+    "points.rollback": {"step": "0", "aside": "0 True"},
+    "points.take_back": {"name": "x 3"},
+    "save_checkpoint": {"save_path": "x 3", "layout": ""},
+    "load_checkpoint": {"load_path": "x 3", "pin": "None x 3", "strict": "None True 0"},
+    "open": {"path": "x 3", "share": "None", "pin": "None x 3", "strict": "None True 0", "seed": "None 0 -1"},
+    "saved_points": {"path": "x 3"},
+    "saved_state": {"path": "x 3", "step": "0"},
+    "sample_sequences": {
+        **{"buffer": "", "count": "", "length": "", "pad": "0 True"},
+        **{"sampler": "None", "columns": "None", "ends": "[] [x]"},
+    },
+    "sample_n_step": {"count": "", "gamma": "0", "terminations": "x 3"},
+    "sample_hindsight": {
+        **{"count": "", "goal": "x 3", "achieved": "x 3", "reward": "", "share": "0", "strategy": "", "horizon": "0"}
+    },
+    "TrajectoryReplayBuffer": {
+        **{"seed": "None 0 -1", "cache_size": "0", "sample_window_size": "0", "cache_bytes": "None 0"},
+        **{"enable_cache": "True 0", "auto_save": "True 0", "auto_save_path": "None x 3", "trajectory_format": ""},
+        **{"retention": "None", "writer": "None", "format_options": "None {}", "storage_options": "None {}"},
+        "on_commit": "None",
+    },
+    "WriterOptions": {
+        **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes", "on_full"), ""),
+        **{"snapshot_bytes": "0", "commit_interval": "0 2.5"},
+    },
+    "Retention": {
+        **dict.fromkeys(("max_trajectories", "max_samples", "max_bytes"), "None"),
+        "max_policy_age": "None 0",
+    },
+    "ReplayLoader": {
+        **dict.fromkeys(("replay", "batch_size", "rank", "stores", "prefetch"), ""),
+        **dict.fromkeys(("sampler", "prefetch_bytes", "device", "demos", "demo_share", "min_demo_size"), "None"),
+        **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
+    },
+    "TokenLoader": {
+        **dict.fromkeys(("buffer", "tokens", "batch_size", "lookahead", "long", "layout"), ""),
+        "pad_id": "0 -1",
+    },
+    "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
+    "EpochSampler": {"unit": "", "epochs": "None"},
+    "FreshestSampler": {"decay": "0 2.5 huge", "max_uses": "None"},
+    "LeastUsedSampler": {"best": "", "max_uses": "None"},
+    "GroupSampler": {"least": "", "most": "None", "max_age": "None 0"},
+    "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": "", "stratified": "0 True"},
+    "Priorities": {"alpha": "0 2.5 huge", "beta": "0 2.5 huge", "eps": "0 2.5 huge", "per": ""},
+    "Recency": {"half_life": "2.5 huge", "by": ""},
+    "Staleness": {"max_age": "0", "floor": "0"},
+    "UseLimit": {"max_uses": "None", "cooldown": "0"},
+}
 
-def drawn(buffer: TrajectoryReplayBuffer) -> Any:
-    return buffer.draw(3)
+GOOD: dict[str, Any] = {
+    # What arguments get that are not tried and have no default; a function is asked with the buffer.
+    **{"num_chunks": 2, "count": 2, "n": 2, "length": 2, "gamma": 0.9, "priorities": [1, 1, 1], "batch_size": 4},
+    **{"trajectory_ids": [], "flats": [], "uuids": b"", "rank": 0, "ranks": 1, "step": 1, "save_path": "new"},
+    **{"goal": "curr_obs.s", "achieved": "curr_obs.s", "tokens": 4, "max_age": 1, "half_life": 1, "demo_buffer": None},
+    **{"min_replay_buffer_size": 1, "min_demo_buffer_size": 1, "reward": lambda _: lambda a, g: (a == g).double()},
+    **dict.fromkeys(("buffer", "replay", "replay_buffer"), lambda b: b),
+    **dict.fromkeys(("path", "load_path"), lambda b: b.auto_save_path),
+    **{"drawn": lambda b: b.draw(3), "sampler": lambda b: weighted(b)},
+}
+MODULES = (trajstore, trajstore.feeding, trajstore.sampling, trajstore.buffer.sequences)
+ALSO: dict[str, dict[str, Any]] = {
+    **{"wait": {"ids": [0], "timeout": 0}, "mirror.wait": {"timeout": 0}, "TokenLoader": {"layout": "padded"}},
+    **{"sample_sequences": {"ends": []}, "sample_n_step": {"ends": [], "terminations": "rewards"}},
+    **{"sample_hindsight": {"ends": [], "share": 1.0}, "sample": {"num_chunks": 2}},
+}
+"""Arguments that have a default, and get another one."""
 
 
 def weighted(buffer: TrajectoryReplayBuffer) -> WeightedSampler:
@@ -64,141 +153,34 @@ def weighted(buffer: TrajectoryReplayBuffer) -> WeightedSampler:
     return sampler
 
 
+def calling(name: str, argument: str) -> Call:
+    """Return the call of something with a value for an argument, and good ones for all that have to be there."""
+
+    def call(buffer: TrajectoryReplayBuffer, value: Any) -> Any:
+        found = next((getattr(module, name) for module in MODULES if hasattr(module, name)), None)
+        if found is None:
+            owner = internals_of(buffer) if name.startswith("internals.") else buffer
+            found = attrgetter(name.removeprefix("internals."))(owner)
+        given = dict(ALSO.get(name, {}))
+        for one in inspect.signature(found).parameters.values():
+            if one.default is one.empty and one.kind is not one.VAR_KEYWORD and one.name not in (*given, argument):
+                good = GOOD[one.name]
+                given[one.name] = good(buffer) if callable(good) else good
+        return found(**{**given, argument: value})
+
+    return call
+
+
 CALLS: list[tuple[str, str, Call, str]] = [
-    # method, argument as the message must name it, the call, values that are fine
-    ("sample", "num_chunks", lambda b, v: b.sample(v), ""),
-    ("sample", "columns", lambda b, v: b.sample(3, columns=v), "None"),
-    ("sample", "out", lambda b, v: b.sample(3, out=v), "None {}"),
-    ("sample", "sampler", lambda b, v: b.sample(3, sampler=v), "None"),
-    ("sample_trajectories", "count", lambda b, v: b.sample_trajectories(v), ""),
-    ("sample_trajectories", "sampler", lambda b, v: b.sample_trajectories(2, sampler=v), "None"),
-    ("draw", "num_chunks", lambda b, v: b.draw(v), ""),
-    ("draw", "sampler", lambda b, v: b.draw(2, sampler=v), "None"),
-    ("read", "drawn", lambda b, v: b.read(v), ""),
-    ("read", "columns", lambda b, v: b.read(drawn(b), columns=v), "None"),
-    ("read", "out", lambda b, v: b.read(drawn(b), out=v), "None {}"),
-    ("readable", "trajectory_ids", lambda b, v: internals_of(b).readable(v), "[]"),
-    ("names_of", "trajectory_ids", lambda b, v: internals_of(b).names_of(v), "[]"),
-    ("extents", "trajectory_ids", lambda b, v: internals_of(b).extents(v), "[]"),
-    ("token_rows", "trajectory_ids", lambda b, v: internals_of(b).token_rows(v), "[]"),
-    ("token_rows", "columns", lambda b, v: internals_of(b).token_rows([], v), "None [x]"),
-    ("follow", "sampler", lambda b, v: b.follow(v), ""),
-    ("update_priorities", "sampler", lambda b, v: b.update_priorities(v, drawn(b), [1, 1, 1]), ""),
-    ("update_priorities", "drawn", lambda b, v: b.update_priorities(weighted(b), v, [1, 1, 1]), ""),
-    ("update_priorities", "priorities", lambda b, v: b.update_priorities(weighted(b), drawn(b), v), ""),
-    ("get", "trajectory_id", lambda b, v: b.get(v), "0 -1 3"),
-    ("is_ready", "min_size", lambda b, v: b.is_ready(v), "0"),
-    ("load_state_dict", "state", lambda b, v: b.load_state_dict(v), ""),
+    *((name, argument, calling(name, argument), fine) for name, of in FINE.items() for argument, fine in of.items()),
+    # and those of which the message names another argument, or which need others beside them
+    ("sample_window_size", "sample_window_size", lambda b, v: setattr(b, "sample_window_size", v), "0"),
     ("add_trajectories", "add_trajectories|rajectory", lambda b, v: b.add_trajectories(v), "[]"),
     ("add_trajectories of one", "rajectory", lambda b, v: b.add_trajectories([v]), ""),
-    ("add_flattened", "flats", lambda b, v: internals_of(b).add_flattened(v, b""), "[]"),
-    ("add_flattened", "uuids", lambda b, v: internals_of(b).add_flattened([], v), ""),
-    ("share_ids", "rank", lambda b, v: internals_of(b).share_ids(v, 1), "0"),
-    ("share_ids", "ranks", lambda b, v: internals_of(b).share_ids(0, v), ""),
-    ("flush", "timeout", lambda b, v: b.flush(v), "None 0 2.5"),
-    ("wait", "ids", lambda b, v: b.wait(v, 0), "[]"),
-    ("wait", "timeout", lambda b, v: b.wait([0], v), "None 0 2.5"),
-    ("mirror.wait", "ids", lambda b, v: b.mirror.wait(v, 0), "None []"),
-    ("evict", "ids", lambda b, v: b.evict(v), "[]"),
-    ("points.pin", "name", lambda b, v: b.points.pin(v), "x 3"),
-    ("points.unpin", "name", lambda b, v: b.points.unpin(v), "x 3"),
-    ("points.save", "step", lambda b, v: b.points.save(v), "0"),
-    ("points.save", "state", lambda b, v: b.points.save(1, v), "None {}"),
-    ("points.save", "keep", lambda b, v: b.points.save(1, keep=v), "None"),
-    ("points.rollback", "step", lambda b, v: b.points.rollback(v), "0"),
-    ("points.rollback", "aside", lambda b, v: b.points.rollback(1, aside=v), "0 True"),
-    ("points.take_back", "name", lambda b, v: b.points.take_back(v), "x 3"),
-    ("save_checkpoint", "save_path", lambda b, v: b.save_checkpoint(v), "x 3"),
-    ("save_checkpoint", "layout", lambda b, v: b.save_checkpoint("new", layout=v), ""),
-    ("load_checkpoint", "load_path", lambda b, v: b.load_checkpoint(v), "x 3"),
-    ("load_checkpoint", "pin", lambda b, v: b.load_checkpoint(b.auto_save_path, pin=v), "None x 3"),
-    ("load_checkpoint", "strict", lambda b, v: b.load_checkpoint(b.auto_save_path, strict=v), "None True 0"),
     ("load_checkpoint", "is_distributed", lambda b, v: b.load_checkpoint(b.auto_save_path, v, 0, 1), "0 True"),
     ("load_checkpoint", "local_rank", lambda b, v: b.load_checkpoint(b.auto_save_path, True, v, 1), "0"),
     ("load_checkpoint", "world_size", lambda b, v: b.load_checkpoint(b.auto_save_path, True, 0, v), ""),
-    ("open", "path", lambda b, v: TrajectoryReplayBuffer.open(v), "x 3"),
-    ("open", "share", lambda b, v: TrajectoryReplayBuffer.open(b.auto_save_path, share=v), "None"),
-    ("open", "pin", lambda b, v: TrajectoryReplayBuffer.open(b.auto_save_path, pin=v), "None x 3"),
-    ("open", "strict", lambda b, v: TrajectoryReplayBuffer.open(b.auto_save_path, strict=v), "None True 0"),
-    ("open", "seed", lambda b, v: TrajectoryReplayBuffer.open(b.auto_save_path, seed=v), "None 0 -1"),
-    ("saved_points", "path", lambda b, v: saved_points(v), "x 3"),
-    ("saved_state", "path", lambda b, v: saved_state(v, 0), "x 3"),
-    ("saved_state", "step", lambda b, v: saved_state(b.auto_save_path, v), "0"),
-    ("sample_sequences", "buffer", lambda b, v: sample_sequences(v, 1, 2), ""),
-    ("sample_sequences", "count", lambda b, v: sample_sequences(b, v, 2, ends=[]), ""),
-    ("sample_sequences", "length", lambda b, v: sample_sequences(b, 2, v, ends=[]), ""),
-    ("sample_sequences", "pad", lambda b, v: sample_sequences(b, 2, 2, pad=v, ends=[]), "0 True"),
-    ("sample_sequences", "sampler", lambda b, v: sample_sequences(b, 2, 2, sampler=v, ends=[]), "None"),
-    ("sample_sequences", "columns", lambda b, v: sample_sequences(b, 2, 2, columns=v, ends=[]), "None"),
-    ("sample_sequences", "ends", lambda b, v: sample_sequences(b, 2, 2, ends=v), "[] [x]"),
-    ("sample_n_step", "count", lambda b, v: sample_n_step(b, v, 2, 0.9, ends=[]), ""),
     ("sample_n_step", "n:", lambda b, v: sample_n_step(b, 2, v, 0.9, ends=[]), ""),
-    ("sample_n_step", "gamma", lambda b, v: sample_n_step(b, 2, 2, v, ends=[], terminations="rewards"), "0"),
-    ("sample_n_step", "terminations", lambda b, v: sample_n_step(b, 2, 2, 0.9, ends=[], terminations=v), "x 3"),
-    ("sample_hindsight", "count", lambda b, v: hindsight(b, count=v), ""),
-    ("sample_hindsight", "goal", lambda b, v: hindsight(b, goal=v), "x 3"),
-    ("sample_hindsight", "achieved", lambda b, v: hindsight(b, achieved=v), "x 3"),
-    ("sample_hindsight", "reward", lambda b, v: hindsight(b, reward=v), ""),
-    ("sample_hindsight", "share", lambda b, v: hindsight(b, share=v), "0"),
-    ("sample_hindsight", "strategy", lambda b, v: hindsight(b, strategy=v), ""),
-    ("sample_hindsight", "horizon", lambda b, v: hindsight(b, horizon=v), "0"),
-    *(
-        ("TrajectoryReplayBuffer", name, lambda b, v, name=name: TrajectoryReplayBuffer(**{name: v}), fine)  # type: ignore[misc]
-        for name, fine in {
-            "seed": "None 0 -1",
-            "cache_size": "0",
-            "sample_window_size": "0",
-            "cache_bytes": "None 0",
-            "enable_cache": "True 0",
-            "auto_save": "True 0",
-            "auto_save_path": "None x 3",
-            "trajectory_format": "",
-            "retention": "None",
-            "writer": "None",
-            "format_options": "None {}",
-            "storage_options": "None {}",
-            "on_commit": "None",
-        }.items()
-    ),
-    *(
-        ("WriterOptions", name, lambda b, v, name=name: WriterOptions(**{name: v}), fine)  # type: ignore[misc]
-        for name, fine in {
-            "threads": "",
-            "max_pending_bytes": "",
-            "shard_bytes": "",
-            "snapshot_bytes": "0",
-            "commit_interval": "0 2.5",
-            "on_full": "",
-        }.items()
-    ),
-    *(
-        ("Retention", name, lambda b, v, name=name: Retention(**{name: v}), fine)  # type: ignore[misc]
-        for name, fine in {
-            **dict.fromkeys(("max_trajectories", "max_samples", "max_bytes"), "None"),
-            "max_policy_age": "None 0",
-        }.items()
-    ),
-    ("ReplayLoader", "replay", lambda b, v: ReplayLoader(v, 4), ""),
-    ("ReplayLoader", "batch_size", lambda b, v: ReplayLoader(b, v), ""),
-    *(
-        ("ReplayLoader", name, lambda b, v, name=name: ReplayLoader(b, 4, **{name: v}), fine)  # type: ignore[misc]
-        for name, fine in {
-            "sampler": "None",
-            "min_size": "0",
-            "columns": "None [x]",
-            "rank": "",
-            "stores": "",
-            "prefetch": "",
-            "prefetch_bytes": "None",
-            "device": "None",
-            "timeout": "None 0 2.5",
-            "demos": "None",
-            "demo_share": "None",
-            "min_demo_size": "None",
-            "demo_sampler": "None",
-            "reuse": "0 True",
-        }.items()
-    ),
     ("ReplayLoader", "demo_share", lambda b, v: ReplayLoader(b, 4, demos=b, demo_share=v), "None"),
     ("ReplayLoader", "min_demo_size", lambda b, v: ReplayLoader(b, 4, demos=b, min_demo_size=v), "None 0"),
     ("ReplayLoader", "state", lambda b, v: ReplayLoader(b, 4).load_state_dict(v), ""),
@@ -208,46 +190,13 @@ CALLS: list[tuple[str, str, Call, str]] = [
         lambda b, v: ReplayLoader(b, 4).load_state_dict(ReplayLoader(b, 4).state_dict(), changed=v),
         "0 True",
     ),
-    ("TokenLoader", "buffer", lambda b, v: TokenLoader(v, 4), ""),
-    ("TokenLoader", "tokens", lambda b, v: TokenLoader(b, v), ""),
-    *(
-        ("TokenLoader", name, lambda b, v, name=name: TokenLoader(b, 4, layout="padded", **{name: v}), fine)  # type: ignore[misc]
-        for name, fine in {"batch_size": "", "lookahead": "", "long": "", "pad_id": "0 -1"}.items()
-    ),
-    ("TokenLoader", "layout", lambda b, v: TokenLoader(b, 4, layout=v), ""),
     ("ReplayBufferDataset", "replay", lambda b, v: ReplayBufferDataset(v, None, 4, 1, 1), ""),
     ("ReplayBufferDataset", "demos", lambda b, v: ReplayBufferDataset(b, v, 4, 1, 1), "None"),
-    ("ReplayBufferDataset", "batch_size", lambda b, v: ReplayBufferDataset(b, None, v, 1, 1), ""),
-    ("ReplayBufferDataset", "min_replay_buffer_size", lambda b, v: ReplayBufferDataset(b, None, 4, v, 1), "0"),
     ("ReplayBufferDataset", "min_demo_buffer_size", lambda b, v: ReplayBufferDataset(b, b, 4, 1, v), "0"),
-    ("ReplayBufferDataset", "prefetch_size", lambda b, v: ReplayBufferDataset(b, None, 4, 1, 1, v), "0"),
-    ("EpochSampler", "unit", lambda b, v: EpochSampler(unit=v), ""),
-    ("EpochSampler", "epochs", lambda b, v: EpochSampler(epochs=v), "None"),
-    ("FreshestSampler", "decay", lambda b, v: FreshestSampler(v), "0 2.5 huge"),
-    ("FreshestSampler", "max_uses", lambda b, v: FreshestSampler(max_uses=v), "None"),
-    ("LeastUsedSampler", "best", lambda b, v: LeastUsedSampler(v), ""),
-    ("LeastUsedSampler", "max_uses", lambda b, v: LeastUsedSampler(max_uses=v), "None"),
-    ("GroupSampler", "least", lambda b, v: GroupSampler(v), ""),
-    ("GroupSampler", "most", lambda b, v: GroupSampler(most=v), "None"),
-    ("GroupSampler", "max_age", lambda b, v: GroupSampler(max_age=v), "None 0"),
-    ("WeightedSampler", "factors", lambda b, v: WeightedSampler(v), "[]"),
-    ("WeightedSampler", "priorities", lambda b, v: WeightedSampler(priorities=v), "None"),
-    ("WeightedSampler", "unit", lambda b, v: WeightedSampler(unit=v), ""),
-    ("WeightedSampler", "stratified", lambda b, v: WeightedSampler(stratified=v), "0 True"),
-    ("Priorities", "alpha", lambda b, v: Priorities(alpha=v), "0 2.5 huge"),
-    ("Priorities", "beta", lambda b, v: Priorities(beta=v), "0 2.5 huge"),
-    ("Priorities", "eps", lambda b, v: Priorities(eps=v), "0 2.5 huge"),
-    ("Priorities", "per", lambda b, v: Priorities(per=v), ""),
-    ("Recency", "half_life", lambda b, v: Recency(v), "2.5 huge"),
-    ("Recency", "by", lambda b, v: Recency(1, v), ""),
-    ("Staleness", "max_age", lambda b, v: Staleness(v), "0"),
-    ("Staleness", "floor", lambda b, v: Staleness(1, v), "0"),
-    ("UseLimit", "max_uses", lambda b, v: UseLimit(v), "None"),
-    ("UseLimit", "cooldown", lambda b, v: UseLimit(cooldown=v), "0"),
     ("sampler_of", "sampler", lambda b, v: sampler_of(v), ""),
     ("sampler_of", "sampler", lambda b, v: sampler_of({"name": v}), ""),
     ("sampler_of", "recency", lambda b, v: sampler_of({"name": "weighted", "recency": v}), ""),
-    ("update", "priorities", lambda b, v: weighted(b).update(drawn(b).ids, drawn(b).samples, v), ""),
+    ("update", "priorities", lambda b, v: weighted(b).update(b.draw(3).ids, b.draw(3).samples, v), ""),
     ("update", "ids", lambda b, v: weighted(b).update(v, np.zeros(0, np.int64), []), "[]"),
     ("value", "values", lambda b, v: LeastUsedSampler().value(np.arange(2), v), "tensor"),
     *(
@@ -255,11 +204,6 @@ CALLS: list[tuple[str, str, Call, str]] = [
         for sampler in (EpochSampler(), FreshestSampler(), LeastUsedSampler(), WeightedSampler())
     ),
 ]
-
-
-def hindsight(buffer: TrajectoryReplayBuffer, **other: Any) -> Any:
-    named = {"count": 2, "goal": "curr_obs.s", "achieved": "curr_obs.s", "reward": lambda a, g: (a == g).double()}
-    return sample_hindsight(buffer, **{"ends": [], "share": 1.0, **named, **other})
 
 
 @pytest.fixture(scope="module")

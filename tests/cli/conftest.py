@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.stores import Run, write_store
-from trajstore.cli import main
 
 
 @pytest.fixture
@@ -24,11 +23,23 @@ def shard(store: Path) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command line and returns (exit code, standard output, standard error)."""
+    """Return what runs command lines."""
+    return Run(capsys)
 
-    def call(*words: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
 
-    return call
+@pytest.fixture
+def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every folder without ``absent`` in its name hold a tokenizer that writes token 7 as ``<7\\x1b>``."""
+
+    class Tokenizer:
+        @staticmethod
+        def from_pretrained(name: str, **_: object) -> Tokenizer:
+            if "absent" in name:
+                raise OSError("no such folder")
+            return Tokenizer()
+
+        @staticmethod
+        def decode(ids: list[int], **_: object) -> str:
+            return "".join(f"<{number}\x1b>" for number in ids)
+
+    monkeypatch.setattr(pytest.importorskip("transformers"), "AutoTokenizer", Tokenizer)

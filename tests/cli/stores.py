@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from tests.stores import stored
+from trajstore import Trajectory
+from trajstore.cli import FAILED, main
 
-Run = Callable[..., tuple[int, str, str]]
-"""Runs a command line; returns exit code, standard output, standard error."""
+
+class Run:
+    """Runs command lines, and returns exit code, standard output and standard error, or one that is expected."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        captured = self._capsys.readouterr()
+        return code, captured.out, captured.err
+
+    def out(self, *words: object, code: int = 0) -> str:
+        """Return what a command prints, which ends with a code."""
+        found, out, err = self(*words)
+        assert found == code, err or out
+        return out
+
+    def err(self, *words: object, code: int = FAILED) -> str:
+        """Return what a command complains of, which ends with a code."""
+        found, out, err = self(*words)
+        assert found == code, err or out
+        return err
+
+    def json(self, *words: object, code: int = 0) -> Any:
+        """Return what a command tells programs, which ends with a code."""
+        return json.loads(self.out(*words, "--json", code=code))
+
 
 STEPS, ENVIRONMENTS = 6, 3
 
@@ -31,9 +61,4 @@ def make_rollout(version: int) -> Trajectory:
 
 
 def write_store(path: Path, versions: range, trajectory_format: str = "pt") -> Path:
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=str(path), trajectory_format=trajectory_format
-    ) as buffer:
-        buffer.add_trajectories([make_rollout(version) for version in versions])
-        buffer.flush()
-    return path
+    return stored(path, [make_rollout(version) for version in versions], trajectory_format=trajectory_format)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import writer_to
+from tests.cli.stores import Run
+from tests.stores import stored
 from trajstore import TrajectoryReplayBuffer, notes_of
-from trajstore.cli import main
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -18,16 +18,13 @@ pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([witness(key) for key in range(3)])
-    return tmp_path / "store"
+    return stored(tmp_path / "store", [witness(key) for key in range(3)])
 
 
-def test_values_of_the_command_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_the_command_line(store: Path, run: Run) -> None:
     told = ["--set", "score=0.5", "--set", "tag=a=b", "--set", "ok=true", "--set", "year=2026x", "--who", "anna"]
-    assert main(["annotate", str(store), "0", "2", *told]) == 0
-    assert main(["annotate", str(store), "0", "--set", "tag=null", "--who", "", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.partition("\n")[2])["trajectories"] == 1
+    run.out("annotate", store, "0", "2", *told)
+    assert run.json("annotate", store, "0", "--set", "tag=null", "--who", "")["trajectories"] == 1
     with TrajectoryReplayBuffer.open(store) as reader:
         rows = reader.query().select("score", "tag", "ok", "year").rows()
     assert [tuple(row.values()) for row in rows] == [
@@ -36,47 +33,28 @@ def test_values_of_the_command_line(store: Path, capsys: pytest.CaptureFixture[s
         (0.5, "a=b", 1.0, "2026x"),
     ]
     assert {note.who for note in notes_of(store, 2)} == {"anna"}
-    assert main(["list", str(store), "--where", "tag = 'a=b'", "--columns", "trajectory_id,score", "--csv"]) == 0
-    assert capsys.readouterr().out.split() == ["trajectory_id,score", "2,0.5"]
+    out = run.out("list", store, "--where", "tag = 'a=b'", "--columns", "trajectory_id,score", "--csv")
+    assert out.split() == ["trajectory_id,score", "2,0.5"]
 
 
-def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     lines = [{"trajectory_id": 0, "a": 1}, {"trajectory_id": "1", "a": 2}, {"trajectory_id": 0, "a": 3}]
     lines += [{"trajectory_id": 2, "b": "x"}]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(map(json.dumps, lines)) + "\n\n"))
-    assert main(["annotate", str(store), "--file", "-"]) == 0
+    run.out("annotate", store, "--file", "-")
     assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", 1.0), ("a", 3.0)]
     assert [(note.name, note.value) for note in notes_of(store, 2)] == [("b", "x")]
     monkeypatch.setattr("sys.stdin", io.StringIO('{"trajectory_id": 0, "b": "y"}\n{"trajectory_id": 9, "a": 1}\n'))
-    assert main(["annotate", str(store), "--file", "-"]) == 2
-    told = capsys.readouterr()
-    assert "only the first 1 trajectories" in told.out
-    assert "id 9" in told.err
+    code, out, err = run("annotate", store, "--file", "-")
+    assert (code, "only the first 1 trajectories" in out, "id 9" in err) == (2, True, True)
     monkeypatch.setattr("sys.stdin", io.StringIO('{"trajectory_id": 9, "a": 1}\n'))
-    assert main(["annotate", str(store), "--file", "-"]) == 2
-    assert "none of the trajectories of - have their values" in capsys.readouterr().out
+    assert "none of the trajectories of - have their values" in run.out("annotate", store, "--file", "-", code=2)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(["0"], ["--set", "a=1"], ["0", "--set", "a"], ["0", "--set", "a=[1]", "--file", "x"], ["--file", "absent"]),
-        *(["0", "--set", f"a={value}"] for value in ("nan", "NaN", " -inf", "Infinity", "+INF", "1e400")),
-        *(["0", "--set", f"a={value}"] for value in (".5", "5.", "+3", "007", "1_000")),
-    ],
-)
-def test_wrong_words_change_nothing(store: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["annotate", str(store), *words]) == 2
-    assert capsys.readouterr().err
-    assert notes_of(store, 0) == []
-    assert not (store / "inbox").exists()
-
-
-def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["annotate", str(store), "0", "--set", "a=nan"]) == 2
+def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run: Run) -> None:
     said = (
         """--set a=nan: nan is no finite number; null says that there is none, and a text is quoted: --set 'a="nan"'"""
     )
-    assert said in capsys.readouterr().err
-    assert main(["annotate", str(store), "0", "--set", 'a="nan"', "--set", "b=nanny"]) == 0
+    assert said in run.err("annotate", store, "0", "--set", "a=nan")
+    run.out("annotate", store, "0", "--set", 'a="nan"', "--set", "b=nanny")
     assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", "nan"), ("b", "nanny")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
+from tools.crash.forked import forking
 from trajstore import saved_points, saved_state
-from trajstore.cli import DAMAGED, INTERRUPTED
+from trajstore.cli import DAMAGED, INTERRUPTED, main
 from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore.inspection.inspect import inspect
@@ -35,8 +35,7 @@ def test_cartpole_goes_on_where_it_ended(run: Run, tmp_path: Path) -> None:
     assert "trajectories" in out
     before = inspect(path)["trajectories"]
     assert before == 4  # two rounds to warm up, two with 32 updates each
-    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 128)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", path, "--updates", 128)
     assert f"continuing in {path}: 4 trajectories on disk, learner at 64 updates" in out
     report = inspect(path / "replay")
     assert report["trajectories"] == 6
@@ -66,12 +65,15 @@ def test_a_sampler_where_it_has_no_effect_is_refused(run: Run, tmp_path: Path) -
     assert "use --task cartpole" in err
 
 
-def test_without_its_learner_it_trains_anew_on_what_is_stored(run: Run, tmp_path: Path) -> None:
+def test_a_damaged_learner_is_told_and_without_one_it_trains_anew_on_what_is_stored(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
     run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
+    (path / "learner.pt").write_bytes(b"not a checkpoint")
+    err = run.err("demo", "--task", "cartpole", "--path", path, "--updates", 64, code=DAMAGED)
+    assert "learner.pt" in err
+    assert "remove it" in err
     (path / "learner.pt").unlink()
-    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     assert "3 trajectories on disk, a new learner" in out
 
 
@@ -83,8 +85,7 @@ def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
     run("demo", "--task", "cartpole", "--path", path, "--updates", 96)
     assert inspect(path / "replay")["trajectories"] == 5
     (path / "learner.pt").write_bytes(learner)
-    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 64)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", path, "--updates", 64)
     assert "3 trajectories on disk, learner at 32 updates" in out
     report = inspect(path / "replay")
     assert report["trajectories"] == 4
@@ -92,38 +93,23 @@ def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
     assert [point["step"] for point in report["saved_points"]] == [3, 4]
 
 
-def test_a_damaged_learner_is_told(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
-    (path / "learner.pt").write_bytes(b"not a checkpoint")
-    code, _, err = run("demo", "--task", "cartpole", "--path", path, "--updates", 64)
-    assert code == DAMAGED
-    assert "learner.pt" in err
-    assert "remove it" in err
+def train_until_interrupted(path: Path, errors: Path) -> None:
+    for descriptor, file in ((1, Path(os.devnull)), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children do
+    sys.exit(main(["demo", "--task", "cartpole", "--path", str(path), "--updates", str(10**9)]))
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_from_outside_it_leaves_a_sound_store(by: signal.Signals, tmp_path: Path, project_root: Path) -> None:
-    path = tmp_path / "run"
-    # A shell's background job ignores SIGINT, and so would its children: as at a terminal, this one does not.
-    hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = hear + "import sys; from trajstore.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "demo", "--task", "cartpole", "--path", path, "--updates", str(10**9)],
-        cwd=project_root,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    while not (path / "learner.pt").exists() and process.poll() is None:
+def test_interrupted_it_leaves_a_sound_store(tmp_path: Path) -> None:
+    path, errors = tmp_path / "run", tmp_path / "errors"
+    process = forking().Process(target=train_until_interrupted, args=(path, errors))
+    process.start()
+    while not (path / "learner.pt").exists() and process.is_alive():
         time.sleep(0.02)
-    process.send_signal(by)
-    _, err = process.communicate()
-    assert "Traceback" not in err
-    if by is signal.SIGINT:
-        assert process.returncode == INTERRUPTED
-        assert err == "trajstore: interrupted\n"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert (process.exitcode, errors.read_text()) == (INTERRUPTED, "trajstore: interrupted\n")
     result = verify(path)
     assert result.sound, result.problems
     assert result.trajectories >= 10
@@ -166,8 +152,7 @@ def test_weights_of_one_change_nothing_and_errors_are_those_of_the_loss() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
 def test_cartpole_is_learned(run: Run, tmp_path: Path, sampler: str) -> None:
-    code, out, _ = run("demo", "--task", "cartpole", "--path", tmp_path / "run", "--sampler", sampler)
-    assert code == 0
+    out = run.out("demo", "--task", "cartpole", "--path", tmp_path / "run", "--sampler", sampler)
     words = next(line for line in out.splitlines() if line.startswith("mean return")).split()
     first, last = float(words[words.index("at") - 1]), float(words[words.index("after") - 1])
     assert first < 60

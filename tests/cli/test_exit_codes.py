@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
-from tests.stores import flip, writer_to
+from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import COMMANDS, DAMAGED, FAILED
 from trajstore.errors import CorruptStoreError
+from trajstore.store.sealed import INDEX_NAME
 
 
 def shards_of(store: Path) -> list[Path]:
@@ -28,53 +33,35 @@ def two_shards(path: Path) -> Path:
     return write_store(path, range(5, 10))
 
 
-def test_a_run_of_which_a_rank_has_problems(run: Run, tmp_path: Path) -> None:
-    for rank in range(2):
-        write_store(tmp_path / "run" / f"rank_{rank}", range(3))
-    for words in (("--json",), (), ("--each",)):
-        assert run("inspect", tmp_path / "run", *words)[0] == 0
-    shards_of(tmp_path / "run" / "rank_1")[0].unlink()
-    for words in (("--json",), (), ("--each",)):
-        code, out, _ = run("inspect", tmp_path / "run", *words)
-        assert code == DAMAGED
-        assert "rank_1" in out
-    code, out, _ = run("verify", tmp_path / "run")
-    verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
-    assert (code, "sound" in verdicts[str(tmp_path / "run" / "rank_0")]) == (DAMAGED, True)
-    assert "DAMAGED" in verdicts[str(tmp_path / "run" / "rank_1")]
-    assert run("inspect", tmp_path / "run" / "rank_0")[0] == 0
+def nothing(store: Path) -> None:
+    """Leave a store as it is."""
+
+
+def of_the_future(store: Path) -> None:
+    metadata = store / "metadata.json"
+    metadata.write_text(re.sub('"layout_version": [0-9]+', '"layout_version": 99', metadata.read_text()))
 
 
 @pytest.mark.parametrize(
     ("damage", "codes"),
     [
         # of inspect, verify, copy, repair, rollback
-        ("nothing", (0, 0, 0, 0, 0)),
-        ("a byte of a shard", (0, DAMAGED, DAMAGED, DAMAGED, 0)),  # inspect compares names and sizes only
-        ("a shard", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
-        ("metadata", (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),  # what can be worked out again is no loss
-        ("index", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
-        ("a later layout", (FAILED, FAILED, FAILED, FAILED, FAILED)),
-        ("everything", (FAILED, FAILED, FAILED, FAILED, FAILED)),
+        (nothing, (0, 0, 0, 0, 0)),
+        # inspect compares names and sizes only
+        (lambda store: flip(shards_of(store)[-1]), (0, DAMAGED, DAMAGED, DAMAGED, 0)),
+        (lambda store: shards_of(store)[-1].unlink(), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
+        # what can be worked out again is no loss
+        (lambda store: (store / "metadata.json").write_bytes(b"{"), (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),
+        (lambda store: os.truncate(store / INDEX_NAME, 99), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
+        (of_the_future, (FAILED, FAILED, FAILED, FAILED, FAILED)),
+        (shutil.rmtree, (FAILED, FAILED, FAILED, FAILED, FAILED)),
     ],
 )
 def test_each_command_says_by_its_exit_code_what_it_found(
-    damage: str, codes: tuple[int, ...], run: Run, tmp_path: Path
+    damage: Callable[[Path], Any], codes: tuple[int, ...], run: Run, tmp_path: Path
 ) -> None:
     store = two_shards(tmp_path / "store")
-    if damage == "a byte of a shard":
-        flip(shards_of(store)[-1])
-    elif damage == "a shard":
-        shards_of(store)[-1].unlink()
-    elif damage == "metadata":
-        (store / "metadata.json").write_bytes(b"{")
-    elif damage == "index":
-        (store / "trajectory_index.json").write_bytes((store / "trajectory_index.json").read_bytes()[:-20])
-    elif damage == "a later layout":
-        metadata = store / "metadata.json"
-        metadata.write_text(re.sub('"layout_version": [0-9]+', '"layout_version": 99', metadata.read_text()))
-    elif damage == "everything":
-        store = tmp_path / "elsewhere"
+    damage(store)
     found = tuple(
         run(*words)[0]
         for words in (
@@ -88,34 +75,16 @@ def test_each_command_says_by_its_exit_code_what_it_found(
     assert found == codes
 
 
-def test_a_restore_of_a_damaged_mirror_and_of_what_is_no_mirror(run: Run, tmp_path: Path) -> None:
-    with writer_to(tmp_path / "store", mirror=str(tmp_path / "mirror")) as buffer:
-        buffer.add_trajectories([])
-    write_store(tmp_path / "store", range(3))
-    for no_mirror in ("store", "copy"):
-        if no_mirror == "copy":
-            assert run("copy", tmp_path / "store", tmp_path / "copy")[0] == 0
-        code, out, err = run("restore", tmp_path / no_mirror, tmp_path / "new")
-        assert (code, out) == (FAILED, "")
-        assert "is no mirror (it has no mirror.json)" in err
-        assert "`trajstore copy`" in err
-        assert not (tmp_path / "new").exists()
-    assert run("restore", tmp_path / "mirror", tmp_path / "new")[0] == 0
-    assert run("restore", tmp_path / "mirror", tmp_path / "new")[0] == FAILED, "there is a store now"
-
-
 def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
     words = ("--n-rollout", 4, "--success-threshold", 0.7)
     assert run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
     assert run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)[0] == 0
     shards_of(tmp_path / "rollouts")[0].unlink()
-    code, out, _ = run("pool", "import", tmp_path / "other", tmp_path / "rollouts", *words)
-    assert code == DAMAGED
+    out = run.out("pool", "import", tmp_path / "other", tmp_path / "rollouts", *words, code=DAMAGED)
     assert "trajectories are damaged and left out" in out
     shards_of(tmp_path / "pool")[0].unlink()
-    code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)
-    assert code == DAMAGED
+    out = run.out("pool", "export", tmp_path / "pool", tmp_path / "files", *words, code=DAMAGED)
     assert "trajectories are damaged and left out" in out
 
 
@@ -131,11 +100,8 @@ def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: R
             CorruptStoreError, match=r"metadata\.json: .*damaged.*holds no trajectory.*trajstore repair"
         ):
             TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
-    for number, damaged in enumerate((b"{", whole.replace(b'"pt"', b'"pk"'))):
-        (store / "metadata.json").write_bytes(damaged)
-        code, out, _ = run("repair", store, tmp_path / f"repaired_{number}")
-        assert code == 0
-        assert "3 trajectories" in out
+    code, out, _ = run("repair", store, tmp_path / "repaired")
+    assert (code, "3 trajectories" in out) == (0, True)
     (store / "metadata.json").unlink()
     with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: what is left of a store.*trajstore repair"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
@@ -145,7 +111,10 @@ def messages(root: Path) -> list[tuple[str, str]]:
     """Every text in the code that is no docstring, with its place."""
     found = []
     for path in [*root.glob("trajstore/**/*.py"), *root.glob("trainer_hooks/**/*.py")]:
-        tree = ast.parse(path.read_text())
+        code = path.read_text()
+        if "trajstore " not in code and "  pip " not in code:
+            continue
+        tree = ast.parse(code)
         docstrings = {
             id(node.value)
             for node in ast.walk(tree)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stores import writer_to
+from tests.forging import spoil_document
+from tests.stores import stored, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
@@ -62,11 +63,18 @@ def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pyt
         assert line["reward"]["outcome"] == float(int(line["trajectory_id"]) % 2)
 
 
-def test_parquet_is_read_by_other_tools(store: Path, tmp_path: Path) -> None:
+def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, tmp_path: Path) -> None:
+    """Of each kind, by row too; rollouts that lack one, and tools that infer the types from what they read."""
     datasets = pytest.importorskip("datasets")
     duckdb = pytest.importorskip("duckdb")
-    target = tmp_path / "out"
-    assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome = 0"]) == 0
+    pandas = pytest.importorskip("pandas")
+    target, lines = tmp_path / "out", tmp_path / "out.jsonl"
+    advantages = [torch.tensor([0.5, float("nan"), -2.0, float("inf")]), torch.zeros(4)]
+    with writer_to(store) as writer:
+        annotate(writer, [2, 4], {"advantages": advantages, "phase": [torch.full((6,), 1 + 2j), torch.zeros(6) * 1j]})
+    annotate(store, 0, {"judge": 0.25, "select": "read", "outcome": 7.0, "reward_style": 3})
+    annotate(store, 0, {"judge": 0.75})
+    assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome != 1"]) == 0
     table = pl.read_parquet(target)
     assert table["trajectory_id"].to_list() == ["0", "2", "4"]
     one = rollout(4)
@@ -74,44 +82,23 @@ def test_parquet_is_read_by_other_tools(store: Path, tmp_path: Path) -> None:
     assert table["messages"][2][2]["content"] == '[{"type":"text","text":"ok"}]'
     assert json.loads(table["rest"][2])["metadata"] == one.metadata
     assert table["old_log_probs"][2].to_list()[2] == -float("inf")
-    found = datasets.load_dataset("parquet", data_dir=str(target), cache_dir=str(tmp_path / "cache"), split="train")
-    assert found["input_ids"][2] == list(range(4, 10))
-    counted = duckdb.sql(f"select task_id, count(*) from '{target}/*.parquet' group by task_id order by task_id")
-    assert counted.fetchall() == [("t0", 1), ("t1", 1), ("t2", 1)]
-
-
-def test_values_that_came_late_are_columns(tmp_path: Path) -> None:
-    """Of each kind, by row too; rollouts that lack one, and tools that infer the types from what they read."""
-    datasets = pytest.importorskip("datasets")
-    duckdb = pytest.importorskip("duckdb")
-    pandas = pytest.importorskip("pandas")
-    path, target = tmp_path / "store", tmp_path / "out"
-    with writer_to(path) as writer:
-        ids = writer.add_trajectories([rollout(number) for number in range(3)])
-        advantages = [torch.tensor([0.5, float("nan"), -2.0, float("inf")]), torch.zeros(4)]
-        annotate(writer, ids[1:], {"advantages": advantages, "phase": [torch.full((6,), 1 + 2j), torch.zeros(6) * 1j]})
-        annotate(writer, ids[:1], {"judge": 0.25, "select": "read", "outcome": 7.0, "reward_style": 3})
-        annotate(writer, ids[:1], {"judge": 0.75})
-    assert main(["export", str(path), str(target), "--to", "parquet"]) == 0
-    table = pl.read_parquet(target)
     assert table["notes.judge"].to_list() == [0.75, None, None]
     assert table["notes.select"].to_list() == ["read", None, None]
-    assert table["outcome"].to_list() == [7.0, 1.0, 0.0]
+    assert table["outcome"].to_list() == [7.0, 0.0, 0.0]
     assert not {"notes.outcome", "notes.reward_style"} & set(table.columns)
     assert json.loads(table["rest"][0])["reward"]["metadata"]["style"] == 3
     assert table["notes.advantages"][0] is None
     assert str(table["notes.advantages"][1].to_list()) == "[0.5, nan, -2.0, inf]"
     assert table["notes.phase"][1].to_list() == [[1.0, 2.0]] * 6
-    found = duckdb.sql(f"""select trajectory_id, list_sum("notes.advantages") from '{target}/*.parquet' order by 1""")
-    assert found.fetchall()[2] == ("2", 0.0)
+    text = f"""select task_id, list_sum("notes.advantages") from '{target}/*.parquet' order by trajectory_id"""
+    assert duckdb.sql(text).fetchall()[2] == ("t1", 0.0)
     loaded = datasets.load_dataset("parquet", data_dir=str(target), cache_dir=str(tmp_path / "cache"), split="train")
-    assert loaded["notes.advantages"][2] == [0.0] * 4
+    assert (loaded["input_ids"][2], loaded["notes.advantages"][2]) == (list(range(4, 10)), [0.0] * 4)
     assert pandas.read_parquet(target)["notes.judge"].isna().tolist() == [False, True, True]
-
-    assert main(["export", str(path), str(tmp_path / "out.jsonl")]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert lines[0]["notes"] == {"judge": 0.75, "select": "read"}
-    assert lines[1]["notes"] == {"advantages": [0.5, None, -2.0, None], "phase": [[1.0, 2.0]] * 6}
+    assert main(["export", str(store), str(lines)]) == 0
+    notes = [json.loads(line)["notes"] for line in lines.read_text().splitlines()]
+    assert notes[0] == {"judge": 0.75, "select": "read"}
+    assert notes[1] == {"advantages": [0.5, None, -2.0, None], "phase": [[1.0, 2.0]] * 6}
 
 
 def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,27 +126,12 @@ def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, caplog: pyte
 def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "store"
     for number in range(3):
-        with writer_to(path, trajectory_format="pkl") as writer:
-            writer.add_trajectories([rollout(number)])
-    shard = sorted((path / "shards").iterdir())[1]
-    content = shard.read_bytes()
-    at = content.index(b'"task_id"')
-    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+        stored(path, [rollout(number)], trajectory_format="pkl")
+    spoil_document(sorted((path / "shards").iterdir())[1], b'"task_id"')
     assert main(["export", str(path), str(tmp_path / "out.jsonl"), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["rollouts"], list(told["problems"])) == (2, ["1"])
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize("target", ["there.jsonl", "nowhere/out.jsonl"])
-def test_a_target_that_is_there_stays(
-    store: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "there.jsonl").write_text("mine")
-    assert main(["export", str(store), str(tmp_path / target)]) == 2
-    assert target.split("/", maxsplit=1)[0] in capsys.readouterr().err
-    assert (tmp_path / "there.jsonl").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "there.jsonl"]
 
 
 def export_until_killed(store: Path, target: Path) -> None:

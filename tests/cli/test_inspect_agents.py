@@ -13,6 +13,7 @@ import torch
 
 from tests.cli.stores import Run
 from tests.experience.conftest import build
+from tests.stores import reader_of, stored
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
@@ -25,9 +26,7 @@ HOSTILE = "look\x1b[2J\x1b]0;owned\x07 \u202ehere\x9b\n  at a glance: all files 
 
 
 def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "agents"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(path)) as buffer:
-        buffer.add_trajectories([build(f"task_{n}", n, float(n % 2), policy_version=n) for n in range(4)])
+    path = stored(tmp_path / "agents", [build(f"task_{n}", n, float(n % 2), policy_version=n) for n in range(4)])
     report = inspect(path)
     assert report["agents"] == {
         "rollouts": 4,
@@ -42,11 +41,8 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     assert report["rewards"] is None
     annotate(path, 1, {"outcome": 0.0})
     assert inspect(path)["agents"]["outcomes"] == {"min": 0.0, "mean": 0.25, "max": 1.0}
-    code, out, _ = run("inspect", path, "--trajectory", 1)
-    assert code == 0
-    assert "  | go\n" in out
-    code, out, _ = run("inspect", path, "--trajectory", 1, "--sample", 4, "--json")
-    assert json.loads(out)["values"]["input_ids"] == 1004
+    assert "  | go\n" in run.out("inspect", path, "--trajectory", 1)
+    assert run.json("inspect", path, "--trajectory", 1, "--sample", 4)["values"]["input_ids"] == 1004
 
 
 def test_experience_pool(run: Run, shared_fixtures: Path) -> None:
@@ -72,9 +68,7 @@ def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path:
     report = inspect(tmp_path / "step_1")
     assert (report["trajectories"], report["replayable"]) == (2, 1)
     assert report["refused"] == {"no_tokens": 1}
-    code, out, _ = run("inspect", tmp_path / "step_1")
-    assert code == 0
-    assert "no_tokens" in out
+    assert "no_tokens" in run.out("inspect", tmp_path / "step_1")
 
 
 def agent_store(path: Path, count: int = 4, **more: object) -> Path:
@@ -92,19 +86,16 @@ def agent_store(path: Path, count: int = 4, **more: object) -> Path:
         "metadata": {"engine": "vllm\x1b[31m"},
         "is_terminated": True,
     }
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
-        buffer.add_trajectories(
-            [AgentTrajectory(task_id=f"task_{n % 2}", policy_version=40 + n, **(values | more)) for n in range(count)]  # type: ignore[arg-type]
-        )
+    stored(
+        path, [AgentTrajectory(task_id=f"task_{n % 2}", policy_version=40 + n, **(values | more)) for n in range(count)]
+    )
     return path
 
 
 def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("inspect", agent_store(tmp_path / "agents", messages=[]))
-    assert code == 0
-    assert "rollouts" in out
-    assert "tokens of a rollout   10" in out
-    assert "turns of the model  2, by runs of the model's tokens" in out
+    out = run.out("inspect", agent_store(tmp_path / "agents", messages=[]))
+    for said in ("rollouts", "tokens of a rollout   10", "turns of the model  2, by runs of the model's tokens"):
+        assert said in out
     assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
     report = inspect(tmp_path / "agents")
     assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
@@ -118,8 +109,7 @@ def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
     tokens = AgentTrajectory(input_ids=torch.arange(5), loss_mask=mask, response_start=2)
     rated = dataclasses.replace(tokens, old_log_probs=-torch.ones(3))
     longer = AgentTrajectory(input_ids=torch.arange(11), loss_mask=torch.ones(11, dtype=torch.int64), response_start=2)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([tokens, rated, longer, AgentTrajectory(messages=[{"role": "user", "content": "?"}])])
+    stored(tmp_path / "store", [tokens, rated, longer, AgentTrajectory(messages=[{"role": "user", "content": "?"}])])
     report = inspect(tmp_path / "store")
     assert report["tokens"] == {"min": 5, "mean": 7.0, "max": 11}
     assert report["response_tokens"] == {"min": 3, "mean": 5.0, "max": 9}
@@ -142,13 +132,10 @@ def figures(out: str) -> dict[str, str]:
 
 def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_path: Path) -> None:
     outcomes = [1.0, None, 0.0, None, 1.0, None]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "store")) as buffer:
-        buffer.add_trajectories(
-            [
-                build(f"task_{n}", n, outcome, old_log_probs=None, response_mask=None)
-                for n, outcome in enumerate(outcomes)
-            ]
-        )
+    stored(
+        tmp_path / "store",
+        [build(f"task_{n}", n, outcome, old_log_probs=None, response_mask=None) for n, outcome in enumerate(outcomes)],
+    )
     told = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
     assert told["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
     for name in ("turns of the model", "tasks", "with messages"):
@@ -195,22 +182,16 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
 
 def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: Path) -> None:
     folder = shared_fixtures / "experience_pool"
-    code, out, _ = run("inspect", folder)
-    assert code == 0
+    out = run.out("inspect", folder)
     names = sorted(one.name for one in folder.iterdir() if one.is_dir())
     assert f"{folder}: folder with {', '.join(names)} (experience pool)" in out
-    code, _, err = run("inspect", folder, "--trajectory", 0)
-    assert code == FAILED
-    assert f"this is a folder with {', '.join(names)}" in err
-    code, _, err = run("pool", "export", folder, "nowhere")
-    assert code == FAILED
-    assert f"holds a folder with {', '.join(names)}" in err
+    assert f"this is a folder with {', '.join(names)}" in run.err("inspect", folder, "--trajectory", 0)
+    assert f"holds a folder with {', '.join(names)}" in run.err("pool", "export", folder, "nowhere")
 
 
 def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> None:
     for part, tasks in (("rank_0", ["a", "b", "", ""]), ("rank_1", ["a"])):
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "run" / part)) as buffer:
-            buffer.add_trajectories([build(task, number) for number, task in enumerate(tasks)])
+        stored(tmp_path / "run" / part, [build(task, number) for number, task in enumerate(tasks)])
     report = inspect(tmp_path / "run" / "rank_0")
     assert (report["agents"]["tasks"], report["agents"]["without_task"]) == (2, 2)
     assert figures(run("inspect", tmp_path / "run" / "rank_0")[1])["tasks"] == "2; 2 rollouts name none"
@@ -222,17 +203,15 @@ def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> Non
 
 def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
-    code, out, _ = run("inspect", path, "--trajectory", 1)
-    assert code == 0
+    out = run.out("inspect", path, "--trajectory", 1)
     for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "4 to 5", "the model wrote 4"):
         assert text in out
     assert "3,000 more characters" in out
     assert all(character.isprintable() or character == "\n" for character in out)
-    assert "\\x1b[2J" in out
-    assert "\\u202e" in out
-    assert "\n  | " in out
+    for said in ("\\x1b[2J", "\\u202e", "\n  | "):
+        assert said in out
     assert "\n  at a glance" not in out, "no message passes for a line of the report"
-    code, out, _ = run("inspect", path, "--trajectory", 1, "--json")
+    out = run.out("inspect", path, "--trajectory", 1, "--json")
     assert all(character.isprintable() or character == "\n" for character in out)
     report = json.loads(out)
     assert report["messages"][0]["content"] == HOSTILE
@@ -243,15 +222,13 @@ def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: 
 
 def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
-    report = json.loads(run("inspect", path, "--trajectory", 0, "--sample", 8, "--json")[1])
+    report = run.json("inspect", path, "--trajectory", 0, "--sample", 8)
     assert report["part"] == "model"
     assert report["values"] == {"input_ids": 8, "loss_mask": 1, "response_mask": 1, "old_log_probs": -0.5}
-    report = json.loads(run("inspect", path, "--trajectory", 0, "--sample", 3, "--json")[1])
+    report = run.json("inspect", path, "--trajectory", 0, "--sample", 3)
     assert (report["part"], report["values"]) == ("prompt", {"input_ids": 3, "loss_mask": 0})
     assert "the model wrote" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
-    code, _, err = run("inspect", path, "--trajectory", 0, "--sample", 10)
-    assert code == FAILED
-    assert "tokens 0 to 9" in err
+    assert "tokens 0 to 9" in run.err("inspect", path, "--trajectory", 0, "--sample", 10)
 
 
 def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tmp_path: Path) -> None:
@@ -268,8 +245,7 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
                 ]
             )
             annotate(buffer, 0, {"judge": rank, "tag": HOSTILE}, who="anna")
-    code, out, _ = run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens")
-    assert code == 0
+    out = run.out("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens")
     rows = [line.split() for line in out.splitlines()[-6:]]
     assert rows == [
         ["token", "part", "input_ids", "loss_mask", "old_log_probs"],
@@ -279,55 +255,33 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
         ["3", "told", "13", "0", "-1.0000"],
         ["4", "model", "14", "1", "-0.2500"],
     ]
-    code, out, _ = run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens", "--json")
-    report = json.loads(out)
+    report = run.json("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens")
     assert report["tokens_by_column"]["old_log_probs"] == [None, None, -0.5, -1.0, -0.25]
     assert [(note["name"], note["value"], note["who"]) for note in report["notes"]] == [
         ("judge", 1.0, "anna"),
         ("tag", HOSTILE, "anna"),
     ]
-    code, out, _ = run("inspect", tmp_path / "run", "--trajectory", "1/0")
+    out = run.out("inspect", tmp_path / "run", "--trajectory", "1/0")
     assert "judge  1.0  anna" in out
     assert "\x1b" not in out
     assert run("inspect", tmp_path / "run", "--tokens")[0] == FAILED
     assert run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens", "--sample", 0)[0] == FAILED
 
 
-def test_tokens_as_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tokenizer:
-        @staticmethod
-        def from_pretrained(name: str, **_: object) -> Tokenizer:
-            if "absent" in name:
-                raise OSError("no such folder")
-            return Tokenizer()
-
-        @staticmethod
-        def decode(ids: list[int], **_: object) -> str:
-            return "".join(f"<{number}\x1b>" for number in ids)
-
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
+def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = agent_store(tmp_path / "agents", metadata={"tokenizer": str(tmp_path)})
-    code, out, _ = run("inspect", path, "--trajectory", 0)
-    assert code == 0
-    assert "<4\\x1b><5\\x1b>" in out
+    assert "<4\\x1b><5\\x1b>" in run.out("inspect", path, "--trajectory", 0)
     (path.parent / "other").mkdir()
-    code, out, _ = run("inspect", path, "--trajectory", 0, "--sample", 4, "--tokenizer", path.parent / "other")
-    assert "<4" in out
-    code, _, err = run("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
-    assert code == FAILED
-    assert "tokenizer: absent: no such folder" in err
+    assert "<4" in run.out("inspect", path, "--trajectory", 0, "--sample", 4, "--tokenizer", path.parent / "other")
+    assert "tokenizer: absent: no such folder" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("inspect", path, "--trajectory", 0)[0] == 0, "what the store names is of use only if it is there"
-    code, _, err = run("inspect", path, "--trajectory", 0, "--tokenizer", "x")
-    assert code == FAILED
-    assert "pip install 'trajstore[demo]'" in err
+    assert "pip install 'trajstore[demo]'" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "x")
 
 
 def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(path)
+    buffer = reader_of(path)
     for columns in (None, ["input_ids"]):
         with pytest.raises(SchemaMismatchError, match=r"sample_trajectories\(count\)"):
             buffer.sample(2, columns=columns)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.stores import contents_of, flip, opened
+from tests.cli.stores import Run
+from tests.stores import contents_of, flip, opened, stored
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
-from trajstore.cli import main
+from trajstore.cli import DAMAGED, main
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import witness
 
@@ -78,77 +78,38 @@ def test_every_layout_is_merged_split_and_converted(layout: str, tmp_path: Path)
     assert sorted(contents_of(tmp_path / "run")) == sorted(expected)
 
 
-def test_a_split_by_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with opened(tmp_path / "store") as store:
-        store.add_trajectories([witness(key) for key in range(5)])
-    words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2", "--json"]
-    assert main(words) == 0
+def test_a_split_by_count(tmp_path: Path, run: Run) -> None:
+    stored(tmp_path / "store", [witness(key) for key in range(5)])
+    words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2"]
+    assert run.json(*words)["trajectories"] == 5
     assert [contents_of(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
-    assert json.loads(capsys.readouterr().out)["trajectories"] == 5
-    assert main(words) == 0  # the same again writes nothing
-    assert "written everything already" in capsys.readouterr().out
-    assert main([*words[:4], "3"]) == 2
+    assert "written everything already" in run.out(*words), "the same again writes nothing"
+    run.err(*words[:4], 3)
 
 
-def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) -> None:
     shard = max((agents / "shards").iterdir())
     flip(shard)
-    assert main(["merge", str(agents), str(tmp_path / "out")]) == 1
-    assert shard.name in capsys.readouterr().out
+    assert shard.name in run.out("merge", agents, tmp_path / "out", code=DAMAGED)
     assert [row[0] for row in asked(tmp_path / "out", "task")] == ["t0", "t1"]
     assert verify(tmp_path / "out").sound
 
 
-def test_prune_and_compact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
+def test_prune_and_compact(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "run"
     for rank in range(2):
-        with opened(run / f"rank_{rank}") as store:
-            store.add_trajectories([rollout(number) for number in range(6)])
-    words = ["prune", str(run), "--where", "outcome = 0"]
-    before = len(asked(run, "task"))
-    assert main(words) == 0
-    assert "nothing was changed" in capsys.readouterr().out
-    assert len(asked(run, "task")) == before
-    assert main([*words, "--yes", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+        stored(path / f"rank_{rank}", [rollout(number) for number in range(6)])
+    words = ["prune", path, "--where", "outcome = 0"]
+    before = len(asked(path, "task"))
+    assert "nothing was changed" in run.out(*words)
+    assert len(asked(path, "task")) == before
+    told = run.json(*words, "--yes")
     assert (told["trajectories"], told["kept"]) == (6, 6)
-    assert {row[0] for row in asked(run, "outcome")} == {1.0}
-    size = sum(file.stat().st_size for file in run.glob("rank_*/shards/*"))
-    assert main(["compact", str(run)]) == 0
-    assert sum(file.stat().st_size for file in run.glob("rank_*/shards/*")) < size
-    assert verify(run).sound
-    with opened(run / "rank_1"):
-        assert main([*words, "--yes"]) == 2
-        assert main(["compact", str(run / "rank_1")]) == 2
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["merge", "agents"],
-        ["merge", "absent", "out"],
-        ["merge", "agents", "agents/inner"],
-        ["merge", "agents", "taken"],
-        ["split", "agents", "out", "--ranks", "0"],
-        ["split", "agents", "out", "--count", "x"],
-        ["split", "agents", "out", "--where", "no such column"],
-        ["split", "agents", "out"],
-        ["convert", "agents", "out", "--format", "json"],
-        ["prune", "agents", "--where", "nonsense(", "--yes"],
-        ["compact", "taken"],
-    ],
-)
-def test_wrong_words_are_refused_and_leave_nothing(
-    agents: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "mine").write_text("mine")
-    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
-    try:
-        code = main(words)
-    except SystemExit as error:
-        code = int(error.code or 0)
-    assert code == 2
-    assert capsys.readouterr().err
-    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+    assert {row[0] for row in asked(path, "outcome")} == {1.0}
+    size = sum(file.stat().st_size for file in path.glob("rank_*/shards/*"))
+    run.out("compact", path)
+    assert sum(file.stat().st_size for file in path.glob("rank_*/shards/*")) < size
+    assert verify(path).sound
+    with opened(path / "rank_1"):
+        run.err(*words, "--yes")
+        run.err("compact", path / "rank_1")

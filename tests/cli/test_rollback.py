@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.cli.stores import Run
 from tests.saved_points.stores import add, loaded, make
-from trajstore.cli import main
 
 
 @pytest.fixture
@@ -29,86 +27,62 @@ def _fill(path: Path) -> None:
         buffer.points.pin("mine")
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_inspect_shows_points_pins_and_what_was_set_aside(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = report(capsys, "inspect", path)
+def test_inspect_shows_points_pins_and_what_was_set_aside(path: Path, run: Run) -> None:
+    shown = run.json("inspect", path)
     assert [point["step"] for point in shown["saved_points"]] == [750, 760]
     assert shown["saved_points"][0]["trajectories"] == 4
     assert shown["saved_points"][0]["state_bytes"] > 0
     assert (shown["aside"], shown["pins"], shown["stores"]) == ([], ["mine"], "shared")
-    assert main(["rollback", str(path), "--step", "750"]) == 0
-    capsys.readouterr()
-    shown = report(capsys, "inspect", path)
+    run.out("rollback", path, "--step", 750)
+    shown = run.json("inspect", path)
     assert [point["step"] for point in shown["saved_points"]] == [750]
     [aside] = shown["aside"]
     assert (aside["rolled_back_to"], aside["trajectories"], aside["steps"]) == (750, 2, [760])
-    assert main(["inspect", str(path)]) == 0
-    text = capsys.readouterr().out
-    assert "saved points" in text
-    assert aside["name"] in text
-    assert "shared by all ranks" in text
+    text = run.out("inspect", path)
+    for said in ("saved points", aside["name"], "shared by all ranks"):
+        assert said in text
 
 
-def test_a_dry_run_says_what_the_rollback_then_does(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_the_rollback_then_does(path: Path, run: Run) -> None:
     before = loaded(path)
-    planned = report(capsys, "rollback", path, "--step", 750, "--dry-run")
+    planned = run.json("rollback", path, "--step", 750, "--dry-run")
     assert loaded(path) == before
-    done = report(capsys, "rollback", path, "--step", 750)
+    done = run.json("rollback", path, "--step", 750)
     assert planned == {**done, "dry_run": True}
     assert (done["leaving"], done["returning"], done["later_steps"]) == (2, 1, [760])
     assert loaded(path) == {number: number for number in range(4)}
     assert len(loaded(path, done["aside"])) == 2
-    planned = report(capsys, "rollback", path, "--take-back", done["aside"], "--dry-run")
+    planned = run.json("rollback", path, "--take-back", done["aside"], "--dry-run")
     assert loaded(path) == {number: number for number in range(4)}
-    taken = report(capsys, "rollback", path, "--take-back", done["aside"])
+    taken = run.json("rollback", path, "--take-back", done["aside"])
     assert planned == {**taken, "dry_run": True}
     assert taken["trajectories"] == 2
     assert loaded(path) == {number: number for number in range(6)}
 
 
-def test_what_came_later_can_be_deleted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(capsys, "rollback", path, "--step", 750, "--delete")["aside"] is None
-    assert report(capsys, "inspect", path)["aside"] == []
+def test_what_came_later_can_be_deleted(path: Path, run: Run) -> None:
+    assert run.json("rollback", path, "--step", 750, "--delete")["aside"] is None
+    assert run.json("inspect", path)["aside"] == []
 
 
-def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, run: Run) -> None:
     for rank in range(2):
         _fill(tmp_path / f"rank_{rank}")
-    done = report(capsys, "rollback", tmp_path, "--step", 760)
+    done = run.json("rollback", tmp_path, "--step", 760)
     assert [part["leaving"] for part in done["parts"]] == [0, 0]
     with make(tmp_path / "rank_0") as buffer:
         add(buffer, [9])
         buffer.points.save(770)
-    assert main(["rollback", str(tmp_path), "--step", "770"]) == 2
-    assert "rank_1: no saved point of step 770; there are: 750, 760" in capsys.readouterr().err
-    assert report(capsys, "inspect", tmp_path)["stores"] == "per_rank"
-    assert report(capsys, "inspect", tmp_path / "rank_1")["stores"] == "per_rank"
-    assert report(capsys, "rollback", tmp_path, "--step", 750)["leaving"] == 5
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "have set trajectories aside in rank_0" in capsys.readouterr().out
-    assert main(["rollback", str(tmp_path), "--take-back", "aside-1"]) == 2
-    assert "is a run; name one of its stores" in capsys.readouterr().err
+    said = "rank_1: no saved point of step 770; there are: 750, 760"
+    assert said in run.err("rollback", tmp_path, "--step", 770)
+    assert run.json("inspect", tmp_path)["stores"] == "per_rank"
+    assert run.json("inspect", tmp_path / "rank_1")["stores"] == "per_rank"
+    assert run.json("rollback", tmp_path, "--step", 750)["leaving"] == 5
+    assert "have set trajectories aside in rank_0" in run.out("inspect", tmp_path)
+    assert "is a run; name one of its stores" in run.err("rollback", tmp_path, "--take-back", "aside-1")
     assert len(loaded(tmp_path / "rank_0")) == 4
 
 
-def test_what_cannot_be_is_one_sentence(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["--step", "7"], "no saved point of step 7; there are: 750, 760"),
-        (["--take-back", "aside-99"], "nothing was set aside as 'aside-99'"),
-        (["--take-back", "aside-99", "--dry-run"], "nothing was set aside as 'aside-99'"),
-        (["--take-back", "aside-99", "--delete"], "--delete goes with --step"),
-    ):
-        assert main(["rollback", str(path), *words]) == 2
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1
-    assert main(["rollback", str(tmp_path / "nowhere"), "--step", "1"]) == 2
+def test_a_store_that_is_being_written_is_not_rolled_back(path: Path, run: Run) -> None:
     with make(path):
-        assert main(["rollback", str(path), "--step", "750"]) == 2
-        assert "wri" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["rollback", str(path)])
+        assert "wri" in run.err("rollback", path, "--step", 750)

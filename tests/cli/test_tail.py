@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.stores import Run
 from tests.stores import filled, opened
 from tools.crash.forked import forking
 from trajstore.cli import main
@@ -21,28 +22,25 @@ from trajstore.testing.witness import witness
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
 
-def tailed(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[list[str], str | None]:
+def tailed(run: Run, *words: Any) -> tuple[list[str], str | None]:
     """Return the ids that are shown, and the last cursor."""
-    assert main(["tail", *map(str, words), "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = [json.loads(line) for line in run.out("tail", *words, "--json").splitlines()]
     return [row["trajectory_id"] for row in rows], rows[-1]["cursor"] if rows else None
 
 
-def test_each_is_shown_once_over_restarts_and_rollbacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
-) -> None:
+def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run, caplog: Any) -> None:
     path = tmp_path / "store"
     with opened(path) as store:
         store.add_trajectories([witness(key) for key in range(4)])
         store.flush()
-        assert tailed(capsys, path, "--last", 2)[0] == ["2", "3"]
-        shown, cursor = tailed(capsys, path)
+        assert tailed(run, path, "--last", 2)[0] == ["2", "3"]
+        shown, cursor = tailed(run, path)
         assert shown == ["0", "1", "2", "3"]
-        assert tailed(capsys, path, "--since", cursor) == ([], None)
+        assert tailed(run, path, "--since", cursor) == ([], None)
         store.points.save(0)
         store.add_trajectories([witness(4)])
         store.flush()
-        shown, cursor = tailed(capsys, path, "--since", cursor)
+        shown, cursor = tailed(run, path, "--since", cursor)
         assert shown == ["4"]
         store.points.rollback(0)
         store.add_trajectories([witness(5), witness(6), witness(7)])
@@ -50,42 +48,40 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(
         store.evict([0])
     filled(path, [8])
     assert not caplog.text.count("have no trajectory")
-    shown, cursor = tailed(capsys, path, "--since", cursor)
+    shown, cursor = tailed(run, path, "--since", cursor)
     assert shown == ["5", "7", "8"]
     assert "1 ids before the newest have no trajectory" in caplog.text
-    assert tailed(capsys, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
-    assert main(["tail", str(path), "--since", str(cursor)]) == 0
-    assert f"--since {cursor}" in capsys.readouterr().out
+    assert tailed(run, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
+    assert f"--since {cursor}" in run.out("tail", path, "--since", cursor)
     shutil.copytree(path, tmp_path / "older")
     filled(path, [10])
-    shown, cursor = tailed(capsys, path, "--since", cursor)
+    shown, cursor = tailed(run, path, "--since", cursor)
     assert shown == ["9"]
     shutil.rmtree(path)
     (tmp_path / "older").rename(path)
-    assert main(["tail", str(path), "--since", str(cursor)]) == 0
+    cursor = run.out("tail", path, "--since", cursor).split()[-1]
     assert "an older copy of the store lies there" in caplog.text
-    cursor = capsys.readouterr().out.split()[-1]
     filled(path, [11])
-    assert tailed(capsys, path, "--since", cursor)[0] == ["9"]
+    assert tailed(run, path, "--since", cursor)[0] == ["9"]
     shutil.rmtree(path)
     filled(path, [9])
-    assert tailed(capsys, path, "--since", cursor)[0] == ["0"]
+    assert tailed(run, path, "--since", cursor)[0] == ["0"]
     assert "another store lies there" in caplog.text
 
 
-def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, run: Run) -> None:
     with opened(tmp_path / "rank_0") as first:
         first.add_trajectories([witness(0)])
         first.flush()
-        shown, cursor = tailed(capsys, tmp_path)
+        shown, cursor = tailed(run, tmp_path)
         with opened(tmp_path / "rank_1") as second:
             second.add_trajectories([witness(1), witness(2)])
             second.flush()
             first.add_trajectories([witness(3)])
             first.flush()
-            more, cursor = tailed(capsys, tmp_path, "--since", cursor)
+            more, cursor = tailed(run, tmp_path, "--since", cursor)
             second.add_trajectories([witness(4)])
-    assert [*shown, *more, *tailed(capsys, tmp_path, "--since", cursor)[0]] == ["0", "1/0", "1/1", "1", "1/2"]
+    assert [*shown, *more, *tailed(run, tmp_path, "--since", cursor)[0]] == ["0", "1/0", "1/1", "1", "1/2"]
 
 
 def follow(path: Path, cursor: list[str], told: Connection) -> None:
@@ -115,12 +111,3 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
                 follower.kill()
                 follower.join()
         assert found == [str(number) for number in store.trajectory_ids.tolist()]
-
-
-@pytest.mark.parametrize(
-    "words", [["--since", "x"], ["--since", "eyIwIjpbMSwyXX0"], ["--every", "0"], ["--last", "-1"], ["--where", "no"]]
-)
-def test_wrong_words(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    filled(tmp_path / "store", [0])
-    assert main(["tail", str(tmp_path / "store"), *words]) == 2
-    assert capsys.readouterr().err

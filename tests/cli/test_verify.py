@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import Run, write_store
+from tests.stores import stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.cli import DAMAGED
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
 from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
@@ -26,8 +27,7 @@ def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None
     code, out, err = run("verify", path)
     assert (code, err) == (0, "")
     assert "sound" in out
-    code, out, _ = run("verify", path, "--json")
-    result = json.loads(out)
+    result = run.json("verify", path)
     assert result["sound"] is True
     assert result["trajectories"] == 3
     assert result["problems"] == result["notes"] == []
@@ -35,7 +35,7 @@ def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None
 
 @pytest.mark.parametrize("trajectory_format", list(FORMATS))
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.data())
 def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data: st.DataObject) -> None:
@@ -63,34 +63,18 @@ def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data:
 def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> None:
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    code, out, _ = run("verify", store)
-    assert code == 1
-    assert shard.name in out
+    assert shard.name in run.out("verify", store, code=DAMAGED)
     shard.unlink()
-    (problem,) = json.loads(run("verify", store, "--json")[1])["problems"]
+    (problem,) = run.json("verify", store, code=DAMAGED)["problems"]
     assert (problem["file"], problem["lost"], problem["uncounted"]) == (f"shards/{shard.name}", [[0, 4]], False)
-    code, out, _ = run("verify", store)
-    assert code == 1
-    assert shard.name in out
-    assert "missing" in out
-    assert "DAMAGED" in out
+    out = run.out("verify", store, code=DAMAGED)
+    for said in (shard.name, "missing", "DAMAGED"):
+        assert said in out
 
 
-def test_directories_of_rlinf(run: Run, shared_fixtures: Path, tmp_path: Path) -> None:
-    rlinf = shared_fixtures / "rlinf"
-    for name in ("auto_save_pt", "auto_save_pkl", "two_epochs_pt", "per_rank"):
-        assert run("verify", rlinf / name)[0] == 0, name
-    result = verify(rlinf / "checkpoint_from_cache")
-    assert result.sound, "RLinf's usual checkpoint"
-    assert "2 trajectories, the oldest of the index, have no file (ids 0 to 1)" in result.notes[0]
-    assert result.trajectories == 5
-    copy = tmp_path / "copy"
-    shutil.copytree(rlinf / "auto_save_pt", copy)
-    victim = next(copy.glob("trajectory_3_*.pt"))
-    victim.chmod(0o644)
-    victim.write_bytes(victim.read_bytes()[:1000])
-    result = verify(copy)
-    assert [problem.file for problem in result.problems] == [victim.name]
+def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
+    for name in ("auto_save_pt", "auto_save_pkl", "two_epochs_pt", "per_rank", "checkpoint_from_cache"):
+        assert run("verify", shared_fixtures / "rlinf" / name)[0] == 0, name
 
 
 def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> None:
@@ -101,8 +85,7 @@ def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> Non
     buckets = copy / "difficulty2task_dict.json"
     buckets.chmod(0o644)
     buckets.write_text('{"1": ["task_0"], "3": ["task_0"]}')
-    code, out, _ = run("verify", copy)
-    assert code == 0, "AgentEvolver leaves it so, and it can be loaded"
+    out = run.out("verify", copy)  # AgentEvolver leaves it so, and it can be loaded
     assert "note: difficulty2task_dict.json: task task_0 is in the buckets 1 and 3" in out
     buckets.write_text('{"1": "task_0"}')
     assert run("verify", copy)[0] == 1
@@ -111,16 +94,14 @@ def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> Non
 def test_a_folder_whose_name_cannot_be_told_hides_no_neighbour(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "sound") as buffer:
-        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+    stored(tmp_path / "sound", [Trajectory(rewards=torch.zeros(2, 1, 1))])
     (tmp_path / "a\nb").mkdir()
     assert verify(tmp_path).trajectories == 1
     assert r"'a\nb' is not looked into" in caplog.text
 
 
 def test_metadata_without_a_version_is_damaged_and_not_of_the_future(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+    stored(tmp_path / "store", [Trajectory(rewards=torch.zeros(2, 1, 1))])
     metadata = tmp_path / "store" / "metadata.json"
     metadata.write_bytes(metadata.read_bytes().replace(b'"layout_version"', b'"layout_verrion"'))
     assert [problem.file for problem in verify(tmp_path / "store").problems] == ["metadata.json"]

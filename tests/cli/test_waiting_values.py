@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from tests.cli.stores import Run
 from tests.stores import filled, nothing_can_be_deleted, writer_to
 from trajstore import annotate
+from trajstore.cli import DAMAGED
 from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import witness
@@ -32,22 +32,18 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> None:
     told = "7 values in 2 files of inbox/; the next writer takes them in, or the next `trajstore annotate`"
-    code, out, _ = run("inspect", store)
-    assert code == 0
-    assert told in out
-    assert json.loads(run("inspect", store, "--json")[1])["waiting"] == {
+    assert told in run.out("inspect", store)
+    assert run.json("inspect", store)["waiting"] == {
         "files": 2,
         "values": 7,
         "refused": [],
         "written": False,
     }
     assert told in run("inspect", store.parent)[1], "a run tells what waits in its parts"
-    code, out, _ = run("verify", store)
-    assert code == 0
-    assert f"note: values that came late wait: {told}" in out
+    assert f"note: values that came late wait: {told}" in run.out("verify", store)
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0
     assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
-    assert json.loads(run("inspect", store, "--json")[1])["waiting"] is None
+    assert run.json("inspect", store)["waiting"] is None
 
 
 def test_a_writer_that_has_the_store_open_is_named(store: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +66,12 @@ def test_files_that_no_writer_takes_in_are_problems_and_hide_no_other(store: Pat
     whole = first.read_bytes()
     second.write_bytes(second.read_bytes()[:-9])
     (store / "inbox" / "2.json").write_bytes(whole.replace(b"store_id", b"store_ix"))
-    code, out, _ = run("verify", store)
-    assert code == 1
+    out = run.out("verify", store, code=DAMAGED)
     for name in (second.name, "2.json"):
         assert f"inbox/{name}: " in out
     assert out.count("its values reach no trajectory: give its values anew with `trajstore annotate`") == 2
     assert "6 values in 1 file of inbox/" in out
-    code, out, _ = run("inspect", store)
-    assert code == 1
+    out = run.out("inspect", store, code=DAMAGED)
     assert f"inbox/{second.name}: is damaged" in out
     assert "6 values in 1 file of inbox/" in out
 
@@ -108,7 +102,7 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
         code, out, _ = run("inspect", path)
         assert (code, "refused values" in out, told in out) == (0, True, True)
         assert "values that wait" not in out
-        (refused,) = json.loads(run("inspect", path.parent, "--json")[1])["waiting"]["refused"]
+        (refused,) = run.json("inspect", path.parent)["waiting"]["refused"]
         assert refused.startswith(f"rank_0/inbox/{file.name}: {told}")
     assert file.suffix == ".refused"
     file.write_bytes(file.read_bytes()[:-9])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,6 @@ AGENT = AgentTrajectory(
     task_id="t",
     metadata={"x.y": {"z": 1}},
 )
-
-
-@pytest.fixture(scope="module")
-def small_ray() -> Iterator[None]:
-    if ray.is_initialized():
-        pytest.skip("another test's Ray session is running in this process")
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def store(path: Path, keys: range) -> Path:

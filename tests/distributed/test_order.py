@@ -12,7 +12,7 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.distributed.census import Census
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.sampling import EpochSampler, Priorities, Sampler, WeightedSampler
+from trajstore.sampling import WeightedSampler
 from trajstore.sampling.draws import Draws
 from trajstore.testing.witness import witness
 
@@ -77,7 +77,7 @@ def twin_of(stores: Stores, window: int) -> tuple[TrajectoryReplayBuffer, list[i
     return twin, list(expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     stores = Stores(tmp_path)
@@ -117,48 +117,12 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
             assert len(twin.sample_trajectories(3)) == len(census.trajectories(3, window, draws))
             census.tell(sampler)
             assert sampler.ids.tolist() == ids
-            mine, theirs = sampler.draw(8, draws.generator, census.first_of(window)), twin.draw(8, sampler=fresh_one())
+            mine, theirs = (
+                sampler.draw(8, draws.generator, census.first_of(window)),
+                twin.draw(8, sampler=WeightedSampler()),
+            )
             assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
             assert mine.samples.tolist() == theirs.samples.tolist()
-    stores.close()
-
-
-def fresh_one() -> Sampler:
-    return WeightedSampler()
-
-
-@pytest.mark.parametrize("make", [lambda: WeightedSampler(priorities=Priorities()), EpochSampler])
-def test_a_sampler_goes_on_as_one_that_was_told_all_at_once(tmp_path: Path, make: type[Sampler]) -> None:
-    """What two handles draw from the same stores does not depend on when each of them heard of what."""
-    stores = Stores(tmp_path)
-    for rank in range(3):
-        stores.start(rank)
-    sampler, draws = make(), Draws(5)
-    for step in range(6):
-        stores.add(step % 3, 2)
-        stores.add((step + 1) % 3, 1)
-        if step == 3:
-            stores.away.add(1)
-            stores.add(0, 2)
-        if step == 4:
-            stores.start(1)
-        stores.look()
-        stores.census.tell(sampler)
-        drawn = sampler.draw(6, draws.generator, stores.census.first_of(5))
-        if isinstance(sampler, WeightedSampler):
-            sampler.update(drawn.ids, drawn.samples, [float(step + place) for place in range(6)])
-    resumed, census = make(), Census()
-    again = Stores(tmp_path)
-    again.there, again.census, again.held = stores.there, census, stores.held
-    again.look()
-    census.tell(resumed)
-    resumed.load_state_dict(sampler.state_dict())
-    other = Draws(None)
-    other.load_state_dict(draws.state_dict())
-    for _ in range(4):
-        mine = sampler.draw(6, draws.generator, stores.census.first_of(5))
-        theirs = resumed.draw(6, other.generator, census.first_of(5))
-        assert (mine.ids.tolist(), mine.samples.tolist()) == (theirs.ids.tolist(), theirs.samples.tolist())
     stores.close()
 
 

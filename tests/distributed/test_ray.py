@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import reader_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
@@ -63,9 +63,8 @@ from trajstore.store.run_ids import own_id  # noqa: E402
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    if ray.is_initialized():
-        pytest.skip("another test's Ray session is running in this process")
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    ray.shutdown()  # that of tests before, which need it no more
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     ray.init(address=found.address, log_to_driver=False)
     yield found
     ray.shutdown()
@@ -85,8 +84,25 @@ def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:
     return DistributedReplayBuffer.create(name, path, **{**given, **options})
 
 
-def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
-    with create("whole", tmp_path / "run", stores=2, refresh_interval=0.0) as handle:
+@pytest.fixture(scope="module")
+def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start two stores, called shared, for all tests that need no more of them than that they are there."""
+    with create("shared", tmp_path_factory.mktemp("shared"), stores=2) as handle:
+        yield
+        handle.stop()
+
+
+def emptied(**options: Any) -> DistributedReplayBuffer:
+    """Return a handle of the shared stores, in which nothing is left."""
+    handle = DistributedReplayBuffer.connect("shared", **{"deadline": 120.0, "patience": 60.0, **options})
+    handle.clear()
+    return handle
+
+
+def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with create("whole", Path("run"), stores=2, refresh_interval=0.0) as handle:
+        assert handle.served()[0].path == str(tmp_path / "run")  # a relative path is that of the caller
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in range(0, 12, 2)]
         ids = [number for receipt in receipts for number in receipt.committed(120)]
         assert len(set(ids)) == 12
@@ -109,15 +125,14 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
         handle.evict(ids[:3])
         handle.evict(ids[:3])
         assert handle.size == 9
-        handle.save_checkpoint(tmp_path / "saved")
+        handle.save_checkpoint("saved")
         assert handle.get_stats()["num_trajectories"] == 9
         other = DistributedReplayBuffer.connect("whole")
         assert other.stores == [0, 1]
         with pytest.raises(ConfigurationError, match="is there already"):
             create("whole", tmp_path / "elsewhere")
         handle.stop()
-    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
-        buffer.load_checkpoint(tmp_path / "saved")
+    with reader_of(tmp_path / "saved") as buffer:
         # Below the rank, which a run of ranks puts above them, ids are the handle's.
         assert sorted(own_id(buffer.trajectory_ids).tolist()) == sorted(ids[3:])
     for rank in range(2):
@@ -126,78 +141,47 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
         DistributedReplayBuffer.connect("whole")
 
 
-def test_facts_of_all_stores_are_asked(cluster: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    with create("asked", tmp_path / "run", stores=2) as handle:
-        assert handle.query().rows() == []
-        receipts = [
-            handle.add_trajectories(
-                [
-                    AgentTrajectory(
-                        input_ids=torch.arange(4),
-                        task_id=f"t{n % 3}",
-                        reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 5 else {}),
-                    )
-                ]
-            )
-            for n in range(12)
-        ]
-        ids = [number for receipt in receipts for number in receipt.committed(120)]
-        wins = handle.query().where("outcome > 0 and task = 't1'").ids().tolist()
-        assert sorted(wins) == sorted([ids[1], ids[7]])
-        assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
-        by_rank = handle.query().sql("select rank, count(*) as n from trajectories group by rank order by rank").rows()
-        assert by_rank == sorted(Counter(number % 1024 for number in ids).items())
-        handle.evict(wins)
-        assert handle.query().group_by("task").order_by("task").select("count(*) as n").rows()[1] == {
-            "task": "t1",
-            "n": 2,
-        }
-        handle.stop()
-
-
 def test_rows_of_all_stores_are_asked(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    with create("rows", tmp_path / "run", stores=2) as handle:
-        for together in (3, 1024):
-            monkeypatch.setattr(relations, "TOGETHER", together)
-            handle.clear()
-            caplog.clear()
-            assert handle.query("messages").rows() == []
-            said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
-            ids = []
-            for n in range(12):
-                rollout = AgentTrajectory(
-                    input_ids=torch.arange(n + 1),
-                    messages=said[: 1 + n % 3],
-                    task_id=f"t{n % 3}",
-                    reward=Reward(outcome=float(n % 2)),
-                )
-                added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
-                ids.append(added.committed(120)[0])
-            assert {number % 1024 for number in ids} == {0, 1}
-            asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
-            expected = [
-                (ids[n], f"t{n % 3}", at, said[at]["role"])
-                for n in range(1, 12, 2)
-                for at in range(1 + n % 3)
-                if at or n % 3 == 0
-            ]
-            columns = ("trajectory_id", "task", "message", "role")
-            assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
-            assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
-            assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
-            text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
-            assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
-            steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
-            assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
-            stream = handle.query("tokens").select("trajectory_id").stream()
-            handle.evict(ids[:2])
-            with caplog.at_level(logging.WARNING):
-                assert sum(len(part) for part in stream) == sum(range(3, 13))
-            assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
+    with emptied() as handle:
+        monkeypatch.setattr(relations, "TOGETHER", 3)
+        assert handle.query("messages").rows() == []
+        said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
+        ids = []
+        for n in range(12):
+            rollout = AgentTrajectory(
+                input_ids=torch.arange(n + 1),
+                messages=said[: 1 + n % 3],
+                task_id=f"t{n % 3}",
+                reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
+            )
+            added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
+            ids.append(added.committed(120)[0])
+        assert {number % 1024 for number in ids} == {0, 1}
+        assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
+        text = "select rank, count(*) as n from trajectories where task is not null group by rank order by rank"
+        assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
+        asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
+        expected = [
+            (ids[n], f"t{n % 3}", at, said[at]["role"])
+            for n in range(1, 12, 2)
+            for at in range(1 + n % 3)
+            if at or n % 3 == 0
+        ]
+        columns = ("trajectory_id", "task", "message", "role")
+        assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
+        assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
+        assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
+        text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
+        assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
+        steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
+        assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
+        stream = handle.query("tokens").select("trajectory_id").stream()
+        handle.evict(ids[:2])
+        assert sum(len(part) for part in stream) == sum(range(3, 13))
+        assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
         parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")], ContentWatch()), Arena(0))])
         clock = max(ids) + 1
         for rank in (0, 1):  # as where the first did not answer, and is back
@@ -207,7 +191,7 @@ def test_rows_of_all_stores_are_asked(
         with pytest.raises(ConfigurationError, match="did you mean 'role'"):
             handle.query("messages").where("rol = 'user'").rows()
         stream = handle.query("tokens").stream()
-        handle.stop()
+        handle.close()
         with pytest.raises(ConfigurationError, match="closed"):
             list(stream)
 
@@ -225,23 +209,20 @@ def test_values_by_row_of_a_store_are_asked(cluster: Cluster, tmp_path: Path) ->
         handle.stop()
 
 
-def test_the_same_seed_draws_the_same(cluster: Cluster, tmp_path: Path) -> None:
-    with create("seeded", tmp_path, seed=5) as handle:
+def test_the_same_seed_draws_the_same(shared: None) -> None:
+    with emptied(seed=5) as handle:
         handle.add_trajectories([witness(key) for key in range(6)]).committed(120)
         first = handle.draw(100)
         state = handle.state_dict()
         second = handle.draw(100)
-        other = DistributedReplayBuffer.connect("seeded", seed=5)
+        other = DistributedReplayBuffer.connect("shared", seed=5)
         assert torch.equal(torch.from_numpy(other.draw(100).ids), torch.from_numpy(first.ids))
         other.load_state_dict(state)
         assert torch.equal(torch.from_numpy(other.draw(100).samples), torch.from_numpy(second.samples))
-        handle.stop()
 
 
-def test_what_is_added_together_is_sent_together(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with create("together", tmp_path, refresh_interval=0.0) as handle:
+def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with emptied(refresh_interval=0.0) as handle:
         monkeypatch.setattr("trajstore.distributed.receipts._TOGETHER", 3600.0)
         handle.add_trajectories([witness(0)])  # on its way at once, as none was before
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in (1, 3, 5)]
@@ -255,16 +236,14 @@ def test_what_is_added_together_is_sent_together(
         handle.flush(120)
         handle.refresh()
         assert handle.size == 8
-        handle.stop()
 
 
-def test_what_is_added_arrives_without_another_call(cluster: Cluster, tmp_path: Path) -> None:
-    with create("alone", tmp_path) as handle:
+def test_what_is_added_arrives_without_another_call(shared: None) -> None:
+    with emptied() as handle:
         for key in range(5):
             handle.add_trajectories([witness(key)])
-        learner = DistributedReplayBuffer.connect("alone", refresh_interval=0.0)
+        learner = DistributedReplayBuffer.connect("shared", refresh_interval=0.0)
         until(lambda: learner.is_ready(5))
-        handle.stop()
 
 
 def test_options_are_checked(cluster: Cluster, tmp_path: Path) -> None:
@@ -314,8 +293,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     handle.refresh()
     assert handle.size == 16
     cluster.remove_node(node, allow_graceful=False)
-    with caplog.at_level(logging.WARNING):
-        until(lambda: (handle.refresh(), handle.size)[1] == 8)
+    until(lambda: (handle.refresh(), handle.size)[1] == 8)
     assert "draws leave out its 8 trajectories" in caplog.text
     assert handle.get_stats()["absent_stores"] == 1
     late = DistributedReplayBuffer.connect("nodes", deadline=2.0)
@@ -426,15 +404,14 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
     else:
         lose(name, 1)
     try:
-        with caplog.at_level(logging.WARNING):
-            check_batch(learner.sample(64))
-            drawn = second.sample(64, sampler=WeightedSampler())
-            check_batch(drawn)
-            assert len(drawn.drawn) == 64
-            loader = ReplayLoader(third, batch_size=32)
-            check_batch(next(loader))
-            assert loader.figures()["batches_redrawn"] == 1
-            loader.close()
+        check_batch(learner.sample(64))
+        drawn = second.sample(64, sampler=WeightedSampler())
+        check_batch(drawn)
+        assert len(drawn.drawn) == 64
+        loader = ReplayLoader(third, batch_size=32)
+        check_batch(next(loader))
+        assert loader.figures()["batches_redrawn"] == 1
+        loader.close()
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
         assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once by each handle
@@ -466,12 +443,11 @@ def test_who_connects_after_a_loss_knows_of_it(
     assert sorted(number % 1024 for number in ids) == [0, 0, 1, 1]
     old.points.save(1)
     lose("lossy", 1)
-    with caplog.at_level(logging.WARNING):
-        new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
-        assert "store rank_1 of 'lossy' is not there" in caplog.text
-        caplog.clear()
-        new.refresh()
-        new.refresh()
+    new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
+    assert "store rank_1 of 'lossy' is not there" in caplog.text
+    caplog.clear()
+    new.refresh()
+    new.refresh()
     assert caplog.text.count("draws leave out its trajectories; how many it has is not known") == 1
     for handle in (old, new):
         assert [handle.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
@@ -497,8 +473,7 @@ def test_who_connects_after_a_loss_knows_of_it(
     with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
         DistributedReplayBuffer.connect("lossy")
     new.stop()  # wanted no longer: the next run is of as many stores as it says
-    with caplog.at_level(logging.WARNING):
-        assert create("lossy", run, stores=1).stores == [0]
+    assert create("lossy", run, stores=1).stores == [0]
     assert "rank_1 on" in caplog.text
     assert "is served by no store of 'lossy': no draw shows it. It has 2 trajectories" in caplog.text
     DistributedReplayBuffer.connect("lossy").stop()
@@ -511,8 +486,7 @@ def test_nodes_that_can_have_no_store_get_none(
     small, lost = cluster.add_node(num_cpus=0), cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     cluster.remove_node(lost, allow_graceful=False)
-    with caplog.at_level(logging.WARNING):
-        handle = create("able", tmp_path, stores="per_node")
+    handle = create("able", tmp_path, stores="per_node")
     assert f"node {small.node_id}" in caplog.text
     assert "gets no store: it has CPU 0, and a store reserves CPU 0.1" in caplog.text
     assert not {small.node_id, lost.node_id} & set(handle.nodes().values())
@@ -521,18 +495,6 @@ def test_nodes_that_can_have_no_store_get_none(
         create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
     handle.stop()
     cluster.remove_node(small)
-
-
-def test_a_relative_path_is_that_of_the_caller(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with create("relative", Path("run")) as handle:
-        assert handle.served()[0].path == str(tmp_path / "run")
-        handle.save_checkpoint("saved")
-        handle.stop()
-    assert (tmp_path / "run" / "rank_0" / "metadata.json").exists()
-    assert (tmp_path / "saved" / "rank_0" / "metadata.json").exists()
 
 
 def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_path: Path) -> None:
@@ -739,7 +701,6 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     assert handle.nodes() == {next(iter(ranks)): node for node, ranks in own.items()}
     lose("homes", 0)
     own[nodes[-1]] = set()  # its disk is new
-    with caplog.at_level(logging.WARNING):
-        create("homes", tmp_path, stores="per_node")
+    create("homes", tmp_path, stores="per_node")
     assert f"store rank_0 of 'homes' begins empty on node {nodes[-1]}" in caplog.text
     handle.stop()

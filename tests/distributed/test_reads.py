@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.test_server import equal, ids_of, parcel_of, server
-from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore import WriterOptions
 from trajstore.columns.fields import nest
 from trajstore.distributed.census import Census
 from trajstore.distributed.packed import Part, pack, pieces_of, request, requested, united
@@ -53,6 +53,9 @@ def check(reads: Reads, census: Census, draws: Draws, count: int = 32) -> None:
     places = census.places(count, 0, draws)
     found = reads.placed(census.listing, places, None, None, 60.0)
     check_batch(found)
+    out = {"curr_obs.tag": torch.zeros(count, dtype=torch.int64)}
+    assert reads.placed(census.listing, places, ["curr_obs.tag"], out, 60.0).keys() == {"curr_obs"}
+    assert torch.equal(out["curr_obs.tag"][: len(places)], found["curr_obs"]["tag"])
     assert equal(found, nest(reads.rows(census.listing.drawn(places), None, None, 60.0)))
 
 
@@ -96,23 +99,6 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
     here.asked = 0
     check(reads, census, draws)
     assert not here.asked
-    reads.close()
-    one.close()
-
-
-def test_the_draws_are_those_of_a_buffer(tmp_path: Path) -> None:
-    one, census = server(tmp_path), Census()
-    one.add(parcel_of([witness(key) for key in range(6)]), 6)
-    one.flush()
-    look(census, one)
-    reads = Reads(Here(one))  # type: ignore[arg-type]
-    mine, out = Draws(7), {"curr_obs.tag": torch.zeros(20, dtype=torch.int64)}
-    with TrajectoryReplayBuffer.open(tmp_path / "rank_0", seed=7) as reader:
-        for count in (20, 13):
-            expected = reader.sample(count, columns=["curr_obs.tag"])
-            places = census.places(count, 0, mine)
-            assert equal(reads.placed(census.listing, places, ["curr_obs.tag"], out, 60.0), expected)
-            assert torch.equal(out["curr_obs.tag"][:count], expected["curr_obs"]["tag"])
     reads.close()
     one.close()
 

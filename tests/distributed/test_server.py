@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,25 +14,17 @@ from trajstore import AgentTrajectory, Retention, Reward, Trajectory, Trajectory
 from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import flatten_all
 from trajstore.buffer.internals import internals_of
-from trajstore.columns.conversion import flatten
-from trajstore.columns.fields import nest
 from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
-from trajstore.distributed.packed import Part, request, united
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, split, unpack
 from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
 from trajstore.distributed.shipment import Watermarks
 from trajstore.errors import (
     ConfigurationError,
-    EmptyBufferError,
-    StoreLockedError,
     StoreWriteError,
-    TrajectoryUnavailableError,
 )
-from trajstore.sampling.draws import Draws
-from trajstore.sampling.weighted import WeightedSampler
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import AnyTrajectory
 
@@ -72,23 +63,6 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     return bool(one == other)
-
-
-def test_what_is_packed_comes_out_equal() -> None:
-    given = [witness(3), agent(0), agent(1), witness(4)]
-    parcel = parcel_of(given[:3], given[3:])
-    for piece in parcel.pieces:
-        piece.data.flags.writeable = False  # as out of Ray's object store
-    flats = [flatten(one) for one in given]
-    for flat, found in zip(flats, unpack(parcel), strict=True):
-        assert found.schema is flat.schema
-        assert (found.extent, found.num_samples, found.versions) == (flat.extent, flat.num_samples, flat.versions)
-        assert (found.model_weights_id, found.max_episode_length) == (
-            flat.model_weights_id,
-            flat.max_episode_length,
-        )
-        for column in range(len(flat.tensors)):
-            assert bytes(found.column_bytes(column)) == bytes(flat.column_bytes(column))
 
 
 def test_a_list_is_cut_by_bytes() -> None:
@@ -187,13 +161,6 @@ def test_a_rollback_ends_what_answers_before_it_say(tmp_path: Path) -> None:
     one.close()
 
 
-def test_what_was_not_committed_when_the_process_ended_is_asked_for_again(tmp_path: Path) -> None:
-    parcel = parcel_of([witness(0)])
-    one = server(tmp_path)
-    assert one.committed(parcel.key, 1, 0.0).ids is None
-    one.close()
-
-
 def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
     parcel = parcel_of([witness(key) for key in range(4)])
     one = server(tmp_path)
@@ -209,13 +176,6 @@ def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> 
     two.close()
 
 
-def test_one_owner(tmp_path: Path) -> None:
-    one = server(tmp_path)
-    with pytest.raises(StoreLockedError):
-        server(tmp_path)
-    one.close()
-
-
 @pytest.mark.parametrize("name", ["auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"])
 def test_what_the_server_decides_is_no_option(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
@@ -229,75 +189,15 @@ def test_known_forgets_the_oldest() -> None:
     assert known.ids(uuids) == [None, 11, 12]
 
 
-def look(census: Census, servers: dict[int, StoreServer]) -> None:
-    """Ask stores what is new, as a survey does."""
-    for ranks in (list(servers), None):
-        clock = census.clock
-        for rank in ranks if ranks is not None else set(census.behind) & servers.keys():
-            census.take(rank, servers[rank].news(*census.heard(rank), False, clock))
-
-
-def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -> None:
-    census = Census()
-    one, two = server(tmp_path, 0, retention=Retention(max_trajectories=6)), server(tmp_path, 1)
-    with pytest.raises(EmptyBufferError):
-        census.samples(1, 0, Draws(0))
-    keys: dict[int, int] = {}
+def test_the_census_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
+    one, census = server(tmp_path, retention=Retention(max_trajectories=6)), Census()
     for key in range(8):
-        keys[ids_of(one.add(parcel_of([witness(key)]), 1))[0]] = key
-        keys[ids_of(two.add(parcel_of([witness(100 + key)]), 1))[0]] = 100 + key
-        one.flush()  # what retention lets go of is gone before anybody looks
-        look(census, {0: one, 1: two})
-        here = {rank: store.trajectories for rank, store in ((0, one), (1, two))}
-        for number in census.ids.tolist():
-            assert check_trajectory(here[number % MOST_STORES]([number])[0]) == keys[number]
-    assert len(census) == 6 + 8
-    gone = next(number for number, key in keys.items() if key == 4)
-    one.evict([gone])
-    look(census, {0: one})
-    assert gone not in census.ids
-    one.close()
-    one = server(tmp_path, 0, "second")
-    look(census, {0: one})
-    assert len(census) == 5 + 8
-    draws = Draws(0)
-    drawn = [census.samples(100, 0, draws) for _ in range(40)]
-    ids, samples = (np.concatenate([getattr(part, name) for part in drawn]) for name in ("ids", "samples"))
-    assert set(ids.tolist()) == set(census.ids.tolist())
-    for number in census.ids.tolist():  # each sample of each trajectory
-        size = flatten((one if number % MOST_STORES == 0 else two).trajectories([number])[0]).num_samples
-        assert set(samples[ids == number].tolist()) <= set(range(size))
-    assert census.leave_out(1) == 8
-    assert not (census.samples(100, 0, draws).ids % MOST_STORES).any()
-    sampler = WeightedSampler()
-    census.tell(sampler)
-    assert sampler.ids.tolist() == census.ids.tolist()
-    look(census, {1: two})
-    census.tell(sampler)
-    assert sampler.ids.tolist() == census.ids.tolist() == sorted(census.ids.tolist())
-    one.close()
-    two.close()
-
-
-def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
-    one = server(tmp_path)
-    one.add(parcel_of([witness(key) for key in range(4)]), 4)
-    one.flush()
-    census = Census()
-    census.take(0, one.news("", -1, False))
-    drawn = census.samples(50, 0, Draws(1))
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(tmp_path / "rank_0")
-        expected = reader.read(drawn)
-    for pieces in (1, 2, 7, 500):
-        sent = one.read(request(drawn, None, pieces))
-        assert len(sent) == pieces
-        found = united([Part.unpacked(sent)], [np.arange(len(drawn))], None)
-        assert equal(nest(found), expected)  # also bfloat16, which numpy has not
-    one.evict([0])
-    one.evict([0])  # a caller that got no answer asks again
-    with pytest.raises(TrajectoryUnavailableError):
-        one.trajectories([0])
+        one.add(parcel_of([witness(key)]), 1)
+        one.flush()  # what goes is gone before anybody looks
+        census.take(0, one.news(*census.heard(0), False))
+        assert [check_trajectory(one.trajectories([number])[0]) for number in census.ids.tolist()] == [
+            *range(max(0, key - 5), key + 1)
+        ]
     one.close()
 
 

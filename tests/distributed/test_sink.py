@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.stores import reader_of, stored
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.object_store import ObjectStore
@@ -31,8 +32,7 @@ TASKS = 3
 @pytest.fixture
 def blocks(tmp_path: Path) -> list[Any]:
     """Return the rows of nine trajectories, as many blocks as there are tasks."""
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(9)])
+    stored(tmp_path / "store", [witness(key) for key in range(9)])
     tasks = StoreDatasource(tmp_path / "store", unit="trajectory").get_read_tasks(TASKS)
     assert len(tasks) == TASKS
     return [list(task()) for task in tasks]
@@ -68,8 +68,7 @@ def shown(place: str) -> set[int] | None:
 
 
 def by_buffer(place: str) -> set[int]:
-    reader = TrajectoryReplayBuffer()
-    reader.load_checkpoint(place)
+    reader = reader_of(place)
     return {check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
 
 

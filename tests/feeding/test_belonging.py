@@ -13,6 +13,7 @@ import torch
 
 from tests.feeding.test_loader import block, fill, reader, rewards
 from tests.sampling.makers import SAMPLERS
+from tests.stores import in_memory, writer_to
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
@@ -27,6 +28,20 @@ OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
 }
 
 
+def interrupted(buffer: TrajectoryReplayBuffer, sampler: Sampler | None) -> tuple[dict[str, Any], list[list[float]]]:
+    """Return the state of a loader after its first batch, and the five batches that follow."""
+    with ReplayLoader(buffer, 8, sampler=sampler) as loader:
+        next(loader)
+        return loader.state_dict(), [rewards(next(loader)) for _ in range(5)]
+
+
+def going_on(buffer: TrajectoryReplayBuffer, state: dict[str, Any], sampler: Sampler | None) -> list[list[float]]:
+    """Return five batches of a loader that takes up a state."""
+    with ReplayLoader(buffer, 8, sampler=sampler) as loader:
+        loader.load_state_dict(state)
+        return [rewards(next(loader)) for _ in range(5)]
+
+
 def state_after(buffer: TrajectoryReplayBuffer, batches: int = 3, size: int = 8, **options: Any) -> dict[str, Any]:
     with ReplayLoader(buffer, size, prefetch=2, **options) as loader:
         for _ in range(batches):
@@ -34,35 +49,26 @@ def state_after(buffer: TrajectoryReplayBuffer, batches: int = 3, size: int = 8,
         return loader.state_dict()
 
 
-def of_two_ranks(path: Path, first: range, second: range) -> TrajectoryReplayBuffer:
-    for rank, keys in enumerate((first, second)):
-        fill(path / f"rank_{rank}", keys).close()
-    return reader(path)
-
-
 @pytest.mark.parametrize("name", list(OF_LOADERS))
 def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Path, name: str) -> None:
     for place in ("here", "there"):
         fill(tmp_path / place, range(10)).close()
-    with ReplayLoader(reader(tmp_path / "here"), 8, sampler=OF_LOADERS[name]()) as loader:
-        next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(5)]
+    state, expected = interrupted(reader(tmp_path / "here"), OF_LOADERS[name]())
     other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=OF_LOADERS[name]())
     with pytest.raises(ConfigurationError, match=r"replay buffer is of other trajectories: 10 of 10 ids .* \(id 0: "):
         other.load_state_dict(state)
     copy_store(tmp_path / "here", tmp_path / "copy")
     reader(tmp_path / "here").save_checkpoint(tmp_path / "checkpoint")
     for place in ("copy", "checkpoint"):
-        with ReplayLoader(reader(tmp_path / place), 8, sampler=OF_LOADERS[name]()) as again:
-            again.load_state_dict(state)
-            assert [rewards(next(again)) for _ in range(5)] == expected
+        assert going_on(reader(tmp_path / place), state, OF_LOADERS[name]()) == expected
 
 
 @pytest.mark.parametrize("name", list(OF_LOADERS))
 def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Path, name: str) -> None:
     """Ids of a run stay when a rank grows; ranks that were exchanged give them to other trajectories."""
-    state = state_after(of_two_ranks(tmp_path, range(5), range(10, 15)), sampler=OF_LOADERS[name]())
+    for rank in range(2):
+        fill(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 5)).close()
+    state = state_after(reader(tmp_path), sampler=OF_LOADERS[name]())
     with fill(tmp_path / "rank_0", range(0)) as grown:
         grown.add_trajectories([block(50)])
     with ReplayLoader(reader(tmp_path), 8, sampler=OF_LOADERS[name]()) as fine:
@@ -97,9 +103,9 @@ def test_a_store_that_has_grown_goes_on_and_says_so(tmp_path: Path, caplog: pyte
         state = state_after(buffer)
         with ReplayLoader(buffer, 8) as loader:
             loader.load_state_dict(state)
+            buffer.add_trajectories([block(10)])  # which is no change: it comes after the state was taken up
             next(loader)
         assert caplog.text == ""
-        buffer.add_trajectories([block(10)])
         with ReplayLoader(buffer, 8) as loader:
             loader.load_state_dict(state)
             next(loader)
@@ -109,18 +115,11 @@ def test_a_store_that_has_grown_goes_on_and_says_so(tmp_path: Path, caplog: pyte
 def test_what_is_in_memory_only_has_no_names(caplog: pytest.LogCaptureFixture) -> None:
     """Who adds the same again in each process, as demonstrations are, goes on as before."""
 
-    def buffer() -> TrajectoryReplayBuffer:
-        made = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
-        made.add_trajectories([block(key) for key in range(10)])
-        return made
-
-    with ReplayLoader(buffer(), 8, sampler=EpochSampler()) as loader:
-        next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(5)]
-    with ReplayLoader(buffer(), 8, sampler=EpochSampler()) as again:
-        again.load_state_dict(state)
-        assert [rewards(next(again)) for _ in range(5)] == expected
+    buffer, same = (TrajectoryReplayBuffer(seed=1, sample_window_size=0) for _ in range(2))
+    for one in (buffer, same):
+        one.add_trajectories([block(key) for key in range(10)])
+    state, expected = interrupted(buffer, EpochSampler())
+    assert going_on(same, state, EpochSampler()) == expected
     assert caplog.text == ""
 
 
@@ -162,17 +161,12 @@ def test_states_of_an_earlier_version_are_taken_up_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(tmp_path, range(10)).close()
-    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
-        next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(5)]
+    state, expected = interrupted(reader(tmp_path), EpochSampler())
     source = state["source"]
     del source["batches"], source["of"], source["samplers"][0]["sampler"], source["samplers"][0]["names"]
     for rows, _ in state["under_way"]:
         del rows["names"]
-    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as again:
-        again.load_state_dict(state)
-        assert [rewards(next(again)) for _ in range(5)] == expected
+    assert going_on(reader(tmp_path), state, EpochSampler()) == expected
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         "state of a loader: it does not say which trajectories and batches it is of",
         "the state of a sampler does not say which trajectories it is of",
@@ -182,16 +176,12 @@ def test_states_of_an_earlier_version_are_taken_up_with_a_warning(
 def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: Path) -> None:
     """What only the sampler can tell comes from ``next``, every time."""
     fill(tmp_path, range(10)).close()
-    state = state_after(reader(tmp_path), sampler=by_age())
+    state = state_after(reader(tmp_path), sampler=WeightedSampler([Recency(3.0)]))
     with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
         loader.load_state_dict(state)
         for _ in range(2):
             with pytest.raises(ConfigurationError, match="is of a sampler 'weighted', this one is 'epochs'"):
                 next(loader)
-
-
-def by_age() -> Sampler:
-    return WeightedSampler([Recency(3.0)])
 
 
 @pytest.mark.parametrize(
@@ -275,19 +265,6 @@ def test_the_state_of_a_long_store_names_a_part_of_it(tmp_path: Path) -> None:
     assert (int(named[0]), int(named[-1])) == (0, 1499)
 
 
-def test_what_is_added_after_a_state_was_taken_up_is_no_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    buffer = fill(tmp_path / "store", range(10))
-    state = state_after(buffer)
-    with ReplayLoader(buffer, 8) as loader:
-        loader.load_state_dict(state)
-        buffer.add_trajectories([block(11)])
-        next(loader)
-    assert "not as those of a run without a break" not in caplog.text
-    buffer.close()
-
-
 def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,9 +282,7 @@ def test_a_sampler_of_another_buffer_is_refused(tmp_path: Path, stored: bool) ->
     def make(name: str) -> TrajectoryReplayBuffer:
         if stored:
             return fill(tmp_path / name, range(4))
-        buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        buffer.add_trajectories([block(key) for key in range(4)])
-        return buffer
+        return in_memory([block(key) for key in range(4)])
 
     sampler = WeightedSampler([], Priorities())
     with make("a") as first, make("b") as other:
@@ -344,15 +319,12 @@ def test_rows_that_were_drawn_before_another_load_are_drawn_anew(tmp_path: Path)
         assert batch.drawn.ids.tolist() != then["ids"].tolist()
 
 
-@pytest.mark.parametrize("first", ["store", "memory"])
-def test_rollouts_that_wait_for_a_pack_go_when_another_store_is_loaded(tmp_path: Path, first: str) -> None:
+def test_rollouts_that_wait_for_a_pack_go_when_another_store_is_loaded(tmp_path: Path) -> None:
     """Else those of the same ids would come for them, in packs that were filled by the lengths of the first."""
-    for name, length in (("here", 4), ("there", 40)):
-        with TrajectoryReplayBuffer(seed=1, auto_save=True, auto_save_path=tmp_path / name) as writer:
-            writer.add_trajectories([AgentTrajectory(input_ids=torch.full((length,), length)) for _ in range(20)])
-    buffer = reader(tmp_path / "here") if first == "store" else TrajectoryReplayBuffer(seed=1)
-    if first == "memory":
-        buffer.add_trajectories([AgentTrajectory(input_ids=torch.full((4,), 4)) for _ in range(20)])
+    buffer = TrajectoryReplayBuffer(seed=1)
+    with writer_to(tmp_path / "there") as writer:
+        for one, length in ((buffer, 4), (writer, 40)):
+            one.add_trajectories([AgentTrajectory(input_ids=torch.full((length,), length)) for _ in range(20)])
     with TokenLoader(buffer, 80, prefetch=1) as loader:
         next(loader)
         wait_until(lambda: loader.figures()["batches_ready"] == 1)

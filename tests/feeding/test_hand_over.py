@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from tests.stores import in_memory
+from trajstore import Trajectory
 from trajstore.feeding import ReplayLoader, prefetch
-
-PATIENCE = 60.0
+from trajstore.testing.waiting import wait_until
 
 
 @pytest.fixture
@@ -25,23 +23,15 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def loader(depth: int) -> ReplayLoader:
-    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
-    buffer.add_trajectories([Trajectory(rewards=torch.rand(4, 2, 1))])
+    buffer = in_memory([Trajectory(rewards=torch.rand(4, 2, 1))])
     return ReplayLoader(buffer, 4, prefetch=depth)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def until_idle(batches: ReplayLoader, depth: int) -> None:
     """Wait until all batches are finished and the thread waits for room."""
     running = batches._running
     assert running is not None
-    until(lambda: running.ready == depth and len(running._changed._waiters) == 1)  # type: ignore[attr-defined]
+    wait_until(lambda: running.ready == depth and len(running._changed._waiters) == 1)  # type: ignore[attr-defined]
 
 
 def test_it_pauses_when_another_batch_is_finished(pauses: list[str]) -> None:
@@ -51,7 +41,7 @@ def test_it_pauses_when_another_batch_is_finished(pauses: list[str]) -> None:
             until_idle(batches, 3)
             before = len(pauses)
             next(batches)
-            until(lambda before=before: len(pauses) > before)  # type: ignore[misc]
+            wait_until(lambda before=before: len(pauses) > before)  # type: ignore[misc]
     assert set(pauses) == {"trajstore-prefetch"}
 
 

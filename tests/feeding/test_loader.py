@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.stores import in_memory
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -38,6 +39,8 @@ from trajstore.feeding import (
 from trajstore.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.testing.waiting import wait_until
 
+Store = Callable[..., TrajectoryReplayBuffer]
+
 
 def block(key: int, width: int = 1) -> Trajectory:
     rewards = 1000.0 * key + torch.arange(8, dtype=torch.float64).reshape(4, 2, 1).expand(4, 2, width)
@@ -53,7 +56,7 @@ def fill(path: Path, keys: range, **more: Any) -> TrajectoryReplayBuffer:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Callable[..., TrajectoryReplayBuffer]]:
+def store(tmp_path: Path) -> Iterator[Store]:
     opened: list[TrajectoryReplayBuffer] = []
 
     def make(name: str = "replay", keys: range = range(10)) -> TrajectoryReplayBuffer:
@@ -79,9 +82,7 @@ def rewards(batch: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_batches_are_those_that_sampling_gives(
-    store: Callable[..., TrajectoryReplayBuffer], reuse: bool, depth: int
-) -> None:
+def test_batches_are_those_that_sampling_gives(store: Store, reuse: bool, depth: int) -> None:
     buffer = store()
     state = buffer.state_dict()
     expected = [rewards(buffer.sample(16)) for _ in range(12)]
@@ -90,9 +91,7 @@ def test_batches_are_those_that_sampling_gives(
         assert [rewards(batch) for batch in itertools.islice(loader, 12)] == expected
 
 
-def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked_for(
-    store: Callable[..., TrajectoryReplayBuffer],
-) -> None:
+def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked_for(store: Store) -> None:
     with ReplayLoader(store(), 16, prefetch=3, reuse=True) as loader:
         seen = set()
         for batch in itertools.islice(loader, 40):
@@ -104,21 +103,12 @@ def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked
         assert len(seen) <= 5
 
 
-def test_demonstrations_are_mixed_in_by_their_share(store: Callable[..., TrajectoryReplayBuffer]) -> None:
-    replay, demos = store(), store("demos", range(100, 105))
-    for reuse in (False, True):
-        with ReplayLoader(replay, 20, demos=demos, demo_share=0.25, reuse=reuse) as loader:
-            for batch in itertools.islice(loader, 8):
-                values = rewards(batch)
-                assert [value >= 100_000 for value in values] == [False] * 15 + [True] * 5
-
-
 @pytest.mark.parametrize(
     ("size", "share", "ranks"), [(8, 0.5, 8), (10, 0.25, 3), (16, 0.2, 4), (32, 0.0625, 4), (9, 0.9, 3), (13, 0.08, 5)]
 )
 @pytest.mark.parametrize("reuse", [False, True])
 def test_ranks_have_even_parts_of_batches_with_demonstrations(
-    store: Callable[..., TrajectoryReplayBuffer], size: int, share: float, ranks: int, reuse: bool
+    store: Store, size: int, share: float, ranks: int, reuse: bool
 ) -> None:
     paths = [Path(str(made.auto_save_path)) for made in (store(), store("demos", range(100, 105)))]
 
@@ -131,13 +121,12 @@ def test_ranks_have_even_parts_of_batches_with_demonstrations(
     for number, whole in enumerate(batches()):
         assert sorted(itertools.chain(*(part[number] for part in parts))) == sorted(whole)
         demos = [sum(value >= 100_000 for value in part[number]) for part in parts]
+        assert abs(sum(demos) - size * share) < 1
         assert {len(part[number]) for part in parts} <= {size // ranks, -(-size // ranks)}
         assert max(demos) - min(demos) <= 1
 
 
-def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     replay.add_trajectories([block(key) for key in range(4)])
     demos.add_trajectories([block(100)])
@@ -161,8 +150,9 @@ def test_rollouts_and_demonstrations_give_what_both_have(reuse: bool, caplog: py
     assert len(told) == 1
     assert "differ in actions, versions" in told[0]
     for kind in (ReplayBufferDataset, PreloadReplayBufferDataset):
-        dataset = kind(replay, demos, 6, 1, 1)
-        batch = next(iter(dataset))
+        named = {"batch_size": 7, "min_replay_buffer_size": 1, "min_demo_buffer_size": 1, "prefetch_size": 3}
+        dataset = kind(replay_buffer=replay, demo_buffer=demos, **named)
+        batch = next(iter(DataLoader(dataset, batch_size=1, num_workers=0, collate_fn=replay_buffer_collate_fn)))
         assert set(batch) == {"rewards", "curr_obs"}
         assert [value >= 100_000 for value in rewards(batch)] == [False] * 3 + [True] * 3
         dataset.close()
@@ -193,9 +183,10 @@ def test_it_waits_until_both_buffers_are_filled() -> None:
         next(loader)
 
 
-def evicted_at_first_read(buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Evict the first trajectory that is to be read, once; return its id, when there is one."""
-    evicted: list[int] = []
+def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew_and_no_row_is_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer, evicted = store(), list[int]()
     genuine = buffer.read
 
     def evict_first(rows: Any, **options: Any) -> dict[str, Any]:
@@ -205,23 +196,15 @@ def evicted_at_first_read(buffer: TrajectoryReplayBuffer, monkeypatch: pytest.Mo
         return genuine(rows, **options)
 
     monkeypatch.setattr(buffer, "read", evict_first)
-    return evicted
-
-
-def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew(
-    store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    buffer = store()
-    drawn = evicted_at_first_read(buffer, monkeypatch)
-    with ReplayLoader(buffer, 8) as loader:
-        for _ in range(5):
-            assert all(value // 1000 != drawn[0] for value in rewards(next(loader)))
+    with ReplayLoader(buffer, 8, sampler=EpochSampler(epochs=1), prefetch=1) as loader:
+        seen = [value for batch in loader for value in rewards(batch)]
         assert loader.figures()["batches_redrawn"] == 1
     assert sum("drawn anew" in message for message in caplog.messages) == 1
+    assert sorted(seen) == [1000.0 * key + row for key in range(10) if key not in evicted for row in range(8)]
 
 
 def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
-    store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = store()
     threads = set(threading.enumerate())
@@ -240,7 +223,7 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
     assert set(threading.enumerate()) <= threads
 
 
-def test_a_buffer_that_is_emptied_is_waited_for(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_a_buffer_that_is_emptied_is_waited_for(store: Store) -> None:
     buffer = store()
     with ReplayLoader(buffer, 8, prefetch=1, timeout=300) as loader:
         next(loader)
@@ -289,9 +272,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
 
 
 @pytest.mark.parametrize("where", ["saved point", "worker"])
-def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(
-    store: Callable[..., TrajectoryReplayBuffer], where: str
-) -> None:
+def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(store: Store, where: str) -> None:
     writer = store()
     writer.points.pin("end")
     path, pin = Path(str(writer.auto_save_path)), "end" if where == "saved point" else None
@@ -304,10 +285,9 @@ def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(
     loader.close()
 
 
-@pytest.mark.parametrize("begun", [0, 2])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "begun"), [(1, 0), (3, 2)])
 def test_a_data_loader_with_workers_gives_the_same_sequence(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, workers: int, begun: int
+    store: Store, tmp_path: Path, workers: int, begun: int
 ) -> None:
     """Workers that are made after some batches go on in order: the first of them has the next one."""
     store().close()
@@ -320,9 +300,7 @@ def test_a_data_loader_with_workers_gives_the_same_sequence(
     assert first + [rewards(batch) for batch in loader] == expected
 
 
-def test_torchdatas_stateful_loader_goes_on_where_it_was(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path
-) -> None:
+def test_torchdatas_stateful_loader_goes_on_where_it_was(store: Store, tmp_path: Path) -> None:
     store().close()
 
     def make() -> StatefulDataLoader[Any]:
@@ -339,27 +317,8 @@ def test_torchdatas_stateful_loader_goes_on_where_it_was(
     assert [rewards(batch) for batch in itertools.islice(other, 5)] == expected
 
 
-def test_rlinfs_datasets_by_their_names_and_arguments(store: Callable[..., TrajectoryReplayBuffer]) -> None:
-    buffer, demos = store(), store("demos", range(100, 104))
-    for make in (ReplayBufferDataset, PreloadReplayBufferDataset):
-        dataset = make(
-            replay_buffer=buffer,
-            demo_buffer=demos,
-            batch_size=9,
-            min_replay_buffer_size=2,
-            min_demo_buffer_size=2,
-            prefetch_size=3,
-        )
-        loader = DataLoader(dataset, batch_size=1, num_workers=0, collate_fn=replay_buffer_collate_fn)
-        values = rewards(next(iter(loader)))
-        assert [value >= 100_000 for value in values] == [False] * 4 + [True] * 4
-        dataset.close()
-
-
 @pytest.mark.parametrize("kind", [ReplayBufferDataset, PreloadReplayBufferDataset])
-def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(
-    store: Callable[..., TrajectoryReplayBuffer], kind: type[ReplayBufferDataset]
-) -> None:
+def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(store: Store, kind: type[ReplayBufferDataset]) -> None:
     dataset = kind(store(), None, 8, 100, 0)
     later = threading.Timer(0.2, setattr, (dataset, "min_replay_buffer_size", 1))
     later.start()
@@ -377,7 +336,13 @@ def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_batches_arrive_on_the_device(store: Store) -> None:
+    rollouts = in_memory([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(20)])
+    with TokenLoader(rollouts, 50, device="cuda", prefetch=3) as loader:
+        for [pack] in itertools.islice(loader, 20):
+            assert pack["input_ids"].is_cuda
+            lengths = pack["lengths"].tolist()
+            assert pack["input_ids"].tolist() == [token for length in lengths for token in range(length)]
     buffer = store()
     state = buffer.state_dict()
     expected = [rewards(buffer.sample(16)) for _ in range(20)]
@@ -389,22 +354,7 @@ def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffe
             assert batch["rewards"].reshape(-1).tolist() == values
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_token_batches_arrive_on_the_device() -> None:
-    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
-    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(20)])
-    state = buffer.state_dict()
-    with TokenLoader(buffer, 50) as loader:
-        expected = [next(loader)[0]["input_ids"] for _ in range(20)]
-    buffer.load_state_dict(state)
-    with TokenLoader(buffer, 50, device="cuda", prefetch=3) as loader:
-        for values in expected:
-            [pack] = next(loader)
-            assert pack["input_ids"].is_cuda
-            assert torch.equal(pack["input_ids"].cpu(), values)
-
-
-def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_a_batch_says_its_rows_and_priorities_come_back(store: Store) -> None:
     buffer = store()
     sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0))
     with ReplayLoader(buffer, 16, sampler=sampler, prefetch=1) as loader:
@@ -422,31 +372,36 @@ def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., Tra
         )
 
 
+def of_tokens(buffer: TrajectoryReplayBuffer, size: int, **options: Any) -> TokenLoader:
+    return TokenLoader(buffer, 10, batch_size=1, **options)
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "options", "message"),
     [
-        ({"rank": (0, 2), "sampler": WeightedSampler(priorities=Priorities())}, "priorities that training changes"),
-        (
-            {"sampler": WeightedSampler(unit="trajectory")},
-            "draws whole trajectories, and these batches are made of trans",
-        ),
-        ({"rank": (2, 2)}, r"rank: \(2, 2\)"),
-        ({"rank": (0, 5)}, "at least the number of ranks"),
-        ({"device": "meta"}, "must be the CPU or a CUDA device"),
-        ({"demo_sampler": WeightedSampler()}, "has no effect without demos"),
-        ({"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
-        ({"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
+        (ReplayLoader, {"rank": (0, 2), "sampler": WeightedSampler(priorities=Priorities())}, "that training changes"),
+        (ReplayLoader, {"sampler": WeightedSampler(unit="trajectory")}, "draws whole trajectories, and these batches"),
+        (ReplayLoader, {"rank": (2, 2)}, r"rank: \(2, 2\)"),
+        (ReplayLoader, {"rank": (0, 5)}, "at least the number of ranks"),
+        (ReplayLoader, {"device": "meta"}, "must be the CPU or a CUDA device"),
+        (ReplayLoader, {"demo_sampler": WeightedSampler()}, "has no effect without demos"),
+        (ReplayLoader, {"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
+        (ReplayLoader, {"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
+        (of_tokens, {"layout": "ragged"}, "layout: 'ragged', must be one of 'packed', 'padded'"),
+        (of_tokens, {"long": "cut"}, "long: 'cut', must be one of 'refuse', 'skip', 'alone'"),
+        (of_tokens, {"pad_id": 3}, "pad_id: 3, has no effect on packed batches"),
+        (of_tokens, {"rank": (0, 2)}, "at least the number of ranks, 2"),
+        (of_tokens, {"sampler": WeightedSampler()}, "sampler: draws transitions, and these batches are made of whole"),
+        (of_tokens, {"demos": None}, "TokenLoader has no option 'demos'; there are"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_sense_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        ReplayLoader(TrajectoryReplayBuffer(), 4, **options)
+        make(TrajectoryReplayBuffer(), 4, **options)
 
 
 @pytest.mark.parametrize("which", ["replay", "demos"])
-def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(
-    store: Callable[..., TrajectoryReplayBuffer], which: str
-) -> None:
+def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(store: Store, which: str) -> None:
     buffers = {"replay": store(), "demos": store("demos", range(100, 105))}
     with ReplayLoader(buffers["replay"], 8, demos=buffers["demos"], prefetch=3) as loader:
         next(loader)
@@ -476,7 +431,7 @@ def test_waiting_without_end_is_said(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert caplog.text.count("no batch for 0.05 s") == 1
 
 
-def test_the_window_is_part_of_a_loaders_state(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
     path = Path(str(store().auto_save_path))
     with ReplayLoader(TrajectoryReplayBuffer.open(path, sample_window_size=4), 8) as loader:
         next(loader)
@@ -502,9 +457,7 @@ def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
     ReplayLoader(buffer, 8, rank=(1, 2), stores="per_rank").close()
 
 
-def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(
-    store: Callable[..., TrajectoryReplayBuffer],
-) -> None:
+def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(store: Store) -> None:
     path = Path(str(store().auto_save_path))
     with ReplayLoader(reader(path), 8) as plain:
         expected = [rewards(next(plain)) for _ in range(6)]
@@ -539,7 +492,7 @@ def _prefetchers() -> int:
     return sum(thread.name == "trajstore-prefetch" for thread in threading.enumerate())
 
 
-def test_a_loader_that_nobody_holds_ends_its_thread(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_a_loader_that_nobody_holds_ends_its_thread(store: Store) -> None:
     buffer = store()
     before = _prefetchers()
     for _ in range(5):
@@ -548,7 +501,7 @@ def test_a_loader_that_nobody_holds_ends_its_thread(store: Callable[..., Traject
     wait_until(lambda: _prefetchers() <= before)
 
 
-def test_what_made_batches_goes_when_the_loader_begins_anew(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+def test_what_made_batches_goes_when_the_loader_begins_anew(store: Store) -> None:
     loader = ReplayLoader(store(), 8)
     before = []
     for _ in range(5):

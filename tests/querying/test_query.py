@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import writer_to
+from tests.forging import spoil_document
+from tests.stores import in_memory, stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, MissingDependencyError
@@ -114,8 +115,7 @@ def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObj
     ],
 )
 def test_columns_without_a_name_are_called_as_they_are_written(text: str, names: list[str]) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout("ab"[at % 2], float(at), None, None, 1) for at in range(4)])
+    buffer = in_memory([rollout("ab"[at % 2], float(at), None, None, 1) for at in range(4)])
     assert buffer.query().sql(text).columns == names
     question = buffer.query().group_by("lower(task)").select("avg(outcome)", "max(outcome)", "count(*)")
     assert question.order_by("avg(outcome) desc").rows() == [
@@ -130,16 +130,13 @@ def test_columns_without_a_name_are_called_as_they_are_written(text: str, names:
     [
         ("count(*) desc", "cba"),
         ("COUNT( * )", "abc"),
-        ("n desc", "cba"),
         ("avg(outcome)", "cba"),
         ("sum(outcome) * 2.0 desc", "acb"),
-        ("lower(task) desc", "cba"),
         ("n * mean desc", "acb"),
     ],
 )
 def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
+    buffer = in_memory([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
     grouped = buffer.query().group_by("lower(task) as task")
     asked = grouped.select("count(*) as n", "avg(outcome) as mean", "sum(outcome) * 2.0")
     assert "".join(row["task"] for row in asked.order_by(order).rows()) == tasks
@@ -147,9 +144,7 @@ def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
     assert [row["count(*)"] for row in grouped.order_by("count(*) desc").rows()] == [3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    "order", [["task"], ["outcome desc", "turns"], ["outcome + turns desc"], ["task desc", "task"]]
-)
+@pytest.mark.parametrize("order", [["outcome desc", "turns"], ["outcome + turns desc"], ["task desc", "task"]])
 def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     outcomes = [None, 1.0, 0.0, 1.0, None, 0.5, 0.0, 1.0]
@@ -237,8 +232,7 @@ def test_facts_of_an_earlier_layout_are_read_once(tmp_path: Path, read: list[int
 
 
 def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(f"t{n % 3}") for n in range(9)])
+    stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)
     monkeypatch.setattr(Contents, "_rows_of", None)
     drawn = reader.draw(3, sampler=GroupSampler())
@@ -260,26 +254,6 @@ def test_more_scores_than_an_index_has_stay_in_the_rollouts(caplog: pytest.LogCa
     assert buffer.get(69).reward.metadata == {"s69": 69.0}
 
 
-def test_ids_of_an_answer_can_be_evicted_and_got(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as buffer:
-        buffer.add_trajectories([rollout(outcome=float(n % 2)) for n in range(10)])
-        buffer.evict(buffer.query().where("outcome = 0").ids())
-        assert [buffer.get(number).reward.outcome for number in buffer.query().ids()] == [1.0] * 5
-
-
-def test_ranks_of_a_run_are_asked_together(tmp_path: Path) -> None:
-    for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as buffer:
-            buffer.add_trajectories([rollout(f"of {rank}")])
-    with TrajectoryReplayBuffer.open(tmp_path) as reader:
-        assert reader.query().group_by("rank", "task").rows() == [
-            {"rank": 0, "task": "of 0", "count(*)": 1},
-            {"rank": 1, "task": "of 1", "count(*)": 1},
-        ]
-        number = int(reader.query().where("rank = 1").ids()[0])
-        assert reader.get(number).task_id == "of 1"
-
-
 def test_values_of_two_kinds_in_two_ranks_are_all_there(tmp_path: Path) -> None:
     """A name stands for numbers in one rank and for texts in another: no value of either is null."""
     for rank, judge in enumerate((0.5, "good")):
@@ -291,8 +265,7 @@ def test_values_of_two_kinds_in_two_ranks_are_all_there(tmp_path: Path) -> None:
 
 
 def test_a_condition_of_a_thousand_parts_is_answered() -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(f"t{number}") for number in range(3)])
+    buffer = in_memory([rollout(f"t{number}") for number in range(3)])
     condition = " or ".join(f"task = 't{number}'" for number in range(1, 1000))
     assert buffer.query().where(condition).ids().tolist() == [1, 2]
 
@@ -301,15 +274,10 @@ def test_a_condition_of_a_thousand_parts_is_answered() -> None:
     "condition",
     [
         "count(*) > 3",
-        "count(task) > 3",
-        "avg(outcome) > 0 or turns > 1",
         "outcome > avg(outcome)",
-        "quantile_cont(outcome, 0.5) > 0",
-        "corr(outcome, turns) > 0.5 and turns > 1",
+        "quantile_cont(outcome, 0.5) > 0 or turns > 1",
         "string_agg(task, ',') = 'a'",
         "sum(outcome) over (partition by task) > 1",
-        "row_number() over (order by outcome) > 1",
-        "lag(turns) over (order by outcome) = 1",
         "outcome > (select avg(outcome) from trajectories)",
         "exists(select 1)",
     ],
@@ -348,14 +316,11 @@ def judged(tmp_path: Path) -> Any:
     [
         "judge < 9.5",
         "9.5 > judge",
-        "judge = 9.4",
         "judge in (9.4, 10.2)",
         "judge between .5 and 9.5",
         "not judge is distinct from 9.4",
-        "task > 0.5",
         "judge < 9",
         "judge > outcome",
-        "judge = steps",
         "split_part(task, 't', 2) > 0.5",
         "case when judge < 9.5 then true else false end",
     ],
@@ -395,19 +360,9 @@ def test_a_pattern_that_escapes_is_refused() -> None:
     assert asked.where(r"content like '%\boxed{4}%'").ids().tolist() == [2]
 
 
-def test_a_directory_of_rlinf_is_asked(shared_fixtures: Path) -> None:
-    path = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
-    with TrajectoryReplayBuffer.open(path) as reader:
-        assert reader.query().ids().tolist() == reader.trajectory_ids.tolist()
-        assert reader.query().select("sum(samples) as n").rows() == [{"n": reader.total_samples}]
-
-
 def test_a_damaged_rollout_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(GOLDEN / "rollouts_5", tmp_path / "store")
-    shard = tmp_path / "store" / "shards" / "shard_00000001.pkl"
-    content = shard.read_bytes()
-    at = content.index(b'"second"')
-    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+    spoil_document(tmp_path / "store" / "shards" / "shard_00000001.pkl", b'"second"')
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         rows = reader.query().select("task", "readable", "steps").rows()
         assert [row["task"] for row in rows] == ["first", None, "third"]
@@ -417,77 +372,49 @@ def test_a_damaged_rollout_hides_no_other(tmp_path: Path, caplog: pytest.LogCapt
         assert "trajectory 1" in caplog.text
 
 
-def test_other_tools_read_the_table() -> None:
-    duckdb = pytest.importorskip("duckdb")
-    pandas = pytest.importorskip("pandas")
-    datasets = pytest.importorskip("datasets")
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(f"t{n % 3}", outcome=float(n % 2)) for n in range(9)])
-    asked = buffer.query().table()
-    wins = {row["task"]: row["n"] for row in buffer.query().group_by("task").select("sum(outcome) as n").rows()}
-    assert dict(duckdb.sql("select task, sum(outcome) from asked group by task").fetchall()) == wins
-    assert pandas.DataFrame.from_arrow(asked).groupby("task")["outcome"].sum().to_dict() == wins
-    assert datasets.Dataset.from_polars(asked).filter(lambda row: row["outcome"] > 0).num_rows == sum(wins.values())
-
-
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda question: question.where("taks = 1").ids(), "where: 'taks = 1': there is no column 'taks'; .* 'task'"),
+        (lambda q: q.where("taks = 1").ids(), "where: 'taks = 1': there is no column 'taks'; .* 'task'"),
+        (lambda q: q.where("outcome >").ids(), "where: 'outcome >': expected an expression, found the end"),
+        (lambda q: q.where("outcome > > 1").ids(), "where: 'outcome > > 1': expected an expression, found: >$"),
+        (lambda q: q.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
+        (lambda q: q.where("outcome > 'x'").ids(), "cannot compare"),
+        (lambda q: q.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
+        (lambda q: q.where(3), "where: 3, must be an expression of SQL"),
+        (lambda q: q.where("task = '\udcff'").ids(), "where: .*: is no Unicode"),
+        (lambda q: q.select("task, turns").rows(), "select: 'task, turns': these are several; give each"),
+        (lambda q: q.order_by("lower(task), turns desc").ids(), "order_by: .* as an argument of its own"),
+        (lambda q: q.select("(select 1)").rows(), "select: .*: sql has subqueries"),
+        (lambda q: q.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
+        (lambda q: q.group_by("task").ids(), "ids: .* rows have no ids"),
+        (lambda q: q.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
+        (lambda q: q.limit(-1), "limit"),
+        (lambda q: q.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
+        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata has is none until"),
         (
-            lambda question: question.where("outcome >").ids(),
-            "where: 'outcome >': expected an expression, found the end",
-        ),
-        (lambda question: question.where("(outcome > 1").ids(), "where: '(outcome > 1': expected ), found the end"),
-        (
-            lambda question: question.where("outcome > > 1").ids(),
-            "where: 'outcome > > 1': expected an expression, found: >$",
-        ),
-        (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
-        (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),
-        (lambda question: question.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
-        (lambda question: question.where("committed > timestamp '2026-01-31'").ids(), "like this: cast"),
-        (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
-        (lambda question: question.where(" "), "must be an expression of SQL"),
-        (lambda question: question.where("task = '\udcff'").ids(), "where: .*: is no Unicode"),
-        (lambda question: question.select("task, turns").rows(), "select: 'task, turns': these are several; give each"),
-        (lambda question: question.order_by("lower(task), turns desc").ids(), "order_by: .* as an argument of its own"),
-        (lambda question: question.select("(select 1)").rows(), "select: .*: sql has subqueries"),
-        (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
-        (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
-        (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
-        (lambda question: question.limit(-1), "limit"),
-        (lambda question: question.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
-        (
-            lambda question: question.where("data_source = 1").ids(),
-            "no column .data_source.; .*metadata has is none until",
-        ),
-        (
-            lambda question: question.group_by("task").select("count(*) as n", "task").rows(),
+            lambda q: q.group_by("task").select("count(*) as n", "task").rows(),
             "select: 'task': is in the answer already, as all columns of group_by are",
         ),
         (
-            lambda question: question.group_by("low").select("lower(task) as low").rows(),
+            lambda q: q.group_by("low").select("lower(task) as low").rows(),
             r"group_by: 'low': select is too late to name it; group_by('lower(task) as low') does",
         ),
-        (lambda question: question.order_by("count(*) desc").ids(), "order_by: 'count(.)' is one value for all rows"),
-        (lambda question: question.order_by("1").ids(), "order_by: '1' is one value for all rows"),
+        (lambda q: q.order_by("count(*) desc").ids(), "order_by: 'count(.)' is one value for all rows"),
         (
-            lambda question: question.group_by("task").select("count(*) as n").order_by("max(n)").rows(),
+            lambda q: q.group_by("task").select("count(*) as n").order_by("max(n)").rows(),
             "order_by: 'max(n)' is one value for all rows; .*groups by what select has",
         ),
         (
-            lambda question: question.group_by("task").order_by("max(turns) / 2").rows(),
+            lambda q: q.group_by("task").order_by("max(turns) / 2").rows(),
             "order_by: .* no column 'turns'; .*; groups are sorted by what select has of them",
         ),
-        (lambda question: question.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
-        (lambda question: question.sql("selec"), "sql: .selec.: it must be a SELECT"),
-        (lambda question: question.sql("drop table trajectories"), "sql: .*must be a SELECT"),
+        (lambda q: q.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
+        (lambda q: q.sql("selec"), "sql: .selec.: it must be a SELECT"),
     ],
 )
 def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], said: str) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.add_trajectories([rollout(), rollout("t2", 0.0)])
+    buffer = in_memory([rollout(), rollout("t2", 0.0)])
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
         ask(buffer.query())
     assert len(buffer) == 2

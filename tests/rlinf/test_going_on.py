@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -70,10 +69,7 @@ def test_rewriting_ends_whatever_the_index_says_of_bytes(
     monkeypatch.setattr(TrajectoryIndex, "note_nbytes", lambda *given: None)
     monkeypatch.setattr(Committed, "_fill_nbytes", lambda *given: None)
     convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
-    with (
-        caplog.at_level(logging.WARNING),
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer,
-    ):
+    with writer_to(tmp_path / "store") as buffer:
         buffer.evict([0])
         buffer.compact()
     assert shards(tmp_path / "store") == ["shard_00000002.pt"]

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 from trajstore import rlinf as ours
-from trajstore.columns.fields import join_name, walk
 
+from .test_extra_rows import leaves, same
 from .test_members import BATCH, STEPS, collect
 
 CHECKOUT = os.environ.get("TRAJSTORE_RLINF", "")
@@ -61,14 +62,9 @@ def rollout(seed: int, steps: int = STEPS) -> Any:
 
 
 def assert_same(got: Any, wanted: Any) -> None:
-    a, b = (
-        {join_name(path): leaf for path, leaf in walk(x if isinstance(x, dict) else vars(x)) if leaf is not None}
-        for x in (got, wanted)
-    )
+    a, b = ({name: leaf for name, leaf in leaves(one).items() if leaf is not None} for one in (got, wanted))
     assert a.keys() == b.keys()
-    for name, value in b.items():
-        same = torch.equal(a[name], value) if isinstance(value, torch.Tensor) else a[name] == value
-        assert same, name
+    assert not [name for name, value in b.items() if not same(a[name], value)]
 
 
 def our(trajectory: Any) -> ours.Trajectory:
@@ -99,18 +95,6 @@ def test_same_calls_same_samples(tmp_path: Path, window: int, saved: bool, cache
     assert (len(a), a.total_samples, a.is_ready(8)) == (len(b), b.total_samples, b.is_ready(8))
     a.close()
     b.close()
-
-
-def test_a_checkpoint_from_memory_loads_alike(tmp_path: Path) -> None:
-    buffer = theirs("data.storage.replay").TrajectoryReplayBuffer
-    first = buffer(sample_window_size=3)
-    first.add_trajectories([rollout(seed) for seed in range(6)])
-    first.save_checkpoint(str(tmp_path))
-    a, b = buffer(sample_window_size=3), ours.TrajectoryReplayBuffer(sample_window_size=3)
-    a.load_checkpoint(str(tmp_path))
-    assert b.load_checkpoint(str(tmp_path)) == 3
-    assert (len(a), a.total_samples) == (len(b), b.total_samples) == (6, 6 * STEPS * BATCH)
-    assert_same(b.sample(9), a.sample(9))
 
 
 @pytest.mark.parametrize("form", ["pt", "pkl"])
@@ -257,63 +241,59 @@ def unwrapped(function: Any) -> Any:
     return function
 
 
-def both() -> list[tuple[Any, Any]]:
-    """Return the buffer, and what makes trajectories of RLinf's, of RLinf and of ours."""
-    return [
-        (theirs("data.storage.replay").TrajectoryReplayBuffer, lambda item: item),
-        (ours.TrajectoryReplayBuffer, our),
-    ]
+def draw_alike(feed: Callable[[Any, Callable[[Any], Any]], Sequence[Any]]) -> None:
+    """Compare what is drawn when a worker feeds RLinf's buffer, and ours with trajectories of our class."""
+    theirs_drawn = feed(theirs("data.storage.replay").TrajectoryReplayBuffer, lambda item: item)
+    for got, wanted in zip(feed(ours.TrajectoryReplayBuffer, our), theirs_drawn, strict=True):
+        assert_same(got, wanted)
 
 
 def test_the_sac_worker_feeds_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     module = theirs("workers.actor.fsdp_sac_policy_worker")
     monkeypatch.setattr(module, "clear_memory", lambda **_: None)
-    drawn = []
-    for cls, change in both():
+
+    def feed(cls: Any, change: Callable[[Any], Any]) -> Sequence[Any]:
         made = worker(module.EmbodiedSACFSDPPolicy, replay_buffer=cls(seed=1), demo_buffer=cls(seed=2))
         monkeypatch.setattr(module, "Trajectory", type(change(rollout(0))))
         receive = unwrapped(module.EmbodiedSACFSDPPolicy.recv_rollout_trajectories)
         asyncio.run(receive(made, Channel([change(rollout(seed)) for seed in range(2)])))
         assert len(made.replay_buffer) == 2
-        drawn.append((made.replay_buffer.sample(9), made.demo_buffer.sample(9)))
-    for got, wanted in zip(drawn[1], drawn[0], strict=True):
-        assert_same(got, wanted)
+        return made.replay_buffer.sample(9), made.demo_buffer.sample(9)
+
+    draw_alike(feed)
 
 
 def test_the_dagger_worker_feeds_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     module = theirs("workers.actor.fsdp_dagger_policy_worker")
-    drawn = []
-    for cls, change in both():
+
+    def feed(cls: Any, change: Callable[[Any], Any]) -> Sequence[Any]:
         items = [rollout(seed) for seed in range(3)]
         for item in items:
             item.intervene_flags[1:4, :2] = True
         made = worker(module.EmbodiedDAGGERFSDPPolicy, replay_buffer=cls(seed=1))
         monkeypatch.setattr(module, "Trajectory", type(change(rollout(0))))
         made.recv_buffer_rollout_trajectories([change(item) for item in items])
-        drawn.append(made.replay_buffer.sample(9))
-    assert_same(drawn[1], drawn[0])
+        return [made.replay_buffer.sample(9)]
+
+    draw_alike(feed)
 
 
 @pytest.mark.parametrize("simulator", [False, True])
-@pytest.mark.parametrize("algorithm", ["ac", "td3"])
-def test_the_rlt_workers_feed_ours(monkeypatch: pytest.MonkeyPatch, simulator: bool, algorithm: str) -> None:
-    module = theirs(f"workers.actor.fsdp_rlt_{algorithm}_policy_worker")
+@pytest.mark.parametrize(("algorithm", "name"), [("ac", "RLTACFSDPPolicy"), ("td3", "RLTTD3FSDPPolicy")])
+def test_the_rlt_workers_feed_ours(monkeypatch: pytest.MonkeyPatch, simulator: bool, algorithm: str, name: str) -> None:
+    policy = getattr(theirs(f"workers.actor.fsdp_rlt_{algorithm}_policy_worker"), name)
     base = theirs("workers.actor.fsdp_rlt_ac_policy_worker")
-    name = {"ac": "RLTACFSDPPolicy", "td3": "RLTTD3FSDPPolicy"}[algorithm]
     monkeypatch.setattr(base, "use_simulator_transition_replay", lambda cfg: simulator)
     monkeypatch.setattr(base, "collect_trajectory_replay_metrics", lambda items, reducer: {})
-    drawn = []
-    for cls, change in both():
+
+    def feed(cls: Any, change: Callable[[Any], Any]) -> Sequence[Any]:
         monkeypatch.setattr(base, "Trajectory", type(change(rollout(0))))
         cfg = SimpleNamespace(env=SimpleNamespace(train={"auto_reset": True}))
-        made = worker(
-            getattr(module, name), replay_buffer=cls(seed=1, sample_window_size=200), demo_buffer=cls(seed=2), cfg=cfg
-        )
+        made = worker(policy, replay_buffer=cls(seed=1, sample_window_size=200), demo_buffer=cls(seed=2), cfg=cfg)
         counts = made._ingest_rollout_trajectories([change(rollout(seed)) for seed in range(3)])
-        drawn.append((counts, made.replay_buffer.sample(20), made.demo_buffer.sample(20)))
-    assert drawn[0][0] == drawn[1][0]
-    for got, wanted in zip(drawn[1][1:], drawn[0][1:], strict=True):
-        assert_same(got, wanted)
+        return {"counts": counts}, made.replay_buffer.sample(20), made.demo_buffer.sample(20)
+
+    draw_alike(feed)
 
 
 def test_the_visualizer_shows_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import logging
 import pickle
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,7 @@ import orjson
 import pytest
 import torch
 
-from tests.stores import reader_of
-from tools.mutate import pickles
+from tests.stores import in_memory, reader_of
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import walk
@@ -130,8 +126,7 @@ def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.
     with pytest.raises(IncompleteCheckpointError, match=r"2 of 7.*trajectory_0_e4a7a66b.*trajectory_1_f375879d"):
         buffer.load_checkpoint(path, strict=True)
     assert len(buffer) == 0
-    with caplog.at_level(logging.WARNING):
-        assert buffer.load_checkpoint(path) == 2
+    assert buffer.load_checkpoint(path) == 2
     said = [record.message for record in caplog.records]
     assert len(said) == 1
     assert re.search(r"2 of 7 .*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", said[0])
@@ -161,18 +156,6 @@ def test_what_is_added_after_a_checkpoint_from_memory(rlinf: Path, tmp_path: Pat
         assert buffer.sample(10)["rewards"].shape == (10, 4)
     again = reader_of(tmp_path / "next")
     assert again.trajectory_ids.tolist() == [*range(2, 7), *(range(7, 15) if saved else range(12, 15))]
-
-
-def test_absent_files_between_others_are_not_counted(rlinf: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(rlinf / "checkpoint_from_cache", tmp_path / "copy")
-    next(path.glob("trajectory_4_*")).unlink()
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    assert buffer.load_checkpoint(path) == 3
-    assert buffer.trajectory_ids.tolist() == [0, 1, 2, 3, 5, 6]
-    for file in path.glob("*.pt"):
-        file.unlink()
-    with pytest.raises(IncompleteCheckpointError, match="none of the 7 trajectories"):
-        buffer.load_checkpoint(path)
 
 
 def test_shares_of_a_checkpoint_from_memory_are_of_what_is_there(rlinf: Path) -> None:
@@ -223,14 +206,16 @@ def test_the_old_misspelt_index_is_read(tmp_path: Path) -> None:
     assert len(loaded(path)) == 1
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "..", "/etc/passwd"])
-def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str) -> None:
-    path = small(tmp_path / "hostile", model_weights_id=f"{name}")
-    with pytest.raises((UnsafeContentError, IncompleteCheckpointError), match="hostile"):
-        loaded(path)
-    if "/" in name:
-        with pytest.raises(UnsafeContentError):
-            loaded(path)
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        *((name, UnsafeContentError) for name in ("../x", "a/b", "/etc/passwd")),
+        ("..", (UnsafeContentError, IncompleteCheckpointError)),
+    ],
+)
+def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str, error: Any) -> None:
+    with pytest.raises(error, match="hostile"):
+        loaded(small(tmp_path / "hostile", model_weights_id=name))
 
 
 @pytest.mark.parametrize(
@@ -254,21 +239,16 @@ def test_a_file_smaller_than_its_index_says_is_refused_each_time(tmp_path: Path)
             buffer.sample(4)
 
 
-def test_an_id_listed_twice_is_refused(tmp_path: Path) -> None:
-    path = small(tmp_path / "twice")
-    index = json.loads((path / "trajectory_index.json").read_text())
-    index["trajectory_id_list"] = [0, 0]
-    (path / "trajectory_index.json").write_bytes(orjson.dumps(index))
-    with pytest.raises(CorruptStoreError, match="twice"):
-        loaded(path)
-
-
-def test_a_torn_index_is_refused(tmp_path: Path) -> None:
-    path = small(tmp_path / "torn")
-    text = (path / "trajectory_index.json").read_bytes()
-    (path / "trajectory_index.json").write_bytes(text[: len(text) // 2])
-    with pytest.raises(CorruptStoreError, match=r"torn.*trajectory_index\.json"):
-        loaded(path)
+def test_an_index_that_is_torn_or_lists_an_id_twice_is_refused(tmp_path: Path) -> None:
+    index = small(tmp_path / "torn") / "trajectory_index.json"
+    text = index.read_bytes()
+    for said, wrong in (
+        (r"torn.*trajectory_index\.json", text[: len(text) // 2]),
+        ("twice", text.replace(b"[0]", b"[0,0]")),
+    ):
+        index.write_bytes(wrong)
+        with pytest.raises(CorruptStoreError, match=said):
+            loaded(index.parent)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -297,8 +277,7 @@ def test_a_file_that_has_no_trajectory_is_refused(tmp_path: Path, suffix: str, c
 
 
 def test_agent_trajectories_cannot_be_written_for_rlinf(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer()
-    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))])
+    buffer = in_memory([AgentTrajectory(input_ids=torch.arange(3))])
     with pytest.raises(ConfigurationError, match="agent"):
         buffer.save_checkpoint(tmp_path / "copy", layout="rlinf")
     assert not (tmp_path / "copy").exists()
@@ -342,25 +321,3 @@ def test_what_cannot_be_sampled_does_not_keep_the_rest_from_loading(tmp_path: Pa
     batch = loaded(path).sample(6)
     assert set(batch) == {"rewards", "next_obs"}
     assert torch.equal(batch["rewards"], batch["next_obs"]["state"])
-
-
-def test_an_expanded_tensor_is_never_copied_at_the_size_it_claims(tmp_path: Path) -> None:
-    path = small(tmp_path / "odd")
-    rewards = torch.arange(12.0).reshape(3, 2, 2)
-    content = {"rewards": rewards, "actions": torch.ones(1).expand(3, 2, 1 << 45)}
-    for legacy in (False, True):
-        torch.save(content, path / "trajectory_0_w.pt", _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pt.*contiguous copy"):
-            loaded(path).sample(6)
-
-
-def test_a_few_bytes_never_claim_gigabytes(tmp_path: Path) -> None:
-    claim = b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R"
-    path = small(tmp_path / "odd")
-    sparse = io.BytesIO()
-    torch.save({"x": torch.eye(2).to_sparse()}, sparse)
-    hostile = pickles.with_program(sparse.getvalue(), lambda program: program[:-1] + claim + b"0.")
-    for content in (b"\x80\x04" + claim + b".", hostile):
-        (path / "trajectory_0_w.pt").write_bytes(content)
-        with pytest.raises(CorruptStoreError, match=r"trajectory_0_w\.pt.*bytearray"):
-            loaded(path).sample(6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import reader_of
+from tests.stores import reader_of, stored
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.inspection.inspect import inspect
@@ -21,9 +21,7 @@ from .test_layout import small
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(4)])
-    return tmp_path / "store"
+    return stored(tmp_path / "store", [witness(key) for key in range(4)])
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -75,8 +73,7 @@ def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
         (store / name).write_bytes(data)
     for path, count in ((store, 4), (moved, 1)):
         assert verify(path).sound
-        again = TrajectoryReplayBuffer()
-        again.load_checkpoint(path)
+        again = reader_of(path)
         assert len(again) == count
 
 

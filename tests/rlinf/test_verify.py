@@ -8,8 +8,10 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.stores import in_memory
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
+from trajstore.errors import IncompleteCheckpointError
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -18,8 +20,7 @@ from trajstore.testing.witness import check_trajectory, witness
 
 
 def rlinf(path: Path, form: str = "pt") -> Path:
-    buffer = TrajectoryReplayBuffer(trajectory_format=form)
-    buffer.add_trajectories([witness(key) for key in range(3)])
+    buffer = in_memory([witness(key) for key in range(3)], trajectory_format=form)
     buffer.save_checkpoint(path, layout="rlinf")
     return path
 
@@ -38,8 +39,7 @@ def test_verify_reads_the_checksums_within_the_files_of_rlinf(tmp_path: Path) ->
 @pytest.mark.parametrize("form", ["pt", "pkl"])
 def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: str) -> None:
     path = tmp_path / "rlinf"
-    buffer = TrajectoryReplayBuffer(trajectory_format=form)
-    buffer.add_trajectories([witness(4), witness(16)])  # of one shape
+    buffer = in_memory([witness(4), witness(16)], trajectory_format=form)
     buffer.save_checkpoint(path, layout="rlinf")
     assert verify(path).sound
     one, two = sorted(path.glob("trajectory_?_*"))
@@ -52,8 +52,7 @@ def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: st
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
 def test_verify_does_not_overlook_a_rank_without_index_and_metadata(tmp_path: Path, layout: Any) -> None:
     for rank in range(2):
-        buffer = TrajectoryReplayBuffer()
-        buffer.add_trajectories([witness(rank)])
+        buffer = in_memory([witness(rank)])
         buffer.save_checkpoint(tmp_path / f"rank_{rank}", layout=layout)
     assert verify(tmp_path).sound
     for name in (METADATA_NAME, INDEX_NAME):
@@ -113,6 +112,7 @@ def test_a_hole_in_a_directory_of_rlinf_is_told_as_damage(tmp_path: Path, caplog
     next(path.glob("trajectory_1_*")).unlink()
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     assert buffer.load_checkpoint(path) == 1
+    assert buffer.trajectory_ids.tolist() == [0, 2]
     assert (
         "1 of 3 trajectories of its index are not there, though older ones are: the directory is damaged" in caplog.text
     )
@@ -124,3 +124,6 @@ def test_a_hole_in_a_directory_of_rlinf_is_told_as_damage(tmp_path: Path, caplog
         "2 of 3 trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory" in caplog.text
     )
     assert "damaged" not in caplog.text
+    next(path.glob("trajectory_2_*")).unlink()
+    with pytest.raises(IncompleteCheckpointError, match="none of the 3 trajectories"):
+        buffer.load_checkpoint(path)

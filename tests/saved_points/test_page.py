@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-GUIDES = Path("docs") / "howto"
+from tests.pages import blocks
 
 _DRIVER = '''
 import json, os, signal, sys
@@ -21,10 +18,6 @@ import torch._dynamo  # an optimizer imports it: here once for all processes
 from trainer_hooks.hook import ReplayHook
 from trajstore import TrajectoryReplayBuffer
 from trajstore.buffer.saved_points import PointsOfBuffer
-
-code, name, folder, steps, kills = json.load(sys.stdin)
-program = {"__name__": "program"}
-exec(compile(code, name, "exec"), program)
 
 
 def replacing(source, target):
@@ -55,8 +48,8 @@ def die_at(name, count, when):
     setattr(owner, attribute, call)
 
 
-def life(where, kill):
-    """Run the program in a process of its own; return how it ended."""
+def life(program, name, where, steps, kill):
+    """Run a program in a process of its own; return how it ended."""
     pid = os.fork()
     if not pid:
         try:
@@ -72,64 +65,67 @@ def life(where, kill):
 
 
 ends = []
-for where, deaths in (("whole", []), ("killed", kills)):
-    os.mkdir(f"{folder}/{where}")
-    ends.append([life(f"{folder}/{where}", kill) for kill in [*deaths, None]])
+for code, name, folder, steps, kills in json.load(sys.stdin):
+    program = {"__name__": "program"}
+    exec(compile(code, name, "exec"), program)
+    for where, deaths in (("whole", []), ("killed", kills)):
+        os.makedirs(f"{folder}/{where}")
+        ends.append([life(program, name, f"{folder}/{where}", steps, kill) for kill in [*deaths, None]])
 json.dump(ends, sys.stdout)
 '''
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("page", "name", "steps", "kills"),
-    [
-        pytest.param(
-            "resume.md",
-            "train_with_loader",
-            40,
-            [
-                ("add", 1, "after"),  # something was added, and nothing saved
-                ("replace", 1, "before"),  # point 0 without its model
-                ("add", 8, "before"),  # within the first ten steps
-                ("replace", 2, "before"),  # point 20 without its model: back to 10
-                ("save", 2, "before"),  # back to 20
-                ("replace", 1, "after"),  # both of step 30
-                ("add", 3, "before"),
-            ],
-            id="loader",
-        ),
-        pytest.param(
-            "agents.md",
-            "train_agents",
-            20,
-            [
-                ("replace", 1, "before"),  # point 0 without its model and pool
-                ("add", 1, "after"),  # rollouts of step 1, which no model learned from
-                ("add", 7, "before"),  # the pool has successes, and there is but the checkpoint of step 0
-                ("replace", 2, "before"),  # point 10 without its model: back to 5
-                ("step", 3, "before"),  # steps 6 and 7 are in the pool; the rollouts of 8 are in the store alone
-                ("save", 2, "before"),  # back to 10
-                ("replace", 1, "after"),  # all of step 15
-            ],
-            id="agents",
-        ),
-    ],
-)
-def test_program_survives_kills(
-    project_root: Path, tmp_path: Path, page: str, name: str, steps: int, kills: list[tuple[str, int, str]]
-) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (project_root / GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
-    [code] = [block for block in blocks if f"def {name}" in block]
+PROGRAMS = {
+    # by the function that a page has: the page, how many steps, and where it is killed
+    "train_with_loader": (
+        "resume.md",
+        40,
+        [
+            ("add", 1, "after"),  # something was added, and nothing saved
+            ("replace", 1, "before"),  # point 0 without its model
+            ("add", 8, "before"),  # within the first ten steps
+            ("replace", 2, "before"),  # point 20 without its model: back to 10
+            ("save", 2, "before"),  # back to 20
+            ("replace", 1, "after"),  # both of step 30
+            ("add", 3, "before"),
+        ],
+    ),
+    "train_agents": (
+        "agents.md",
+        20,
+        [
+            ("replace", 1, "before"),  # point 0 without its model and pool
+            ("add", 1, "after"),  # rollouts of step 1, which no model learned from
+            ("add", 7, "before"),  # the pool has successes, and there is but the checkpoint of step 0
+            ("replace", 2, "before"),  # point 10 without its model: back to 5
+            ("step", 3, "before"),  # steps 6 and 7 are in the pool; the rollouts of 8 are in the store alone
+            ("save", 2, "before"),  # back to 10
+            ("replace", 1, "after"),  # all of step 15
+        ],
+    ),
+}
+
+
+def test_programs_survive_kills(project_root: Path, tmp_path: Path) -> None:
+    """One process forks all lives, as what they import takes longer than they do."""
+    given = []
+    for name, (page, steps, kills) in PROGRAMS.items():
+        text = (project_root / "docs" / "howto" / page).read_text()
+        [code] = [block for block in blocks(text, "python") if f"def {name}" in block]
+        given.append([code, name, str(tmp_path / name), steps, kills])
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER],
-        input=json.dumps([code, name, str(tmp_path), steps, kills]),
+        input=json.dumps(given),
         env={"PYTHONPATH": str(project_root), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[0], [*[-9] * len(kills), 0]], done.stderr
-    whole, killed = (json.loads((tmp_path / part / "result.json").read_text()) for part in ("whole", "killed"))
-    assert killed == whole
+    assert json.loads(done.stdout) == [[0], [*[-9] * 7, 0]] * 2, done.stderr
+    for name in PROGRAMS:
+        whole, killed = (
+            json.loads((tmp_path / name / part / "result.json").read_text()) for part in ("whole", "killed")
+        )
+        assert killed == whole, name
     assert "stay on disk" not in done.stderr

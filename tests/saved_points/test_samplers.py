@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,26 +28,24 @@ class Run:
 
     def add(self) -> None:
         self.buffer.add_trajectories([rollout(self.version)])
+        self.buffer.evict(self.buffer.trajectory_ids[:-6].tolist())
         self.version += 1
 
-    def draw(self) -> list[float]:
+    def draw(self) -> list[Any]:
         if self.sampler.unit == "trajectory":
             return [float(one.rewards[0, 0, 0]) for one in self.buffer.sample_trajectories(2, sampler=self.sampler)]
         batch = self.buffer.sample(64, sampler=self.sampler)
         found: list[float] = batch["rewards"].flatten().tolist()
         if isinstance(self.sampler, WeightedSampler) and self.sampler.priorities is not None:
             self.buffer.update_priorities(self.sampler, batch.drawn, torch.tensor(found) + 2.0)
-        return found
+        return [found, None if batch.weights is None else batch.weights.tolist()]
 
 
-@pytest.mark.parametrize("undrawn", [0, 3])
-@pytest.mark.parametrize("drawn", [0, 2])
+@pytest.mark.parametrize(("drawn", "undrawn"), [(0, 1), (2, 0), (9, 3)])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
     tmp_path: Path, name: str, drawn: int, undrawn: int
 ) -> None:
-    if not drawn + undrawn:
-        undrawn = 1
     found = []
     for killed in (False, True):
         run = Run(tmp_path / f"{killed}", SAMPLERS[name]())

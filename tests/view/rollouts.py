@@ -1,4 +1,4 @@
-"""Rollouts that are looked at in tests."""
+"""Rollouts that are looked at in tests, and what is read of the page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ from typing import Any
 
 import torch
 
+from tools.browser import Page
 from trajstore import AgentTrajectory, Reward
 
 PROMPT = 4
+
+
+def text_of(page: Page, selector: str) -> str:
+    """Return the text of the first element that a selector finds."""
+    text: str = page.run("return document.querySelector(arguments[0]).textContent", selector)
+    return text
+
+
+def opened(page: Page, address: str, drawn: str, *arguments: Any) -> Any:
+    """Open an address, and wait until an expression of JavaScript is true; return its value."""
+    page.open(address)
+    return page.until(drawn, *arguments)
+
+
+def clicked(page: Page, selector: str, drawn: str, *arguments: Any) -> Any:
+    """Click on an element, and wait until an expression of JavaScript is true; return its value."""
+    page.click(selector)
+    return page.until(drawn, *arguments)
 
 
 def rollout(number: int, tokens: int = 24, **changed: Any) -> AgentTrajectory:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import opened, rollout, text_of
 from tools.browser import Page
 from trajstore.testing.witness import witness
 
@@ -53,12 +53,10 @@ def prefer(page: Page, theme: str) -> None:
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", *(["dark"] if AXE else [])])  # names are the same, contrasts are not
 def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page, theme: str) -> None:
-    with writer_to(tmp_path / "rollouts") as writer:
-        writer.add_trajectories([rollout(number) for number in range(40)])
-    with writer_to(tmp_path / "blocks") as writer:
-        writer.add_trajectories([witness(7), witness(8)])
+    stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
+    stored(tmp_path / "blocks", [witness(7), witness(8)])
     rollouts, blocks = serve(tmp_path / "rollouts", who="anna"), serve(tmp_path / "blocks")
     prefer(page, theme)
     page.expected_errors += ["status of 400", "status of 404"]
@@ -96,13 +94,11 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
 
 
 def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(30)])
+    stored(tmp_path, [rollout(number) for number in range(30)])
     ground = "getComputedStyle(document.body).backgroundColor"
     drawn = "document.querySelector('[data-curve=outcome] canvas').toDataURL()"
     prefer(page, "light")
-    page.open(f"{serve(tmp_path)}/#/overview")
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     light, curve = page.run(f"return {ground}"), page.run(f"return {drawn}")
     prefer(page, "dark")
     dark = page.until(f"{ground} !== arguments[0] && {ground}", light)
@@ -125,13 +121,12 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(number) for number in range(48)])
         writer.flush()
-        page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelectorAll('.curves [role=slider]').length === 5")
-        assert page.run("return document.querySelector('#said').textContent") == ""
+        opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves [role=slider]').length === 5")
+        assert text_of(page, "#said") == ""
         for selector in ("[data-curve=count] .u-over", ".task"):
             page.run(f"document.querySelector('{selector}').focus()")
             held = page.run(f"return {focused}")
-            shown = page.run("return document.querySelector('.figures dd').textContent")
+            shown = text_of(page, ".figures dd")
             writer.add_trajectories([rollout(56), rollout(57)])
             writer.flush()
             page.until("document.querySelector('.figures dd').textContent !== arguments[0]", shown)

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.stores import writer_to
-from tests.view.rollouts import rollout
+from tests.stores import files_of as files_below
+from tests.stores import stored, writer_to
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
 from tools.crash.forked import forking
@@ -79,16 +80,12 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
         expected = writer.query().where("task != 'task-4'").order_by("outcome desc", "trajectory_id").ids().tolist()
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
     shutil.rmtree(tmp_path / "store")  # nothing is asked of it
-    page.open(address)
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
-    assert page.run("return document.querySelector('.figures dd').textContent") == str(len(expected))
-    assert f"{len(expected)} trajectories where task != 'task-4'" in page.run(
-        "return document.querySelector('#live').textContent"
-    )
-    assert "trajstore view" in page.run("return document.querySelector('.question').textContent")
+    opened(page, address, "document.querySelectorAll('.curves canvas').length === 5")
+    assert text_of(page, ".figures dd") == str(len(expected))
+    assert f"{len(expected)} trajectories where task != 'task-4'" in text_of(page, "#live")
+    assert "trajstore view" in text_of(page, ".question")
     assert page.run("return document.querySelector('#filter')") is None
-    page.click(".lacking a")
-    page.until(f"{ROWS}.join() === '250'")
+    clicked(page, ".lacking a", f"{ROWS}.join() === '250'")
     page.click(".question a")  # all again
     page.until(
         f"{ROWS}[0] === '250' && document.querySelector('.total').textContent === '{len(expected)} trajectories'"
@@ -98,10 +95,8 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
     assert shown(page) == [str(number) for number in expected[: len(shown(page))]]
     page.keys(".grid", "\ue010")  # End
     page.until(f"{ROWS}.at(-1) === '{expected[-1]}'")
-    page.click(".heads > div:nth-child(1) button")
-    page.until(f"{ROWS}[0] === '250'")
-    page.click(".heads > div:nth-child(1) button")
-    page.until(f"{ROWS}[0] === '0'")
+    clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '250'")
+    clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '0'")
     page.run("location.hash = '#/overview?over=version'")
     page.until("document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 3, 20)
@@ -114,21 +109,25 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
 def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: Serve, page: Page) -> None:
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(number) for number in range(28)])
+        annotate(writer, 5, {"judge": 0.25, "outcome": -3.5}, who="anna")
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
     page.open(f"{address}#/trajectory/5?color=old_log_probs&token=6")
+    page.until("document.querySelector('.late')?.textContent.includes('anna')")
+    page.until("document.querySelector('.facts .outcome')?.textContent === '-3.5'")
+    assert page.run("return document.querySelector('.late form:not([hidden])')") is None
     page.until("document.querySelector('#token').textContent.includes('token 6')")
-    page.until("document.querySelector('.facts .outcome')")
-    assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
+    assert "log-prob (trainer) -0.2857143" in text_of(page, "#token")
     colors = page.run("return [...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)")
     assert len(set(colors[8:])) > 8
     assert page.run("return document.querySelectorAll('.message').length") == 3
-    page.click(".facts a")
-    page.until("document.querySelectorAll('.sibling .message').length === 4")
-    assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "0"
+    clicked(page, ".facts a", "document.querySelectorAll('.sibling .message').length === 4")
+    assert text_of(page, ".versions [aria-current]") == "0"
+    page.open(f"{address}#/trajectory/4")
+    page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
     page.open(f"{address}#/group?task=task-1")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '3'")
     assert page.run("return document.querySelectorAll('.sibling').length") == 4
-    assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
+    assert "advantage in group -0.866" in text_of(page, ".sibling")
     page.open(f"{address}#/trajectory/99")
     page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
 
@@ -137,8 +136,7 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
     climbing = "../../../out of it/\x00"
     block = witness(7)
     hostile = rollout(0, task_id=HOSTILE, reward=Reward(outcome=1.0, metadata={climbing: 0.5}))
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([hostile, rollout(1, task_id=climbing, rollout_id=climbing), block])
+    stored(tmp_path / "store", [hostile, rollout(1, task_id=climbing, rollout_id=climbing), block])
     before = {path.name for path in tmp_path.iterdir()}
     target = bundled(tmp_path / "store", tmp_path / "<img src=x> #?%2e")
     assert {path.name for path in tmp_path.iterdir()} == before | {target.name}
@@ -146,13 +144,11 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
         assert set(path.name) <= set("0123456789-.bin")
     with files_of(target) as address:
         address = address.replace(target.name, "%3Cimg%20src=x%3E%20%23%3F%252e")
-        page.open(f"{address}#/table")
-        page.until(f"{ROWS}.length === 3")
-        page.open(f"{address}#/overview")
-        page.until("document.querySelectorAll('.task').length === 2")
+        opened(page, f"{address}#/table", f"{ROWS}.length === 3")
+        opened(page, f"{address}#/overview", "document.querySelectorAll('.task').length === 2")
         page.run("[...document.querySelectorAll('.task')].find((one) => one.textContent.includes('script')).click()")
         page.until("document.querySelectorAll('.sibling .message').length > 0")
-        assert "<script>window.stolen = 1</script>" in page.run("return document.querySelector('main').textContent")
+        assert "<script>window.stolen = 1</script>" in text_of(page, "main")
         page.open(f"{address}#/trajectory/..%2F..%2Findex.html")
         page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
         page.expected_errors.append("Content Security Policy")
@@ -171,8 +167,7 @@ def test_blocks_have_their_pictures_alone_and_beside_each_other(
     steps, batch = block.rewards.shape[:2]
     image = block.curr_obs["image"]
     monkeypatch.setattr(bundle, "_PART_BYTES", 2 * image[0, 0].numel())
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([block, other])
+    stored(tmp_path / "store", [block, other])
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
     page.open(f"{address}#/trajectory/0?environment={batch - 1}")
     page.expected_errors.append("willReadFrequently")  # this test looks at pixels
@@ -196,34 +191,20 @@ def test_blocks_have_their_pictures_alone_and_beside_each_other(
 def test_damage_is_said_and_hides_nothing_else(
     tmp_path: Path, serve_files: Serve, page: Page, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        for number in range(3):
-            writer.add_trajectories([rollout(number)])
-            writer.flush()
-    shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
-    shard.write_bytes(shard.read_bytes()[:1000])
-    assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().out
-    assert "not all of it can be shown" in said
-    assert "out: 2 trajectories" in said
-    page.open(f"{serve_files(tmp_path / 'out')}#/table")
-    page.until(f"{ROWS}.join() === '2,0'")
-    page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
-
-
-def test_damage_that_comes_while_a_bundle_is_written_is_said(tmp_path: Path, serve_files: Serve, page: Page) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        for number in range(3):
-            writer.add_trajectories([rollout(number)])
-            writer.flush()
+    stored(tmp_path / "store", [rollout(number) for number in range(3)], each=True)
     shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
     with closing(Living(shown_at(tmp_path / "store"))) as living:
         shard.write_bytes(shard.read_bytes()[:1000])
         done = bundle.write_bundle(living, tmp_path / "out")
-    assert list(done.problems) == ["1"]
+    assert list(done.problems) == ["1"], "it came while the bundle was written"
+    assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "later")]) == 1
+    said = capsys.readouterr().out
+    assert "not all of it can be shown" in said
+    assert "later: 2 trajectories" in said
+    opened(page, f"{serve_files(tmp_path / 'later')}#/table", f"{ROWS}.join() === '2,0'")
+    page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
     address = serve_files(tmp_path / "out")
-    page.open(f"{address}#/table")
-    page.until(f"{ROWS}.length === 3")
+    opened(page, f"{address}#/table", f"{ROWS}.length === 3")
     page.until(
         "document.querySelector('#trouble').textContent.startsWith('1 could not be read when this was written: 1')"
     )
@@ -238,8 +219,7 @@ def test_damage_that_comes_while_a_bundle_is_written_is_said(tmp_path: Path, ser
 
 def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, page: Page) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
-            writer.add_trajectories([rollout(number) for number in range(4)])
+        stored(tmp_path / "run" / f"rank_{rank}", [rollout(number) for number in range(4)])
     address = serve_files(bundled(tmp_path / "run", tmp_path / "out"))
     page.open(f"{address}#/table?order=trajectory_id")
     with TrajectoryReplayBuffer.open(tmp_path / "run") as reader:
@@ -247,29 +227,14 @@ def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, 
     page.until(f"{ROWS}.join() === '0,1,2,3,1/0,1/1,1/2,1/3'")
     page.run("document.querySelectorAll('.row .id a')[6].click()")
     page.until("location.hash === '#/trajectory/1/2' && document.querySelector('.message.assistant')")
-    assert "answer 2" in page.run("return document.querySelector('.message.assistant').textContent")
+    assert "answer 2" in text_of(page, ".message.assistant")
     address = serve_files(bundled(tmp_path / "run", tmp_path / "none", "--where", "outcome > 7"))
     for place in ("overview", "table", "group?task=task-0"):
-        page.open(f"{address}#/{place}")
-        page.until("document.querySelector('main[aria-busy=false] .nothing')")
-
-
-def test_a_bundle_has_the_values_that_came_late(tmp_path: Path, serve_files: Serve, page: Page) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(2)])
-        annotate(writer, 1, {"judge": 0.25, "outcome": -3.5}, who="anna")
-    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
-    page.open(f"{address}#/trajectory/1")
-    page.until("document.querySelector('.late')?.textContent.includes('anna')")
-    page.until("document.querySelector('.facts .outcome')?.textContent === '-3.5'")
-    assert page.run("return document.querySelector('.late form:not([hidden])')") is None
-    page.open(f"{address}#/trajectory/0")
-    page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
+        opened(page, f"{address}#/{place}", "document.querySelector('main[aria-busy=false] .nothing')")
 
 
 def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(3)])
+    stored(tmp_path / "store", [rollout(number) for number in range(3)])
     store, target = tmp_path / "store", tmp_path / "out"
     target.mkdir()
     bundled(store, target)
@@ -293,36 +258,11 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (other / "bundle.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
-        (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
-        (["--where", "outcome > 0"], "--where has no effect without --bundle"),
-        (["--bundle", "out", "--where", "taks = 1"], "there is no column 'taks'"),
-    ],
-)
-def test_what_has_no_effect_is_refused(
-    tmp_path: Path,
-    options: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(0)])
-    assert main(["view", "store", *options]) == 2
-    assert said in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["store"]
-
-
 @pytest.mark.parametrize(("limit", "most"), [("MOST", 3), ("MOST_BYTES", 250_000)])
 def test_too_much_is_refused_and_the_remedy_named(
     tmp_path: Path, limit: str, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number, 4000, metadata={}) for number in range(4)])
+    stored(tmp_path / "store", [rollout(number, 4000, metadata={}) for number in range(4)])
     monkeypatch.setattr(bundle, limit, most)
     assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "out")]) == 2
     assert "--where" in capsys.readouterr().err
@@ -339,16 +279,15 @@ def write_until_killed(store: Path, target: Path, by: signal.Signals) -> None:
 
 
 def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(3)])
+    stored(tmp_path / "store", [rollout(number) for number in range(3)])
     target = bundled(tmp_path / "store", tmp_path / "out")
-    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    before = files_below(target)
     for by in (signal.SIGKILL, signal.SIGINT):
         killed = forking().Process(target=write_until_killed, args=(tmp_path / "store", target, by))
         killed.start()
         killed.join()
         assert killed.exitcode != 0
-        assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+        assert files_below(target) == before
     bundled(tmp_path / "store", target)
     assert sorted(os.listdir(tmp_path)) == ["out", "store"]
 

@@ -6,25 +6,24 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 
-from tests.stores import another_writer, writer_to
+from tests.stores import another_writer, stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_server import ask, get
-from tools.browser import PATIENCE, Page
+from tools.browser import PATIENCE, Command, Page
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
-from trajstore.cli import main
-from trajstore.errors import StoreNotFoundError
-from trajstore.view.living import MOST_GIVEN
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.view import living
+from trajstore.view.server import listening
 
 JSON = {"Content-Type": "application/json"}
 
@@ -60,9 +59,7 @@ def told(address: str, shown: str = "0") -> list[Any]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(4)])
-    return tmp_path / "store"
+    return stored(tmp_path / "store", [rollout(number) for number in range(4)])
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------
@@ -91,9 +88,10 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     assert (notes["tag"], notes["reward_judge"]) == ("came late", "judge of the reward's metadata")
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
+def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) -> None:
+    annotate(path, 0, {"known": 1})
+    address = serve(path, who="anna")
+    for body, said in (
         (wish("0.5", name="1x"), "'1x', must be a name"),
         (wish("0.5", name="__proto__ "), "must be a name"),
         (wish("0,5"), "'0,5' is no number, such as 0.5"),
@@ -122,12 +120,9 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
         (b"[" * 60_000, "the request is no JSON"),
         (b'{"ids": ["\\ud800"], "name": "judge", "kind": "number", "value": "1"}', "the request is no JSON"),
         (b'"' + b"x" * 600_000, "at most 524,288 bytes"),
-    ],
-)
-def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve, body: Any, said: str) -> None:
-    annotate(path, 0, {"known": 1})
-    status, sentence = post(serve(path, who="anna"), body)
-    assert (status >= 400, said in sentence) == (True, True), sentence
+    ):
+        status, sentence = post(address, body)
+        assert (status >= 400, said in sentence) == (True, True), sentence
     assert len(given(path)) == 1
 
 
@@ -213,17 +208,6 @@ def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
     assert told(servers[0]) == told(servers[1])
 
 
-def test_damage_in_the_inbox_and_in_clocks_hides_nothing(path: Path, serve: Serve) -> None:
-    address = serve(path, who="anna")
-    with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
-        assert post(address, wish("1"))[0] == 200
-        (whole,) = (path / "inbox").iterdir()
-        for number, data in enumerate((b"", b"\xff", b"{}", whole.read_bytes()[:-9])):
-            (path / "inbox" / f"{number}.json").write_bytes(data)
-        assert told(address) == [("judge", 1.0, "inbox")]
-
-
 def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
     for rank in range(2):
         with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
@@ -250,23 +234,17 @@ def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shar
             serve(absent, who="anna")
 
 
-def test_the_command_says_who(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "trajstore", "view", str(path), "--port", "0", "--write"]
-    environment = {**os.environ, "LOGNAME": "login"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        try:
-            address = process.stdout.readline().strip().rstrip("/")
-            assert post(address, wish("1")) == (200, "")
-        finally:
-            process.terminate()
+def test_the_command_prints_where_it_listens_and_says_who(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "login")
+    with Command(path, "--write") as command:
+        assert post(command.address, wish("1")) == (200, "")
+        port = urlsplit(command.address).port or 0
+        with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"), listening("127.0.0.1", port):
+            pass
+        with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # a page is open
+            assert events.readline().startswith(b"id: ")
+            assert "Error" not in command.end()
     assert given(path) == [("judge", 1.0, "login")]
-    for words, said in (
-        ([str(path), "--who", "anna"], "--who has no effect without --write"),
-        ([str(tmp_path / "none"), "--write"], "none"),
-    ):
-        assert main(["view", "--port", "0", *words]) == 2
-        assert said in capsys.readouterr().err
 
 
 # -- in a browser --------------------------------------------------------------------------------------
@@ -291,8 +269,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
     annotate(path, 0, {"known": "x"}, who="bob")
     with writer_to(path) as writer:
         address = serve(path, who="anna")
-        page.open(f"{address}/#/trajectory/0")
-        page.until(FORM)
+        opened(page, f"{address}/#/trajectory/0", FORM)
         first = page.driver.current_window_handle
         page.driver.switch_to.new_window("tab")
         second = page.driver.current_window_handle
@@ -320,13 +297,10 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
 def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     path: Path, serve: Serve, page: Page
 ) -> None:
-    page.open(f"{serve(path, who=HOSTILE)}/#/trajectory/0")
-    page.until(FORM)
+    opened(page, f"{serve(path, who=HOSTILE)}/#/trajectory/0", FORM)
     page.expected_errors.append("status of 400")
     for name, value, kind, said in (
         ("1x", "1", "number", "must be a name"),
-        ("<b>", "1", "number", "must be a name"),
-        ("judge", "9007199254740993", "number", "too high to be kept exactly"),
         ("judge", "1,5", "number", "is no number"),
         ("outcome", "good", "text", "takes the place of a number"),
     ):
@@ -339,25 +313,16 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     page.keys("#late-value", ENTER)
     page.until(f"{VALUES}.length === 1")
     assert given(path) == [("tag", HOSTILE, HOSTILE)]
-    text = page.run("return document.querySelector('.late').textContent")
+    text = text_of(page, ".late")
     assert "\\x1b[2J" in text
     assert "\\u{202e}" in text
     assert not set("\x1b\u202e\u202c") & set(text)
     assert page.run("return document.querySelectorAll('main script, main img').length") == 0
     assert page.run("return [window.stolen, document.querySelector('#late-value').value]") == [None, ""]
-    labels = (
-        "[...document.querySelectorAll('.give input, .give select, .give textarea')].map((one) => one.labels.length)"
-    )
-    assert page.run(f"return {labels}") == [1, 1, 1]
-    size = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    assert page.run("return document.documentElement.scrollWidth") <= 360
-    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path, serve: Serve, page: Page) -> None:
-    page.open(f"{serve(path, who='anna')}/#/trajectory/0")
-    page.until(FORM)
+    opened(page, f"{serve(path, who='anna')}/#/trajectory/0", FORM)
     with another_writer(path) as writer:
         os.kill(writer, signal.SIGSTOP)
         enter(page, "judge", "0.5")
@@ -393,8 +358,7 @@ def test_all_rows_of_a_table_are_given_a_value_and_it_is_taken_back(path: Path, 
     page.keys("#late-name", "outcome")
     page.keys("#late-kind", "taken")
     assert page.run("return document.querySelector('#late-value').disabled")
-    page.click(".give button")
-    page.until("document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
+    clicked(page, ".give button", "document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
     assert given(path, "1") == [("label", "good", "anna"), ("outcome", 0.5, "anna"), ("outcome", None, "anna")]
 
 
@@ -419,37 +383,28 @@ def test_rows_that_are_shown_are_given_a_value_whatever_came_and_went(tmp_path: 
         page.until(f"{REFUSED} === 'Nothing was given: all of them have left the store.'")
 
 
-def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: Serve, page: Page) -> None:
+def test_siblings_are_given_a_value(path: Path, serve: Serve, page: Page) -> None:
     page.open(f"{serve(path, who='anna')}/#/group?task=task-0")
     page.until("document.querySelectorAll('.sibling .message').length >= 4")
     page.click(".late summary")
     page.expected_errors.append("status of 400")
     enter(page, "outcome", "good", "a text")
     page.until(f"{REFUSED}.includes('takes the place of a number')")
-    with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
-        enter(page, "outcome", "0.75", "a number")
-        page.until(f'{STATUS} === "Given to 4: outcome. It waits in the store\'s inbox until its writer takes it in."')
-        os.kill(writer, signal.SIGCONT)
-        page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
+    enter(page, "outcome", "0.75", "a number")
+    page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
     page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
-    assert "mean outcome 0.75 · standard deviation 0" in page.run(
-        "return document.querySelector('.summary').textContent"
-    )
+    assert "mean outcome 0.75 · standard deviation 0" in text_of(page, ".summary")
 
 
-def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0)] * (MOST_GIVEN + 1))
+def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(living, "MOST_GIVEN", 30)
+    stored(tmp_path, [rollout(0)] * 31)
     address = serve(tmp_path, who="anna")
-    assert len(ask(address, "ids", where="trajectory_id > 0")["ids"]) == MOST_GIVEN
+    assert len(ask(address, "ids", where="trajectory_id > 0")["ids"]) == 30
     status, _, body = get(address, "/api/ids")
-    assert (status, f"{MOST_GIVEN + 1:,} trajectories, the page gives values to at most" in body.decode()) == (
-        400,
-        True,
-    )
-    every = [str(number) for number in range(1, MOST_GIVEN + 1)]
+    assert (status, "31 trajectories, the page gives values to at most 30" in body.decode()) == (400, True)
+    every = [str(number) for number in range(1, 31)]
     assert post(address, {**wish("x" * 4096, "text", "tag"), "ids": every}) == (200, "")
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
-        assert reader.query().where("tag is not null").count() == MOST_GIVEN
+        assert reader.query().where("tag is not null").count() == 30

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.view.rollouts import rollout
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_page import ROWS
 from tools.browser import Page
 from trajstore import TrajectoryReplayBuffer
@@ -23,17 +23,12 @@ from trajstore.distributed import DistributedReplayBuffer  # noqa: E402
 
 
 @pytest.fixture
-def handle(tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
-    if ray.is_initialized():
-        pytest.skip("another test's Ray session is running in this process")
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        with DistributedReplayBuffer.create(
-            "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0
-        ) as found:
-            yield found
-    finally:
-        ray.shutdown()
+def handle(small_ray: None, tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
+    with DistributedReplayBuffer.create(
+        "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0
+    ) as found:
+        yield found
+        found.stop()
 
 
 def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuffer, page: Page) -> None:
@@ -44,26 +39,22 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
     ids = [number for receipt in receipts for number in receipt.committed(120)]
     (of_block,) = handle.add_trajectories([block]).committed(120)
     with serving(handle, port=0) as address:
-        page.open(f"{address}#/overview")
-        page.until("document.querySelector('.figures dd')?.textContent === '17'")
-        assert "through a handle of stores" in page.run("return document.querySelector('.lacking').textContent")
-        assert page.run("return document.querySelector('#path').textContent") == "stores 'seen' of Ray"
-        page.open(f"{address}#/table?where=outcome%20%3E%200&order=trajectory_id")
-        page.until(f"{ROWS}.length === 8")
+        opened(page, f"{address}#/overview", "document.querySelector('.figures dd')?.textContent === '17'")
+        assert "through a handle of stores" in text_of(page, ".lacking")
+        assert text_of(page, "#path") == "stores 'seen' of Ray"
+        opened(page, f"{address}#/table?where=outcome%20%3E%200&order=trajectory_id", f"{ROWS}.length === 8")
         assert page.run(f"return {ROWS}") == sorted((str(ids[number]) for number in range(1, 16, 2)), key=int)
         page.open(f"{address}#/trajectory/{ids[5]}")
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
         page.until("document.querySelector('.late .note')?.textContent.includes('takes `trajstore view`')")
-        page.click(".facts a")
-        page.until("document.querySelectorAll('.sibling .message').length === 4")
+        clicked(page, ".facts a", "document.querySelectorAll('.sibling .message').length === 4")
         page.open(f"{address}#/trajectory/{of_block}?environment={batch - 1}&step={steps - 1}")
         page.until("document.querySelector('[data-curve=rewards] canvas')")
         page.expected_errors.append("willReadFrequently")  # this test looks at pixels
         color = ",".join(str(value) for value in block.curr_obs["image"][steps - 1, batch - 1, 1, 2].tolist())
         pixel = "document.querySelector('.large').getContext('2d').getImageData(2, 1, 1, 1).data"
         page.until(f"[...{pixel}].slice(0, 3).join() === arguments[0]", color)
-        page.open(f"{address}#/table")
-        page.until(f"{ROWS}.length === 17")
+        opened(page, f"{address}#/table", f"{ROWS}.length === 17")
         (new,) = handle.add_trajectories([rollout(16)]).committed(120)
         page.until(f"{ROWS}.includes('{new}')")  # it comes by itself
         page.expected_errors.append("status of 404")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import rollout
+from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.store.sealed import INDEX_NAME
@@ -39,9 +39,8 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.until(f"{ROWS}[0] === '400'")  # at the top, what is new comes by itself
         page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
         page.until("document.querySelector('.total').textContent === '40 trajectories'")
-        page.click(".heads > div:nth-child(1) button")
-        page.until(f"{ROWS}[0] === '5'")
-        assert page.run("return document.querySelector('[aria-sort=ascending]').textContent") == "id ↑trajectory_id"
+        clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '5'")
+        assert text_of(page, "[aria-sort=ascending]") == "id ↑trajectory_id"
         page.keys(".grid", "\ue010")  # End
         page.until(f"{ROWS}.at(-1) === '387'")
         page.keys(".grid", "\ue011", "\ue015", "\ue015")  # Home, down, down
@@ -49,8 +48,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         link = page.run("return location.href")
         page.keys(".grid", "\ue007")  # Enter
         page.until("location.hash === '#/trajectory/25' && document.querySelector('.token')")
-        page.open(link)
-        page.until(f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
+        opened(page, link, f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
         page.run("document.querySelector('#filter').value = ''")
         page.keys("#filter", "taks = 1\n")
         page.expected_errors.append("status of 400")
@@ -60,8 +58,10 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
 def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
     odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
     with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(1, rollout_log_probs=odd)])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0?color=old_log_probs")
+        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1)])
+        annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
+    address = serve(tmp_path)
+    page.open(f"{address}/#/trajectory/0?color=old_log_probs")
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
     said = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
     assert said == ["message system", "message user", "message assistant"]
@@ -73,30 +73,21 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     assert len(set(found[8:])) > 8
     page.keys(".scroller", *["\ue014"] * 7)  # right: from no token to token 6
     page.until("document.querySelector('#token').textContent.includes('token 6')")
-    assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
+    assert "log-prob (trainer) -0.2857143" in text_of(page, "#token")
     assert "token=6" in page.run("return location.hash")
     page.run(
         "const select = document.querySelector('#color'); select.value = 'rollout_log_probs';"
         "select.dispatchEvent(new Event('change'))"
     )
     page.until("document.querySelectorAll('.token.odd').length === 10")
-    assert "10 not finite" in page.run("return document.querySelector('.legend').textContent")
+    assert "10 not finite" in text_of(page, ".legend")
     page.keys(".scroller", "\ue012")  # left
     page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
-
-
-def test_values_by_row_that_came_late_are_colours(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0), rollout(1)])
-        annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
-    address = serve(tmp_path)
-    page.open(f"{address}/#/trajectory/1?token=4")
-    page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
-    assert page.run("return document.querySelector('#color').value") == "notes.advantages"
-    assert "notes.advantages -1" in page.run("return document.querySelector('#token').textContent")
-    page.open(f"{address}/#/trajectory/0")
-    page.until("document.querySelectorAll('.token').length === 24")
-    assert page.run("return document.querySelector('#color').value") == "metadata.advantages"
+    for number, colored in ((0, "metadata.advantages"), (1, "notes.advantages")):  # what came late goes before
+        page.open(f"{address}/#/trajectory/{number}?token=4")
+        page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
+        assert page.run("return document.querySelector('#color').value") == colored
+    assert "notes.advantages -1" in text_of(page, "#token")
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -115,26 +106,22 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
     ]
     reward = Reward(outcome=1.0, metadata={HOSTILE: 0.5, "a": HOSTILE})
     hostile = rollout(0, messages=messages, task_id=HOSTILE, reward=reward, metadata={HOSTILE: HOSTILE})
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([hostile, rollout(1, task_id=HOSTILE)])
-    address = serve(tmp_path)
+    address = serve(stored(tmp_path, [hostile, rollout(1, task_id=HOSTILE)]))
     counted = "document.querySelectorAll('.message').length === 5 && document.querySelectorAll('.token').length === 24"
     for place, shown in (
         ("trajectory/0", counted),
         ("table", "document.querySelectorAll('.row .id a').length === 2"),
         ("overview", "document.querySelector('.task .of')"),
     ):
-        page.open(f"{address}/#/{place}")
-        page.until(shown)
+        opened(page, f"{address}/#/{place}", shown)
         page.run("for (const one of document.querySelectorAll('details')) one.open = true")
-        text = page.run("return document.querySelector('main').textContent")
+        text = text_of(page, "main")
         assert "<script>window.stolen = 1</script>" in text, place
         assert "\\x1b[2J" in text, place
         assert "\\u{202e}" in text, place
         assert not set("\x1b\x07\u202e\u2028") & set(text), place
         assert page.run("return document.querySelectorAll('main script, main img').length") == 0
-    page.click(".task")
-    page.until("document.querySelectorAll('.sibling').length === 2")
+    clicked(page, ".task", "document.querySelectorAll('.sibling').length === 2")
     assert page.run("return window.stolen") is None
     title = page.run("return document.title")
     assert title.startswith("Task <script>")
@@ -149,10 +136,8 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     messages[7] = {"role": "tool", "content": f"{'x ' * 30_000}The NEEDLE{' y' * 30_000}"}
     messages[8] = {"role": "user", "content": HOSTILE}
     messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, messages=messages)])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0")
-    page.until("document.querySelectorAll('.message').length === 200")
+    stored(tmp_path, [rollout(0, messages=messages)])
+    opened(page, f"{serve(tmp_path)}/#/trajectory/0", "document.querySelectorAll('.message').length === 200")
     said = "document.querySelector('.conversation [role=status]').textContent"
     marked = (
         "[...CSS.highlights.get('found') ?? []].map((one) => "
@@ -169,8 +154,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     assert "find=needle" in page.run("return location.hash")
     page.keys("#find", "\n")
     page.until(f"{said} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
-    page.click("[aria-label='Next match']")
-    page.until(f"{said} === '1 of 2 messages'")
+    clicked(page, "[aria-label='Next match']", f"{said} === '1 of 2 messages'")
     page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
     page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
     page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is shown in parts: this begins in one of them
@@ -210,8 +194,7 @@ def test_pictures_in_messages_are_painted(tmp_path: Path, serve: Serve, page: Pa
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}},
     ]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, messages=[{"role": "user", "content": parts}])])
+    stored(tmp_path, [rollout(0, messages=[{"role": "user", "content": parts}])])
     page.open(f"{serve(tmp_path)}/#/trajectory/0")
     page.expected_errors.append("willReadFrequently")
     pixels = (
@@ -232,10 +215,8 @@ def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page
     run = {"function": {"name": "run", "arguments": '{"command": "ls  -l"}'}}
     calls = [{"function": {"name": "find", "arguments": written}}, {"name": "find", "input": {"id": 2**63 - 1}}, run]
     messages = [{"role": "assistant", "content": {"at": 2**53 + 1}, "tool_calls": calls, "score": 1.0}]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, messages=messages)])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0")
-    page.until("document.querySelector('.message')")
+    stored(tmp_path, [rollout(0, messages=messages)])
+    opened(page, f"{serve(tmp_path)}/#/trajectory/0", "document.querySelector('.message')")
     begun = page.run("return [...document.querySelectorAll('.call code')].map((one) => one.textContent)")
     assert [begun[0], begun[2]] == ['{"id": 9007199254740993, "id": 1.0}', "ls  -l"]
     page.run("for (const one of document.querySelectorAll('.message details')) one.open = true")
@@ -251,8 +232,7 @@ def test_damage_is_said_and_hides_nothing_else_while_others_write(tmp_path: Path
         address = serve(tmp_path)
         shard = tmp_path / "shards" / "shard_00000001.pt"
         shard.write_bytes(shard.read_bytes()[:1000])
-        page.open(f"{address}/#/table")
-        page.until(f"{ROWS}.length === 3")
+        opened(page, f"{address}/#/table", f"{ROWS}.length === 3")
         page.expected_errors.append("status of 500")
         for at, shown in (("1", ".trouble[role=alert]"), ("0", ".message")):
             page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
@@ -287,8 +267,7 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
                 writer.flush()
     (tmp_path / damaged).write_bytes(b"\xff")
     whole = {"metadata.json": 3, f"rank_1/{INDEX_NAME}": 3}.get(damaged, 5)
-    page.open(f"{serve(tmp_path)}/#/table")
-    page.until(f"{ROWS}.length === {whole}")
+    opened(page, f"{serve(tmp_path)}/#/table", f"{ROWS}.length === {whole}")
     page.until("document.querySelector('#trouble').textContent.includes(arguments[0])", damaged.rsplit("/", 1)[-1])
     page.run("location.hash = '#/overview'")
     page.until("document.querySelector('main.overview')?.getAttribute('aria-busy') === 'false'")
@@ -297,10 +276,8 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
 
 
 def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, 200_000, metadata={})])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0?show=tokens")
-    page.until("document.querySelector('.token')")
+    stored(tmp_path, [rollout(0, 200_000, metadata={})])
+    opened(page, f"{serve(tmp_path)}/#/trajectory/0?show=tokens", "document.querySelector('.token')")
     page.run("const pane = document.querySelector('.scroller'); pane.scrollTop = pane.scrollHeight / 2")
     page.until("Number(document.querySelector('.token').dataset.at) > 90000")
     assert page.run("return document.querySelectorAll('.token').length") < 3000
@@ -316,13 +293,11 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/group?task=task-1")
         page.until("document.querySelectorAll('.sibling .message').length === 4")
-        assert "Messages 0 and 1 are the same in all 4 rollouts" in page.run(
-            "return document.querySelector('.same').textContent"
-        )
+        assert "Messages 0 and 1 are the same in all 4 rollouts" in text_of(page, ".same")
         outcomes = page.run("return [...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent)")
         assert outcomes == ["0", "1", "0", "1"]
-        assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
-        assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "3"
+        assert "advantage in group -0.866" in text_of(page, ".sibling")
+        assert text_of(page, ".versions [aria-current]") == "3"
         writer.add_trajectories([rollout(24, policy_version=9)])
         writer.flush()
         page.until("document.querySelector('.versions [aria-current]')?.textContent === '9'")
@@ -334,53 +309,28 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
 
 
 def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path / "rank_0") as writer:
-        writer.add_trajectories([rollout(0, policy_version=version) for version in range(100)])
+    stored(tmp_path / "rank_0", [rollout(0, policy_version=version) for version in range(100)])
     links = "[...document.querySelectorAll('.versions a')].map((one) => one.textContent)"
     page.open(f"{serve(tmp_path)}/#/group?task=task-0")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
     assert page.run(f"return {links}") == ["\u2039 70 earlier", *map(str, range(70, 100))]
-    assert "1 rollout ·" in page.run("return document.querySelector('.summary').textContent")
-    page.click(".versions a")
-    page.until("document.querySelector('.versions [aria-current]').textContent === '69'")
+    assert "1 rollout ·" in text_of(page, ".summary")
+    clicked(page, ".versions a", "document.querySelector('.versions [aria-current]').textContent === '69'")
     assert page.run(f"return {links}") == ["\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
 
 
 def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, page: Page) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as writer:
-            writer.add_trajectories([rollout(rank)])
+        stored(tmp_path / f"rank_{rank}", [rollout(rank)])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         number = int(max(reader.trajectory_ids))
     page.open(f"{serve(tmp_path)}/#/trajectory/{number}")
     page.until("document.querySelector('h1').textContent === 'Trajectory 1/0'")
 
 
-def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(80)])
-        writer.add_trajectories([rollout(80, reward=None)])
-        writer.flush()
-        page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelectorAll('.curves canvas').length === 5")
-        assert page.run("return document.querySelector('.lacking').textContent").startswith(
-            "1 rollouts have no outcome"
-        )
-        writer.add_trajectories([rollout(81)])
-        writer.flush()
-        page.until("document.querySelector('.figures dd').textContent === '82'")
-        figure = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        assert page.run(f"return {figure}") == "Mean log-prob (at most 8 rollouts per point)"
-        page.click_at("[data-curve=count] .u-over", 3, 20)
-        page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
-        assert "version_high" in page.run("return document.querySelector('#filter').value")
-
-
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
-    page.open(f"{serve(tmp_path)}/#/overview")
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    stored(tmp_path, [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
+    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 120, 20)
     said = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
     page.until(f"['3,0', '8,0'].includes({said})")
@@ -449,11 +399,8 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
 
 
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(30)])
-    address = serve(tmp_path)
-    page.open(f"{address}/#/trajectory/0")
-    page.until("document.querySelector('.token')")
+    address = serve(stored(tmp_path, [rollout(number) for number in range(30)]))
+    opened(page, f"{address}/#/trajectory/0", "document.querySelector('.token')")
     size: dict[str, Any] = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for place in ("overview", "table", "trajectory/0", "trajectory/0?show=tokens", "group?task=task-1"):

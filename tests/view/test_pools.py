@@ -10,6 +10,7 @@ import pytest
 
 from tests.experience.conftest import build
 from tests.view.conftest import Serve
+from tests.view.rollouts import clicked, opened, text_of
 from tests.view.test_bundle import bundled, files_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
@@ -72,25 +73,24 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
             for row in expected
         ]
         assert {row["uses"] for row in expected} == {0, 1}
-        page.open(f"{address}/#/overview")
-        page.until("document.querySelector('[data-curve=difficulty] canvas')")
+        opened(page, f"{address}/#/overview", "document.querySelector('[data-curve=difficulty] canvas')")
         assert buckets(page) == [("0 successes", "0"), ("1 success", "1"), ("2 successes", "0"), ("3 successes", "1")]
-        said = page.run("return document.querySelector('[aria-label=Pool] .note').textContent")
+        said = text_of(page, "[aria-label=Pool] .note")
         assert said.startswith(
             f"{len(expected)} rollouts (1 demonstration among them) of 2 tasks; 1 more task is solved"
         )
-        assert "outcome of all of these is 1" in page.run("return document.querySelector('.lacking').textContent")
-        assert "mean outcome" not in page.run("return document.querySelector('main').textContent")
+        assert "outcome of all of these is 1" in text_of(page, ".lacking")
+        assert "mean outcome" not in text_of(page, "main")
         train(manager, 3, {"a": 2, "d": 2})
         page.until(f"{BUCKETS}[2].includes('2 tasks')")
         page.run("document.querySelector('[data-focus=\"difficulty 3\"]').click()")
         page.until(f"{ROWS}.length === 6")
         page.click(".row .id a")
         page.until("document.querySelector('.message') && document.querySelectorAll('.token').length === 6")
-        facts = page.run("return document.querySelector('.facts').textContent")
+        facts = text_of(page, ".facts")
         assert "difficulty3" in facts
         assert "demonstrationno" in facts
-        assert "experience_pool" not in page.run("return document.querySelector('main').textContent")
+        assert "experience_pool" not in text_of(page, "main")
         page.click(".facts a")  # all histories of the task, of whatever version
         page.until("document.querySelectorAll('.sibling').length === 6")
         pairs = page.run("return [...document.querySelectorAll('.sibling .pairs')].map((one) => one.textContent)")
@@ -106,9 +106,8 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
 @pytest.mark.parametrize("folder", ["experience_pool", "experience_pool/step_120", "experience_pool_cmt/linear"])
 def test_pools_of_agent_evolver_are_shown(folder: str, shared_fixtures: Path, serve: Serve, page: Page) -> None:
     address = serve(shared_fixtures / folder)
-    page.open(f"{address}/#/overview")
-    page.until("document.querySelectorAll('[aria-label=Pool] .task').length")
-    assert "how often it was replayed" in page.run("return document.querySelector('.lacking').textContent")
+    opened(page, f"{address}/#/overview", "document.querySelectorAll('[aria-label=Pool] .task').length")
+    assert "how often it was replayed" in text_of(page, ".lacking")
     page.open(f"{address}/#/table")
     page.until(f"{ROWS}[0] === '{12 if '120' in folder or folder == 'experience_pool' else 13}'")
     page.run("location.hash = '#/trajectory/0'")
@@ -125,9 +124,8 @@ def test_files_tell_the_difficulty_over_the_steps_and_the_newest_is_shown(
         for step in (2, 10):
             manager.save_experience_pool_to_disk(tmp_path / "experience_pool" / f"step_{step}")
         address = serve(tmp_path / "experience_pool")
-        page.open(f"{address}/#/overview")
-        page.until("document.querySelector('[data-curve=difficulty] canvas')")
-        assert page.run("return document.querySelector('#path').textContent").endswith("step_10")
+        opened(page, f"{address}/#/overview", "document.querySelector('[data-curve=difficulty] canvas')")
+        assert text_of(page, "#path").endswith("step_10")
         train(manager, 11, {"e": 2})
         manager.save_experience_pool_to_disk(tmp_path / "experience_pool" / "step_11")
         page.until(f"{BUCKETS}.length === 3")
@@ -139,13 +137,11 @@ def test_files_tell_the_difficulty_over_the_steps_and_the_newest_is_shown(
 def test_a_bundle_of_a_pool(tmp_path: Path, page: Page) -> None:
     pool(tmp_path / "store", (HOSTILE, "b", "c")).close()
     with files_of(bundled(tmp_path / "store", tmp_path / "out")) as address:
-        page.open(address)
-        page.until("document.querySelector('[data-curve=difficulty] canvas')")
+        opened(page, address, "document.querySelector('[data-curve=difficulty] canvas')")
         assert buckets(page) == [("0 successes", "0"), ("1 success", "1"), ("2 successes", "0"), ("3 successes", "1")]
         page.run("document.querySelector('[data-focus=\"difficulty 1\"]').click()")
         page.until(f"{ROWS}.length === 4")
-        page.click(".row a[title]")
-        page.until("document.querySelectorAll('.sibling .message').length > 0")
+        clicked(page, ".row a[title]", "document.querySelectorAll('.sibling .message').length > 0")
         assert page.run("return document.querySelectorAll('.sibling').length") == 4
 
 
@@ -154,8 +150,7 @@ def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(
 ) -> None:
     with closing(BufferStore.open(tmp_path / "odd")) as store:
         store.add_trajectories([build("a"), build("a", tokens=1, metadata={"experience_pool": {"kind": "later"}})])
-    page.open(f"{serve(tmp_path / 'odd')}/#/table")
-    page.until(f"{ROWS}.length === 2")
+    opened(page, f"{serve(tmp_path / 'odd')}/#/table", f"{ROWS}.length === 2")
     page.until("document.querySelector('#trouble').textContent.includes('the pool in it cannot be read')")
     files = tmp_path / "step_1"
     files.mkdir()
@@ -166,8 +161,7 @@ def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(
 
 def test_a_store_becomes_a_pool_while_the_page_is_open(tmp_path: Path, serve: Serve, page: Page) -> None:
     with closing(BufferStore.open(tmp_path)) as store:
-        page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelector('.nothing')")
+        opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelector('.nothing')")
         manager: Any = ExperienceManager(RULES, store=store)
         train(manager, 1, {"a": 1})
         page.until("document.querySelectorAll('[aria-label=Pool] .task').length === 1")

@@ -1,0 +1,128 @@
+"""Wrong words of every command: exit code 2, a sentence that names what is wrong, and nothing changed on disk."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import write_store
+from tests.querying.test_query import rollout
+from tests.stores import files_of, opened, stored
+from trajstore.cli import FAILED, main
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+pytest.importorskip("uvicorn", reason="needs uvicorn, of the extra 'view'")
+
+WRONG = [
+    ("", "error:"),
+    ("no-such-command", "error:"),
+    ("demo --updates 0", "error:"),
+    ("demo --task x", "error:"),
+    ("inspect absent", "absent"),
+    ("inspect taken", "taken"),
+    ("verify absent", "absent"),
+    ("verify taken", "taken"),
+    ("inspect there.jsonl", "is a file; give the directory"),
+    ("verify there.jsonl", "is a file; give the directory"),
+    ("inspect store --trajectory 99", "99"),
+    ("inspect steps --trajectory 0 --sample 18", "0 to 17"),
+    ("inspect store --sample 1", "--trajectory"),
+    ("inspect store --measure -1", "-1"),
+    ("copy store taken", "is not empty"),
+    ("copy absent new", "absent"),
+    ("repair store taken", "is not empty"),
+    ("repair absent new", "absent"),
+    ("annotate store 0", ""),
+    ("annotate store --set a=1", ""),
+    ("annotate store 0 --set a", ""),
+    ("annotate store 0 --set a=[1] --file x", ""),
+    ("annotate store --file absent", "absent"),
+    *((f"annotate store 0 --set 'a={value}'", "") for value in ("nan", "NaN", " -inf", "Infinity", "+INF", "1e400")),
+    *((f"annotate store 0 --set a={value}", "") for value in (".5", "5.", "+3", "007", "1_000")),
+    ("diff store 0 9", "no trajectory has the id 9"),
+    ("diff store 0 x", "'x', must be an id"),
+    ("diff store 0 3/1", "3/1"),
+    ("diff absent 0 1", "absent"),
+    ("export store there.jsonl", "there.jsonl"),
+    ("export store nowhere/out.jsonl", "nowhere"),
+    ("query store 'select from'", "sql: 'select from'"),
+    ("query store 'select foo from trajectories'", "there is no column 'foo'"),
+    ("query store 'select foo from messages'", "there is no column 'foo'"),
+    ("query store 'select foo from message'", "there is trajectories, messages, tokens, steps"),
+    ("list store --columns foo", "--columns: there is no fact 'foo'"),
+    ("list store --limit -1", "limit"),
+    ("list store --offset -1", "must be"),
+    ("list store --pin none", "none"),
+    ("tail store --since x", ""),
+    ("tail store --since eyIwIjpbMSwyXX0", ""),
+    ("tail store --every 0", ""),
+    ("tail store --last -1", ""),
+    ("tail store --where no", ""),
+    ("rollback store", "error:"),
+    ("rollback store --step 7", "no saved point of step 7; there are: 750, 760"),
+    ("rollback store --take-back aside-99", "nothing was set aside as 'aside-99'"),
+    ("rollback store --take-back aside-99 --dry-run", "nothing was set aside as 'aside-99'"),
+    ("rollback store --take-back aside-99 --delete", "--delete goes with --step"),
+    ("rollback absent --step 1", "absent"),
+    ("merge store", ""),
+    ("merge absent out", "absent"),
+    ("merge store store/inner", ""),
+    ("merge store taken", "taken"),
+    ("split store out --ranks 0", ""),
+    ("split store out --count x", ""),
+    ("split store out --where 'no such column'", ""),
+    ("split store out", ""),
+    ("convert store out --format json", ""),
+    ("prune store --where 'nonsense(' --yes", ""),
+    ("compact taken", "taken"),
+    ("pool export absent files", "absent: no such directory"),
+    ("pool import pool absent", "absent: no such directory"),
+    ("pool export store files --replace", "--replace: is of an import"),
+    ("pool export store files --same-run", "--same-run: is of an import"),
+    ("pool export store files --task-prefix=a", "--task-prefix: is of an import"),
+    ("view store --bundle out --port 8421", "--port has no effect with --bundle"),
+    ("view store --bundle out --host 127.0.0.1", "--host has no effect with --bundle"),
+    ("view store --where 'outcome > 0'", "--where has no effect without --bundle"),
+    ("view store --bundle out --where 'taks = 1'", "there is no column 'taks'"),
+    ("view store --port 0 --who anna", "--who has no effect without --write"),
+    ("view absent --port 0 --write", "absent"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store of rollouts that has saved points, one of blocks, and files of somebody."""
+    path = tmp_path_factory.mktemp("wrong")
+    stored(path / "store", [rollout(f"t{n % 2}", float(n % 3 == 0), n) for n in range(5)])
+    with opened(path / "store") as buffer:
+        buffer.points.save(750)
+        buffer.points.save(760)
+    write_store(path / "steps", range(2))
+    (path / "taken").mkdir()
+    for mine in ("taken/thesis.tex", "there.jsonl"):
+        (path / mine).write_text("years of work")
+    return path
+
+
+def kept_in(place: Path) -> dict[str, bytes]:
+    """Return every file but the leases of readers, who may not be gone yet."""
+    return {name: data for name, data in files_of(place).items() if "/readers/" not in name}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG)
+def test_wrong_words_are_refused_and_change_nothing(
+    place: Path, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    before = kept_in(place)
+    try:
+        code = main(shlex.split(words))
+        in_one_line = words.startswith(("inspect", "verify", "rollback"))
+    except SystemExit as error:  # the parser, which shows how it is used, too
+        code, in_one_line = error.code, False
+    told = capsys.readouterr().err
+    assert (code, said in told) == (FAILED, True), told
+    assert not in_one_line or (told.startswith("trajstore: ") and told.count("\n") == 1), told
+    assert kept_in(place) == before
