@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.guidance.loopback import Loopback, send
 from tests.guidance.rollouts import rollout
 from tools.crash.forked import forking
 from trajstore.errors import StoreWriteError
@@ -178,41 +177,27 @@ def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothin
 SAID = 'Here it is:\n```json\n{"when_to_use": "looking for a cup", "experience": "go {kitchen}"}\n```'
 
 
-class Endpoint:
+class Endpoint(Loopback):
     """Answers chat calls with ``content``; keeps what it was sent."""
 
     def __init__(self) -> None:
         self.content: Any = SAID
         self.bodies: list[Any] = []
         self.keys: list[str | None] = []
-        endpoint = self
+        super().__init__()
+        self.url += "/v1"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                endpoint.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                endpoint.keys.append(self.headers["Authorization"])
-                data = json.dumps({"choices": [{"message": {"content": endpoint.content}}]}).encode()
-                self.send_response(200 if self.path == "/v1/chat/completions" else 404)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                """Say nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        self.bodies.append(body)
+        self.keys.append(handler.headers["Authorization"])
+        status = 200 if handler.path == "/v1/chat/completions" else 404
+        send(handler, status, {"choices": [{"message": {"content": self.content}}]})
 
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
-    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    with Endpoint() as made:
+        yield made
 
 
 def test_the_model_reads_tries_with_their_scores_and_its_answer_is_an_experience(endpoint: Endpoint) -> None:
