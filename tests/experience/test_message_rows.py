@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from tests.experience.foreign_pools import of_conversations
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
@@ -33,47 +32,6 @@ HINT = (
     "\n\nThink about the next step before answering. Your thought (<think>...</think>) should be as short and concise"
     " as possible."
 )
-
-
-# -- AgentEvolver's pools, by the rows that its own code makes --
-
-
-@dataclass(frozen=True)
-class KnownRow:
-    """A row: token ids, loss mask, log-probs of the response."""
-
-    ids: list[int]
-    mask: list[int]
-    log_probs: torch.Tensor
-
-
-@dataclass(frozen=True)
-class KnownRollout:
-    """A rollout of a pool: what it was asked, and its rows."""
-
-    task: str
-    rollout: str
-    asked: list[dict[str, str]]
-    rows: list[KnownRow]
-
-
-def of_conversations(base: Path) -> list[KnownRollout]:
-    """Return the rollouts of a pool by the rows of ``expected.json``, and the log-probs that the pool has of them."""
-    pool = read_pool(base / "step_40").task2trajectories
-    held = {(task, one.rollout_id): rows_of(one) for task, several in pool.items() for one in several}
-    found = []
-    for one in json.loads((base / "expected.json").read_text()):
-        rows = [
-            KnownRow(row["input_ids"], row["loss_mask"], recorded.old_log_probs)
-            for row, recorded in zip(one["samples"], held.get((one["task_id"], one["rollout_id"]), ()), strict=False)
-        ]
-        if rows:
-            assert len(rows) == len(one["samples"])
-            found.append(KnownRollout(one["task_id"], one["rollout_id"], one["messages"][:2], rows))
-    return found
-
-
-# -- what is made of them --
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +159,7 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
             assert here["loss_mask"][used].tolist() == here["exp_mask"][used].tolist() == row.mask
             response = used[-len(here["response_mask"]) :]
             assert here["recorded_mask"][response].all()
-            assert torch.equal(here["recorded_old_log_probs"][response], row.log_probs)
+            assert torch.equal(here["recorded_old_log_probs"][response], torch.tensor(row.log_probs))
     # The pool keeps the same tokens of a task once.
     tokens = {(known[key].task, str([row.ids for row in known[key].rows])) for key in came}
     fitting = [one for one in known.values() if one.asked == asked[one.task]]

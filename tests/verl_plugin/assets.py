@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,18 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_assets(folder: Path) -> Assets:
-    """Write model, tokenizer, parquet files and reward into ``folder``.
+def make_assets(
+    folder: Path, seed: int = 0, tokenizer: Any = None, rows: Sequence[Mapping[str, Any]] | None = None
+) -> Assets:
+    """Write model, tokenizer, parquet files and reward into ``folder``; ``seed`` initialises the weights.
 
     The model is a Llama: for other architectures verl's loading would put the published tokenizer in place of ours.
+
+    Args:
+        folder: need not exist.
+        seed: as above.
+        tokenizer: of the model; ``None`` = :func:`make_tokenizer`'s.
+        rows: to train on; ``None`` = ``TRAIN_ROWS`` of the digit task.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -80,7 +89,7 @@ def make_assets(folder: Path) -> Assets:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assets = Assets(folder / "model", folder / "train.parquet", folder / "val.parquet", folder / "reward.py")
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     tokenizer.save_pretrained(assets.model)
     config = LlamaConfig(
         vocab_size=max(64, len(tokenizer)),
@@ -96,9 +105,9 @@ def make_assets(folder: Path) -> Assets:
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):  # transformers initialises with the global generator
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         LlamaForCausalLM(config).to(torch.float32).save_pretrained(assets.model)
-    pq.write_table(pa.Table.from_pylist(make_rows(0, TRAIN_ROWS, "train")), assets.train)
+    pq.write_table(pa.Table.from_pylist(list(rows or make_rows(0, TRAIN_ROWS, "train"))), assets.train)
     pq.write_table(pa.Table.from_pylist(make_rows(TRAIN_ROWS, VAL_ROWS, "val")), assets.val)
     assets.reward.write_text(REWARD, encoding="utf-8")
     return assets

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from trajstore import AgentTrajectory
 
-from .runs import GROUP
 from .witness import LossRow, MicroBatch
 
 LOW = HIGH = 0.2
@@ -25,47 +26,74 @@ class OffPolicyLoss:
 
     shaping: float | None = None
     drop_negative: bool = False
+    clip: bool = True
     high: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One output of a recorded session, and whose it is."""
+
+    rollout: AgentTrajectory
+    number: int
+    count: int
+    prompt: tuple[int, ...]
+    response_mask: torch.Tensor
+    log_probs: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What :func:`check_loss_rows` found."""
+
+    replayed_rows: int
+    replayed_of_several: int
+    """Of these, rows of sessions with several outputs."""
+    rows_of: dict[str, int]
+    """Sessions of each group, by ``uid``."""
+    beyond_clip: int
+    """Replayed tokens of which clipping changes the loss, or would change it."""
 
 
 def check_loss_rows(
     rows: Sequence[LossRow],
     rollouts: Sequence[AgentTrajectory],
     *,
+    group: Callable[[str], int],
     separate: bool = False,
     loss: OffPolicyLoss | None = None,
-) -> int:
-    """Check every row that the loss saw against the store, every loss against its rows; return how many were replayed.
+) -> Counted:
+    """Check every row that the loss saw against the store, and every loss against its rows.
 
-    A row is a recorded rollout, token by token, with exactly the log-probs that were recorded. All of a group asked
-    the same thing. ``exp_mask`` is the response's mask where the rollout was made in another group. Advantages are
-    those of GRPO over the recorded scores. Every micro-batch with counted tokens has a fresh row, and its loss is what
-    the formula gives.
+    A row is an output of a recorded session, token by token, with exactly the log-probs that were recorded; only
+    demonstrations have none. All of a group that this run made asked the same thing. Its sessions are whole;
+    ``exp_mask`` is the response's mask where the session was made in another group. Advantages are those of GRPO over
+    the recorded scores of sessions. Every micro-batch with counted tokens has a fresh row, and its loss is what the
+    formula gives.
 
     Args:
         rows: all of the run.
-        rollouts: those of the store that were trained on.
-        separate: each replayed rollout is a group of its own.
+        rollouts: those of the store that were trained on; and histories of other programs, whose ``uid`` is empty.
+        group: how many sessions a task's group has at the most.
+        separate: each replayed session is a group of its own.
         loss: of replayed tokens; ``None`` = the defaults.
     """
-    recorded: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
+    recorded: dict[tuple[int, ...], list[Output]] = defaultdict(list)
     for rollout in rollouts:
-        recorded[tuple(rollout.input_ids.tolist())].append(rollout)
+        for tokens, output in _outputs(rollout):
+            recorded[tokens].append(output)
     task_of = {rollout.metadata["uid"]: rollout.task_id for rollout in rollouts}
-    groups: dict[str, list[tuple[LossRow, AgentTrajectory, bool]]] = defaultdict(list)
+    groups: dict[str, list[tuple[LossRow, Output, bool]]] = defaultdict(list)
     micro_batches: dict[MicroBatch, list[tuple[LossRow, bool]]] = defaultdict(list)
     for row in rows:
         if not row.response_mask.any():  # by which verl fills the batch up
             continue
         uid, _, apart = row.uid.partition("-replayed-")
-        written = row.response_mask.bool()
-        match = [
-            one for one in recorded[row.tokens] if torch.equal(one.old_log_probs[written], row.old_log_probs[written])
-        ]
+        match = [one for one in recorded[row.tokens] if _has_log_probs_of(row, one)]
         assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
-        own = [one for one in match if one.metadata["uid"] == uid and not apart]
+        own = [one for one in match if one.rollout.metadata["uid"] == uid and not apart]
         # Two runs that begin with the same weights may have made the same rollout of tasks with other names.
-        found = next((one for one in own or match if one.task_id == task_of[uid]), match[0])
+        found = next((one for one in own or match if one.rollout.task_id == task_of[uid]), match[0])
         replayed = not own
         assert bool(apart) == (replayed and separate)
         assert torch.equal(row.response_mask, found.response_mask)
@@ -75,32 +103,58 @@ def check_loss_rows(
         groups[uid].append((row, found, replayed))
         micro_batches[row.micro_batch].append((row, replayed))
     for held in groups.values():
-        _check_group(held, separate=separate)
+        _check_group(held, group, separate=separate)
     for micro_batch, seen in micro_batches.items():
         assert not all(replayed for _, replayed in seen), "replayed rows alone made an optimizer step"
         wanted = sum(_loss(row, loss or OffPolicyLoss(), off=replayed) for row, replayed in seen)
         wanted /= micro_batch.batch_tokens
         assert math.isclose(micro_batch.loss, wanted, rel_tol=1e-3, abs_tol=1e-5), (micro_batch.loss, wanted)
-    return sum(replayed for held in groups.values() for _, _, replayed in held)
+    everything = [one for held in groups.values() for one in held]
+    return Counted(
+        replayed_rows=sum(replayed for _, _, replayed in everything),
+        replayed_of_several=sum(replayed and found.count > 1 for _, found, replayed in everything),
+        rows_of={uid: len({found.rollout.rollout_id for _, found, _ in held}) for uid, held in groups.items()},
+        beyond_clip=sum(_beyond_clip(row, loss or OffPolicyLoss()) for row, _, replayed in everything if replayed),
+    )
 
 
-def _check_group(held: Sequence[tuple[LossRow, AgentTrajectory, bool]], *, separate: bool) -> None:
-    (task,) = {one.task_id for _, one, _ in held}
-    asked = {tuple(row.prompt.tolist()) for row, _, _ in held}
+def _has_log_probs_of(row: LossRow, output: Output) -> bool:
+    """Return whether a row has exactly the log-probs that were recorded, where the model wrote."""
+    if output.log_probs is None:
+        return bool(output.rollout.metadata.get("demonstration"))
+    written = row.response_mask.bool()
+    return torch.equal(output.log_probs[written], row.old_log_probs[written])
+
+
+def _check_group(held: Sequence[tuple[LossRow, Output, bool]], group: Callable[[str], int], *, separate: bool) -> None:
+    sessions = {found.rollout.rollout_id: (found.rollout, replayed) for _, found, replayed in held}
+    (task,) = {rollout.task_id for rollout, _ in sessions.values()}
+    asked = {found.prompt for _, found, _ in held if not found.number and found.rollout.metadata["uid"]}
     assert len(asked) == 1, f"a group of {task} asks two things"
-    assert len(held) <= GROUP
-    scores = {one.rollout_id: one.reward.metadata["score"] for _, one, _ in held if one.reward}
-    together = torch.tensor([scores[one.rollout_id] for _, one, replayed in held if not (separate and replayed)])
+    assert len(sessions) <= group(task)
+    assert len(held) == sum(found.count for _, found, _ in held if not found.number), "each session is whole"
+    scores = {name: rollout.reward.metadata["score"] for name, (rollout, _) in sessions.items() if rollout.reward}
+    together = torch.tensor([scores[name] for name, (_, replayed) in sessions.items() if not (separate and replayed)])
     mean, deviation = (together.mean(), together.std() + 1e-6) if len(together) > 1 else (torch.tensor(0.0), 1.0)
-    for row, one, replayed in held:
-        score = scores[one.rollout_id]
+    for row, found, replayed in held:
+        score = scores[found.rollout.rollout_id]
         value = score if separate and replayed else float((score - mean) / deviation)
         torch.testing.assert_close(row.advantages, value * row.response_mask.float(), atol=1e-4, rtol=1e-4)
 
 
 def _loss(row: LossRow, options: OffPolicyLoss, *, off: bool) -> float:
     """Return the sum of a row's token losses."""
-    total = 0.0
+    return sum(_token_losses(row, options, off=off))
+
+
+def _beyond_clip(row: LossRow, options: OffPolicyLoss) -> int:
+    """Return of how many tokens of a replayed row clipping changes the loss by more than rounding."""
+    both = (_token_losses(row, dataclasses.replace(options, clip=clip), off=True) for clip in (True, False))
+    return sum(not math.isclose(*pair, rel_tol=1e-2, abs_tol=1e-3) for pair in zip(*both, strict=True))
+
+
+def _token_losses(row: LossRow, options: OffPolicyLoss, *, off: bool) -> list[float]:
+    losses = []
     columns = (row.log_probs, row.old_log_probs, row.advantages, row.response_mask)
     for current, old, advantage, counts in zip(*(one.tolist() for one in columns), strict=True):
         if not counts or (off and options.drop_negative and advantage < 0):
@@ -108,7 +162,117 @@ def _loss(row: LossRow, options: OffPolicyLoss, *, off: bool) -> float:
         ratio = math.exp(current - old)
         if off and options.shaping is not None:
             ratio /= ratio + options.shaping
-        high = options.high if off else HIGH
-        ratio = min(ratio, 1 + high) if advantage >= 0 else min(max(ratio, 1 - LOW), DUAL_CLIP)
-        total -= advantage * ratio
-    return total
+        if options.clip or not off:
+            high = options.high if off else HIGH
+            ratio = min(ratio, 1 + high) if advantage >= 0 else min(max(ratio, 1 - LOW), DUAL_CLIP)
+        losses.append(-advantage * ratio)
+    return losses
+
+
+def _outputs(rollout: AgentTrajectory) -> list[tuple[tuple[int, ...], Output]]:
+    """Return the outputs of a recorded session with their tokens."""
+    ids = rollout.input_ids.tolist()
+    parts = rollout.metadata.get("rows", [{"tokens": len(ids), "prompt": rollout.response_start}])
+    made = []
+    first = 0
+    for number, part in enumerate(parts):
+        start, end = first + part["prompt"], first + part["tokens"]
+        response = slice(start - rollout.response_start, end - rollout.response_start)
+        log_probs = None if rollout.old_log_probs is None else rollout.old_log_probs[response]
+        mask = rollout.response_mask[response]
+        output = Output(rollout, number, len(parts), tuple(ids[first:start]), mask, log_probs)
+        made.append((tuple(ids[first:end]), output))
+        first = end
+    assert first == len(ids)
+    return made
+
+
+def check_choices(
+    rows: Sequence[LossRow],
+    rollouts: Sequence[AgentTrajectory],
+    *,
+    count: int,
+    value: Callable[[AgentTrajectory], float],
+    least_used_first: bool,
+) -> int:
+    """Check that the histories of each group are those that the options prefer; return how often some were left.
+
+    What the pool held of a task before a step is worked out from what was recorded: its successes of all steps before,
+    each sequence of tokens once, since all of its rollouts succeeded the last time.
+
+    Args:
+        rows: all of the run.
+        rollouts: those of the store that were trained on.
+        count: histories that a group has, if the pool has as many.
+        value: the smallest first.
+        least_used_first: histories that came less often go before all others.
+    """
+    replayed: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for row in rows:
+        if row.exp_mask.any():
+            replayed[row.uid.partition("-replayed-")[0]].add(row.tokens)
+    made: dict[int, dict[str, list[AgentTrajectory]]] = defaultdict(lambda: defaultdict(list))
+    for rollout in rollouts:
+        made[int(rollout.policy_version or 0)][rollout.metadata["uid"]].append(rollout)
+    pool: dict[str, dict[tuple[int, ...], AgentTrajectory]] = defaultdict(dict)
+    uses: Counter[tuple[int, ...]] = Counter()
+    left = 0
+    for _, groups in sorted(made.items()):
+        for uid, fresh in groups.items():
+            if uid not in replayed:
+                continue
+            held = pool[fresh[0].task_id]
+            ranks = {key: (uses[key] if least_used_first else 0, value(one)) for key, one in held.items()}
+            outputs = {key: {tokens for tokens, _ in _outputs(one)} for key, one in held.items()}
+            chosen = [key for key, tokens in outputs.items() if tokens <= replayed[uid]]
+            assert replayed[uid] == set().union(*(outputs[key] for key in chosen))
+            assert sorted(ranks[key] for key in chosen) == sorted(ranks.values())[:count]
+            left += len(held) > len(chosen)
+            uses.update(chosen)
+        for fresh in groups.values():
+            held = pool[fresh[0].task_id]
+            successes = [one for one in fresh if one.reward and one.reward.outcome == 1.0]
+            if len(successes) == len(fresh):
+                held.clear()
+                continue
+            for one in successes:
+                held.setdefault(tuple(one.input_ids.tolist()), one)
+    return left
+
+
+def mean_entropy(rollout: AgentTrajectory) -> float:
+    """Return the mean over the tokens that the model wrote, in nats."""
+    return float(rollout.entropys[rollout.response_mask.bool()].double().mean())
+
+
+def check_against_checkpoints(rollouts: Sequence[AgentTrajectory], model: Path, checkpoints: Path) -> int:
+    """Check the recorded log-probs of each step's rollouts against the weights before it; return how many were checked.
+
+    Args:
+        rollouts: recorded ones.
+        model: folder with which the run began.
+        checkpoints: verl's, one for each step but the last at the least.
+    """
+    from transformers import LlamaForCausalLM
+
+    policy = LlamaForCausalLM.from_pretrained(model).float()
+    checked = 0
+    for step in sorted({int(one.policy_version or 0) for one in rollouts}):
+        if step > 1:
+            saved = checkpoints / f"global_step_{step - 1}" / "actor" / "model_world_size_1_rank_0.pt"
+            weights: dict[str, Any] = torch.load(saved, weights_only=False)
+            local = {name: one.to_local() if hasattr(one, "to_local") else one for name, one in weights.items()}
+            policy.load_state_dict(local)
+        for rollout in rollouts:
+            if rollout.policy_version != step:
+                continue
+            for tokens, output in _outputs(rollout):
+                ids = torch.tensor(tokens)
+                with torch.no_grad():
+                    scores = policy(ids[None]).logits[0].log_softmax(-1)
+                start = len(output.prompt)
+                wanted = scores[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
+                written = output.response_mask.bool()
+                torch.testing.assert_close(output.log_probs[written], wanted[written], atol=1e-4, rtol=1e-4)
+                checked += 1
+    return checked

@@ -5,23 +5,32 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
 import torch
 
 from tools.crash.verl.campaign import run_campaign
-from tools.crash.verl.checks import Promises, check_resumed, look
+from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import Kept, kept_pool
 from tools.crash.verl.layout import (
+    SAVE_EVERY,
+    cut_path,
+    journal_path,
+    pool_files_path,
     pool_path,
     rollouts_path,
+    step_named_by_tracker,
 )
-from tools.crash.verl.moments import ACKNOWLEDGED, CUT, FIRST_ACKNOWLEDGED, UPDATE, Moment
+from tools.crash.verl.moments import ACKNOWLEDGED, CUT, FIRST_ACKNOWLEDGED, UPDATE, JournalReader, Moment, wait_for
+from tools.crash.verl.processes import Driver
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.verl.rows import replayable
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.experience.persistence import read_pool
 from trajstore.trajectory import Reward
 
 from .assets import Assets
@@ -37,6 +46,22 @@ def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path
     assert result.counts["acknowledged rollouts"] > 50
     assert len(result.resumed) == 3
     assert result.resumed[-1] >= 2
+
+    # The campaign itself: what is not as promised must be seen.
+    step = step_named_by_tracker(tmp_path)
+    assert step is not None
+    promises = Promises(rollouts={10**6: ["lost_0_0", "0" * 32], 0: ["other_0_0", "0" * 32]})
+    path = cut_path(tmp_path, step)
+    cut = orjson.loads(path.read_bytes())
+    path.write_bytes(orjson.dumps({**cut, "step": step + 1}))
+    problems: list[str] = []
+    look(tmp_path, promises, "", "exact", problems.append)
+    for part in ("rollout 1000000 (lost_0_0) was acknowledged and is lost", "['other_0_0', ", "says step"):
+        assert any(part in problem for problem in problems), problems
+    path.unlink()
+    problems.clear()
+    look(tmp_path, Promises(), "", "exact", problems.append)
+    assert problems == [f"the checkpoint of step {step} has no sound cut of ours"]
 
 
 SAID = {"role": "assistant", "content": "1", "author": "llm"}
@@ -73,6 +98,22 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     ]
 
 
+def test_another_pool_is_seen() -> None:
+    expected = Expected(2, {"skip_uid_set": ["digit:1"], "refused": {"no_entropy": 0}}, {"digit:2": [["a_0_0", "ab"]]})
+    loaded = {"step": 2, "pool": {"skip_uid_set": ["digit:1"], "refused": {}}, "held": {"digit:2": [["a_0_0", "ab"]]}}
+    problems: list[str] = []
+    check_resumed(loaded, expected, problems.append)
+    assert problems == []
+    check_resumed({**loaded, "step": 3}, expected, problems.append)
+    check_resumed({**loaded, "held": {"digit:2": [["a_0_0", "cd"]]}}, expected, problems.append)
+    check_resumed({**loaded, "pool": {"skip_uid_set": [], "refused": {}}}, expected, problems.append)
+    assert [problem.split(":")[0] for problem in problems] == [
+        "resumed at step 3, verl's tracker says 2",
+        "resumed at step 2",
+        "resumed at step 2",
+    ]
+
+
 # ---- on_resume: keep ----
 
 
@@ -99,6 +140,28 @@ def rollout(
 
 def names(kept: Kept) -> dict[str, list[str]]:
     return {task: [one.rollout_id for one in held] for task, held in kept.held.items()}
+
+
+def test_what_keep_promises_follows_the_rules() -> None:
+    before = {"digit:1": [rollout("old_0_0", "digit:1", 1)], "digit:2": [rollout("old_1_0", "digit:2", 1)]}
+    state = {"difficulty2task_dict": {"1": ["digit:1", "digit:2"]}, "skip_uid_set": ["digit:3"]}
+    since = [
+        rollout("b_1_0", "digit:2", 2),  # solved
+        rollout("b_0_0", "digit:2", 2),
+        rollout("c_0_0", "digit:3", 2),  # a part of its group was lost
+        rollout("a_1_0", "digit:1", 2, outcome=0.0),
+        rollout("a_0_0", "digit:1", 2, entropy=2.0),
+        rollout("d_1_0", "digit:1", 2, run="run-b", entropy=0.5),
+        rollout("d_0_0", "digit:1", 2, run="run-b", outcome=0.0),
+    ]
+    kept = kept_pool(state, before, since, most=2, n_rollout=2)
+    assert names(kept) == {"digit:1": ["old_0_0", "d_1_0"], "digit:3": ["c_0_0"]}
+    assert kept.buckets() == {"1": ["digit:1", "digit:3"]}
+    assert list(kept.skip) == ["digit:2"]
+    assert not kept.refused
+    kept.take_in([rollout("e_0_0", "digit:1", 3, entropy=3.0, of=3), rollout("d_1_0", "digit:1", 3, outcome=1.0, of=3)])
+    assert names(kept)["digit:1"] == ["old_0_0", "d_1_0"]
+    assert kept.refused == {"not_better": 1, "duplicate": 1}
 
 
 def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
@@ -170,3 +233,35 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
     assert result.counts["kills"] == 2
     assert result.resumed == [0, 0, 2]
     assert result.counts["times an acknowledged rollout had to be in the pool that the cut had not"] > 0
+
+
+def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
+    """Kill a driver at a moment; return how it began."""
+    journal, driver = JournalReader(journal_path(folder, life)), Driver(folder, life, "exact")
+    try:
+        obstacle = wait_for(moment, driver, journal, random.Random(0))
+    finally:
+        driver.kill()
+    journal.refresh()
+    assert obstacle is None, obstacle
+    return next(entry for entry in journal.entries if entry["event"] == "loaded")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Assets, tmp_path: Path) -> None:
+    """Checkpoints that were copied without our file: the pool goes back to ``step_N`` of ``pool_path``."""
+    kill_at(tmp_path, 0, Moment("update", 0.1, (2 * SAVE_EVERY + 1,)))
+    step = step_named_by_tracker(tmp_path)
+    assert step == 2 * SAVE_EVERY
+    files = pool_files_path(tmp_path)
+    assert sorted(path.name for path in files.iterdir()) == [f"step_{SAVE_EVERY}", f"step_{step}"]
+    for path in tmp_path.rglob(cut_path(tmp_path, step).name):
+        path.unlink()
+    loaded = kill_at(tmp_path, 1, None)
+    assert loaded["step"] == step
+    kept = read_pool(files / f"step_{step}")
+    names = {task: [[one.rollout_id, digest(one)] for one in held] for task, held in kept.task2trajectories.items()}
+    assert names
+    assert loaded["held"] == names
+    assert loaded["pool"]["skip_uid_set"] == kept.skip_uid_set

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from .recount import OffPolicyLoss, check_loss_rows
+from .recount import check_loss_rows
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS = 5
 SAVED = 3
@@ -22,7 +22,7 @@ STARTS = "++exp_manager.experience_replay.replay_start_ratio=0.4"
 
 def replayed_rows(training: Training) -> int:
     """Check what the loss saw; return how many of its rows were replayed."""
-    return check_loss_rows(training.rows, training.rollouts)
+    return check_loss_rows(training.rows, training.rollouts, group=lambda task: GROUP).replayed_rows
 
 
 @pytest.fixture(scope="module")
@@ -131,18 +131,10 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
 
 
-def test_asynchronous_training_with_options_of_the_loss_and_of_groups(train: Train, tmp_path: Path) -> None:
-    option = "+exp_manager.experience_replay."
+def test_asynchronous_training(train: Train, tmp_path: Path) -> None:
     training = train(
-        tmp_path,
-        *REPLAY,
-        f"{option}group_offpolicy=separate",
-        f"{option}off_policy_shaping=0.1",
-        f"{option}drop_negative_off_policy=true",
-        "trainer.v1.trainer_mode=colocate_async_replay",
-        "trainer.total_training_steps=3",
+        tmp_path, *REPLAY, "trainer.v1.trainer_mode=colocate_async_replay", "trainer.total_training_steps=3"
     )
     assert len(training.steps) == 3
     check_replay_metrics(training.steps)
-    loss = OffPolicyLoss(shaping=0.1, drop_negative=True)
-    assert check_loss_rows(training.rows, training.rollouts, separate=True, loss=loss) >= 1
+    assert replayed_rows(training) >= 1

@@ -1,0 +1,99 @@
+"""AgentEvolver's pools of ``shared/fixtures``, read without the code that is tested; what its code makes of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KnownRow:
+    """A row: token ids, loss mask, start of the response, log-probs of the response; ``None`` = none were recorded."""
+
+    ids: list[int]
+    mask: list[int]
+    start: int
+    log_probs: list[float] | None
+
+
+@dataclass(frozen=True)
+class KnownRollout:
+    """A rollout of a pool: what it was asked, and its rows."""
+
+    task: str
+    rollout: str
+    asked: list[dict[str, str]]
+    rows: list[KnownRow]
+
+
+class _Anything(dict[Any, Any]):
+    """Takes any state and does nothing with it."""
+
+    def __init__(self, *_arguments: Any) -> None:
+        super().__init__()
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state.get("__dict__", state) if isinstance(state, dict) else {}
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("builtins", "collections"):
+            return super().find_class(module, name)
+        return _Anything
+
+
+def _pickled(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the metadata of each rollout of a pool, and its ``steps`` where it has nothing else."""
+    with (folder / "task2trajectories.pkl").open("rb") as file:
+        pool = _Plain(file).load()
+    return {
+        (task, one.fields["rollout_id"]): {"steps": one.fields.get("steps"), **one.fields["metadata"]}
+        for task, held in pool.items()
+        for one in held
+    }
+
+
+def of_conversations(base: Path) -> list[KnownRollout]:
+    """Return the rollouts of a pool by the rows of ``expected.json``."""
+    held = _pickled(base / "step_40")
+    found = []
+    for one in json.loads((base / "expected.json").read_text()):
+        if (one["task_id"], one["rollout_id"]) not in held:
+            continue
+        log_probs = held[one["task_id"], one["rollout_id"]]["old_log_probs"]
+        rows = []
+        for row in one["samples"]:
+            start, length = row["response_start"], len(row["input_ids"])
+            rows.append(KnownRow(row["input_ids"], row["loss_mask"], start, log_probs[: length - start]))
+            log_probs = log_probs[length - start :]
+        assert not log_probs
+        found.append(KnownRollout(one["task_id"], one["rollout_id"], one["messages"][:2], rows))
+    return found
+
+
+def of_messages(folder: Path, tokenizer: Any) -> list[KnownRollout]:
+    """Return the rollouts of a pool of messages, by the tokens of each part of the ChatML template."""
+
+    def tokens(text: str) -> list[int]:
+        made: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return made
+
+    found = []
+    for (task, rollout), said in _pickled(folder).items():
+        ids: list[int] = []
+        mask: list[int] = []
+        starts = []
+        for message in said["steps"]:
+            header = tokens(f"<|im_start|>{message['role']}\n")
+            body, end = tokens(f"{message['content']}<|im_end|>"), tokens("\n")
+            by_model = message["role"] == "assistant"
+            starts += [len(ids)] if by_model else []
+            ids += header + body + end
+            mask += [0] * len(header) + [int(by_model)] * len(body) + [0] * len(end)
+        found.append(KnownRollout(task, rollout, said["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
+    return found

@@ -1,0 +1,100 @@
+"""What the trainings with guidance have in common: overrides, experiences to begin with, checks of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trajstore import AgentTrajectory
+from trajstore.experience import BufferStore
+from trajstore.guidance import Experience, Guidance, LocalMaker
+
+from .assets import TRAIN_ROWS, make_rows, make_tokenizer
+from .witness import LossRow
+
+TASKS = 6
+MARK = "tip: "
+TEMPLATE = f"'{MARK}{{}} now '"
+
+# Few tasks, so that they come again. The tokenizer has a token for each letter, so experience is long.
+GUIDED = (
+    "trainer.v1.trainer_mode=sync_replay",
+    f"data.train_max_samples={TASKS}",
+    "data.max_prompt_length=320",
+    "+exp_manager.outcome.key=hit",
+    "+experience_maker.enable_context_generator=true",
+    "+experience_maker.retrieve_top_k=1",
+    "+exp_manager.rollout_expratio=0.5",
+    f"+exp_manager.experience_template={TEMPLATE}",
+)
+
+
+def store_of(folder: Path) -> Path:
+    return folder / "checkpoints" / "trajstore" / "experiences"
+
+
+def seed_experiences(folder: Path) -> None:
+    """Put one experience for each task where the run with this folder looks for them."""
+    with contextlib.closing(BufferStore.open(str(store_of(folder)))) as store:
+        maker = LocalMaker(store)
+        texts = [row["prompt"][0]["content"] for row in make_rows(0, TRAIN_ROWS, "train")]
+        maker.add(
+            [
+                Experience(when_to_use=text, content=f"say {text[-1]} first", query=text, task_id=f"digit:{index}")
+                for index, text in enumerate(texts)
+            ]
+        )
+
+
+def check_guided_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajectory]) -> Counter[str]:
+    """Check every row that the loss saw against the store; return how many there were of each kind.
+
+    Discarded rows hold nothing of an experience, and are off-policy on the whole response; kept rows hold it and are
+    on-policy; a replayed row has the mask of replay, whatever it was shown when it was made.
+    """
+    tokenizer = make_tokenizer()
+    by_tokens: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
+    for one in rollouts:
+        by_tokens[tuple(one.input_ids.tolist())].append(one)
+    counts: Counter[str] = Counter()
+    for row in rows:
+        match = [one for one in by_tokens[row.tokens] if torch.equal(one.old_log_probs, row.old_log_probs)]
+        assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
+        own = [one for one in match if one.metadata["uid"] == row.uid]
+        found = own[0] if own else match[0]
+        guidance = Guidance.of(found)
+        mask = row.exp_mask[: row.response.numel()]
+        text = tokenizer.decode(row.prompt)
+        kept = guidance is not None and guidance.train_mode == "keep"
+        assert (MARK in text) == kept
+        kind = "plain" if guidance is None else guidance.train_mode
+        if not own:
+            kind = f"replayed {kind}"
+            wanted = row.response_mask
+        else:
+            wanted = torch.full_like(mask, int(kind == "discard"))
+        assert torch.equal(mask, wanted), kind
+        assert not row.exp_mask[row.response.numel() :].any()
+        assert torch.isfinite(row.old_log_probs).all()
+        counts[kind] += 1
+    return counts
+
+
+def check_records(rollouts: Sequence[AgentTrajectory]) -> None:
+    """Check what the recorded rollouts say of what they were shown."""
+    for one in rollouts:
+        guidance = Guidance.of(one)
+        if guidance is None:
+            continue
+        assert guidance.experiences
+        assert len(guidance.insertions) == 1
+        assert guidance.insertions[0].text.startswith(MARK)
+        assert guidance.taken_out == (guidance.train_mode == "discard")
+        assert one.messages[0]["content"].startswith(MARK) == (guidance.train_mode == "keep")
+        assert re.fullmatch("[a-z]{2} say [0-9]", one.query), "what the user asked, without experience"
+        assert (one.rollout_log_probs is None) == guidance.taken_out

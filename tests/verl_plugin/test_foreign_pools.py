@@ -1,0 +1,130 @@
+"""The real V1 trainer with pools of AgentEvolver: what is replayed are the rows that its own code makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.experience.foreign_pools import KnownRollout, of_conversations, of_messages
+from tests.experience.test_message_rows import HINT, without_ids
+from trajstore import AgentTrajectory, Reward
+from trajstore.cli import main
+from trajstore.experience.persistence import read_pool, write_pool
+
+from .assets import make_assets
+from .recount import check_loss_rows
+from .runs import GROUP, Train, log_probs_of
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+SOURCE = "house"
+OPTION = "+exp_manager.experience_replay."
+
+
+def history(one: KnownRollout) -> AgentTrajectory:
+    """Return a rollout as a recorded session of several outputs has its rows, with what was asked."""
+    ids = [token for row in one.rows for token in row.ids]
+    mask = [on for row in one.rows for on in row.mask]
+    first = one.rows[0].start
+    log_probs: list[float] = []
+    for row in one.rows:
+        log_probs += [0.0] * row.start + (row.log_probs or [])
+    recorded_ones = None if one.rows[0].log_probs is None else torch.tensor(log_probs[first:])
+    return AgentTrajectory(
+        task_id=f"{SOURCE}:{one.task}",
+        rollout_id=f"{one.task}/{one.rollout}",
+        messages=one.asked,
+        input_ids=torch.tensor(ids),
+        response_start=first,
+        response_mask=torch.tensor(mask[first:]),
+        old_log_probs=recorded_ones,
+        reward=Reward(outcome=1.0, metadata={"score": 1.0}),
+        metadata={
+            "uid": "",
+            "demonstration": recorded_ones is None,
+            "rows": [{"tokens": len(row.ids), "prompt": row.start} for row in one.rows],
+        },
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear_think", "messages"])
+def test_the_rows_of_agentevolver_are_trained_on(
+    kind: str, train: Train, shared_fixtures: Path, tmp_path: Path
+) -> None:
+    """Every second history has lost its ids, which the tokenizer makes again. Those that ask what the data do not stay
+    out: in these pools the histories of one task ask several things."""
+    from transformers import AutoTokenizer
+
+    base = shared_fixtures / "experience_pool_cmt"
+    tokenizer = AutoTokenizer.from_pretrained(base / "tokenizer")
+    source = tmp_path / "experience_pool" / "step_40"
+    if kind == "messages":
+        source = shared_fixtures / "experience_pool" / "step_120"
+        histories = [history(one) for one in of_messages(source, tokenizer)]
+    else:
+        histories = [history(one) for one in of_conversations(base / kind)]
+        pool = read_pool(base / kind / "step_40")
+        for held in pool.task2trajectories.values():
+            held[::2] = [without_ids(one) for one in held[::2]]
+        write_pool(source, pool)
+    rows = [
+        {
+            "data_source": SOURCE,
+            "prompt": one.messages,
+            "ability": "toy",
+            "reward_model": {"style": "rule", "ground_truth": "said by no random model"},
+            "extra_info": {"index": one.task_id.partition(":")[2], "split": "train"},
+        }
+        for one in {one.task_id: one for one in histories}.values()
+    ]
+    assets = make_assets(tmp_path / "assets", tokenizer=tokenizer, rows=rows)
+    words = ["--tokenizer", str(assets.model), "--task-prefix", f"{SOURCE}:"]
+    words += ["--context", "linear_think", "--think-hint", HINT] if kind == "linear_think" else []
+    assert main(["pool", "import", str(tmp_path / "checkpoints" / "trajstore" / "pool"), str(source), *words]) == 0
+
+    overrides = [
+        "trainer.v1.trainer_mode=sync_replay",
+        "+exp_manager.experience_replay.enable=true",
+        f"{OPTION}replay_start_ratio=0.0",
+        f"{OPTION}exp_ratio=1.0",
+        f"{OPTION}sampler={{name:least_used}}",  # so that every history comes
+        f"data.train_batch_size={len(rows)}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={len(rows)}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={2 * len(rows)}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={2 * len(rows)}",
+        "data.max_prompt_length=256",
+        f"data.max_response_length={80 if kind == 'linear_think' else 300}",
+        "trainer.total_training_steps=4",
+    ]
+    if kind == "linear_think":  # else a history of several rows finds no room beside rollouts of one
+        loop = tmp_path / "loop.yaml"
+        loop.write_text("- name: two_outputs\n  _target_: trajstore_verl_cpu_outputs.TwoOutputs\n", encoding="utf-8")
+        overrides += [
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=two_outputs",
+        ]
+    done = train(tmp_path, *overrides, assets=assets)
+    records, seen = done.steps, done.rows
+    assert len(records) == 4
+    prompts = {row["extra_info"]["index"]: row["prompt"] for row in rows}
+    fitting = [one for one in histories if one.messages == prompts[one.task_id.partition(":")[2]]]
+    counted = check_loss_rows(seen, [*done.rollouts, *fitting], group=lambda task: GROUP)
+    replayed = [row for row in seen if row.exp_mask.any()]
+    assert counted.replayed_rows == len(replayed)
+    assert len(replayed) == done.sum_of("replayed_rows")
+    assert {row.tokens for row in replayed} == set().union(*map(tokens_of_rows, fitting))
+    others = {(one.task_id, *tokens_of_rows(one)) for one in histories if not any(one is kept for kept in fitting)}
+    assert [record["experience_replay/other_prompts"] for record in records] == [len(others)] * len(records)
+    if kind == "messages":  # nothing was recorded for these tokens: in the first step the weights are those of the file
+        for row in replayed[: int(records[0]["experience_replay/replayed_rows"])]:
+            written = row.response_mask.bool()
+            wanted = log_probs_of(assets.model, row)
+            torch.testing.assert_close(row.old_log_probs[written], wanted[written], atol=1e-4, rtol=1e-4)
+
+
+def tokens_of_rows(history: AgentTrajectory) -> list[tuple[int, ...]]:
+    """Return the tokens of each row of a history."""
+    lengths = [part["tokens"] for part in history.metadata["rows"]]
+    return [tuple(part.tolist()) for part in history.input_ids.split(lengths)]

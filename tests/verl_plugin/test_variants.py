@@ -1,0 +1,168 @@
+"""The real V1 trainer with one option after another; every row that its loss saw is worked out anew from the store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+
+from trajstore import AgentTrajectory
+
+from .assets import TRAIN_ROWS, Assets, make_assets, make_rows
+from .recount import OffPolicyLoss, check_against_checkpoints, check_choices, check_loss_rows, mean_entropy
+from .runs import GROUP, REPLAY, Train
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+OPTION = "+exp_manager.experience_replay."
+TWO_MINI_BATCHES = (
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Options of a run, and what is to be seen of them."""
+
+    overrides: tuple[str, ...]
+    steps: int = 4
+    separate: bool = False
+    loss: OffPolicyLoss | None = None
+    group: Callable[[str], int] = lambda task: GROUP
+    two_outputs: bool = False
+    own_counts: bool = False
+    left_out: bool = False
+    """Some histories find no room."""
+    histories: int | None = None
+    """Of a group, where it is worked out anew which ones have to come."""
+    value: Callable[[AgentTrajectory], float] = mean_entropy
+    """Of these the smallest."""
+    in_turns: bool = False
+    """The least used first, and only of these the smallest."""
+
+
+def outcome_of(rollout: AgentTrajectory) -> float:
+    """Return a rollout's outcome."""
+    return float(rollout.reward.outcome)
+
+
+def own_count(task: str) -> int:
+    """Return the number of rollouts that the data set gives a task."""
+    return 2 + 2 * (int(task.split(":")[1]) % 3)
+
+
+FEW_TASKS = ("data.train_max_samples=4", f"{OPTION}exp_ratio=1.0")
+TURNS = f"{OPTION}sampler={{name:least_used}}"
+
+VARIANTS = {
+    "argmin": Variant(FEW_TASKS, steps=5, histories=1),
+    "in turns, argmax": Variant(
+        (*FEW_TASKS, TURNS, f"{OPTION}exp_select_mode=argmax"),
+        steps=5,
+        histories=1,
+        value=lambda one: -mean_entropy(one),
+        in_turns=True,
+    ),
+    "separate, shaped, argmax": Variant(
+        (
+            *FEW_TASKS,
+            f"{OPTION}group_offpolicy=separate",
+            f"{OPTION}off_policy_shaping=0.1",
+            f"{OPTION}exp_select_mode=argmax",
+        ),
+        steps=5,
+        separate=True,
+        loss=OffPolicyLoss(shaping=0.1),
+        histories=1,
+        value=lambda one: -mean_entropy(one),
+    ),
+    "drop_negative, positive, reward": Variant(
+        (
+            f"{OPTION}drop_negative_off_policy=true",
+            f"{OPTION}save_filter=positive",
+            f"{OPTION}exp_select_mode=reward",
+            f"{OPTION}offpolicy_trajectories_per_task=2",
+        ),
+        loss=OffPolicyLoss(drop_negative=True),
+        histories=2,
+        value=lambda one: -outcome_of(one),
+    ),
+    "mini-batches": Variant(
+        (*TWO_MINI_BATCHES, f"{OPTION}offpolicy_trajectories_per_task=3", f"{OPTION}exp_ratio=1.0"),
+        steps=5,
+        histories=3,
+    ),
+    "two outputs": Variant((f"{OPTION}offpolicy_trajectories_per_task=2",), steps=5, two_outputs=True, histories=2),
+    "two outputs, mini-batches": Variant(
+        (*TWO_MINI_BATCHES, f"{OPTION}exp_ratio=1.0"), steps=6, two_outputs=True, left_out=True
+    ),
+    "numbers of their own": Variant(
+        (f"{OPTION}offpolicy_trajectories_per_task=3", f"{OPTION}exp_ratio=1.0"),
+        steps=5,
+        group=own_count,
+        own_counts=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_loss_sees_what_the_store_and_the_options_say(
+    variant: Variant, train: Train, verl_assets: Assets, tmp_path: Path
+) -> None:
+    overrides = [*REPLAY, *variant.overrides, f"trainer.total_training_steps={variant.steps}", "trainer.save_freq=1"]
+    if variant.two_outputs:
+        loop = tmp_path / "loop.yaml"
+        loop.write_text("- name: two_outputs\n  _target_: trajstore_verl_cpu_outputs.TwoOutputs\n", encoding="utf-8")
+        overrides += [
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=two_outputs",
+        ]
+    if variant.own_counts:
+        rows = make_rows(0, TRAIN_ROWS, "train")
+        counted = [row | {"__rollout_n__": own_count(f"digit:{row['extra_info']['index']}")} for row in rows]
+        pq.write_table(pa.Table.from_pylist(counted), tmp_path / "counted.parquet")
+        overrides.append(f"data.train_files={tmp_path / 'counted.parquet'}")
+    done = train(tmp_path, *overrides)
+    assert [record["step"] for record in done.steps] == list(range(1, variant.steps + 1))
+    rollouts = [one for one in done.rollouts if one.metadata["trained"]]
+    seen = done.rows
+    counted = check_loss_rows(seen, rollouts, group=variant.group, separate=variant.separate, loss=variant.loss)
+    assert counted.replayed_rows == done.sum_of("replayed_rows") > 0
+    assert bool(counted.replayed_of_several) == variant.two_outputs
+    assert done.sum_of("other_prompts") == 0
+    left_out = done.sum_of("histories_without_room")
+    if not variant.left_out:
+        full = {one.metadata["uid"]: variant.group(one.task_id) for one in rollouts}
+        assert counted.rows_of == full
+        assert left_out == 0 or variant.own_counts
+    if variant.histories is not None:
+        left = check_choices(
+            seen, rollouts, count=variant.histories, value=variant.value, least_used_first=variant.in_turns
+        )
+        assert left or variant.histories > 1
+    assert check_against_checkpoints(rollouts, verl_assets.model, tmp_path / "checkpoints") >= len(rollouts)
+
+
+def test_histories_of_another_prompt_join_no_group(train: Train, verl_assets: Assets, tmp_path: Path) -> None:
+    """A second run goes on with the pool of a first one, on data without its row 1, numbered anew, in another order."""
+    rows = make_rows(0, TRAIN_ROWS, "train")[:6]
+    kept = enumerate(row for number, row in enumerate(rows) if number != 1)
+    other = [row | {"extra_info": {"index": number, "split": "train"}} for number, row in reversed(list(kept))]
+    further = make_assets(tmp_path / "further", seed=1)  # from the same weights the same rollouts would come again
+    done = []
+    for assets, held in ((verl_assets, rows), (further, other)):
+        data = tmp_path / f"{len(held)}_rows.parquet"
+        pq.write_table(pa.Table.from_pylist(held), data)
+        overrides = (*REPLAY, f"data.train_files={data}", "trainer.total_training_steps=3")
+        done.append(train(tmp_path, *overrides, assets=assets))
+    first, second = done
+    counted = check_loss_rows([*first.rows, *second.rows], second.rollouts, group=lambda task: GROUP)
+    assert counted.replayed_rows == first.sum_of("replayed_rows") + second.sum_of("replayed_rows")
+    assert set(counted.rows_of.values()) == {GROUP}, "fresh rollouts stand where histories were refused"
+    assert first.sum_of("other_prompts") == 0 < second.steps[0]["experience_replay/other_prompts"]
