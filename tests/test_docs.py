@@ -90,7 +90,7 @@ def test_code_runs(name: str, failures: dict[str, str]) -> None:
 
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
     elsewhere = {
-        "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto_loop.py
+        "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto.py
         "docs/howto/demonstrations.md",  # tests/experience/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
         "docs/howto/object-store.md",  # tests/files/test_remote.py

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 
+from trajstore.experience import ExperienceManager
 from trajstore.trajectory import AgentTrajectory, Reward
 
 PROMPT, RESPONSE = 2, 4
@@ -38,6 +38,51 @@ def build(task: str = "a", tokens: int = 0, outcome: float | None = 1.0, **field
     return AgentTrajectory(**(values | fields))
 
 
-@pytest.fixture(scope="session")
-def make() -> Callable[..., AgentTrajectory]:
-    return build
+def row(prompt: int, response: int, seed: int = 0, **more: Any) -> AgentTrajectory:
+    """A trajectory of so many tokens, all random."""
+    random = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(response, generator=random) > 0.3).long()
+    mask[0] = 1
+    return AgentTrajectory(
+        input_ids=torch.randint(2, 1000, (prompt + response,), generator=random),
+        loss_mask=torch.cat([torch.zeros(prompt, dtype=torch.int64), mask]),
+        response_start=prompt,
+        response_mask=mask,
+        old_log_probs=-torch.rand(response, generator=random),
+        entropys=torch.rand(response, generator=random),
+        entropy=0.5,
+        reward=Reward(outcome=1.0),
+        task_id="a",
+        rollout_id="r",
+        policy_version=1,
+        metadata={"score": seed, "common": 1},
+        **more,
+    )
+
+
+def rollouts(task: str, outcomes: Sequence[float], first: int = 0, **fields: Any) -> list[AgentTrajectory]:
+    """Rollouts of one task in a step, with tokens from ``first`` on."""
+    return [build(task, first + number, outcome, **fields) for number, outcome in enumerate(outcomes)]
+
+
+def step(
+    manager: ExperienceManager, batch: list[AgentTrajectory], entropies: Sequence[float] | None = None
+) -> list[AgentTrajectory]:
+    """Hand a step's rollouts to a pool by the calls of AgentEvolver; return what went on to its memory.
+
+    Args:
+        manager: the pool.
+        batch: the rollouts.
+        entropies: of each; ``None`` = 1.
+    """
+    rows = torch.tensor([1.0] * len(batch) if entropies is None else entropies)[:, None].expand(-1, RESPONSE)
+    manager.update_difficulty2task_dict(batch)
+    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, rows, torch.ones_like(rows))
+    manager.save_trajectories_to_memory(kept)
+    return kept
+
+
+def view(manager: ExperienceManager) -> dict[str, Any]:
+    """What a pool holds, by names."""
+    entries = {task: [one.rollout_id for one in held] for task, held in manager.task2trajectories.items()}
+    return {"buckets": manager.difficulty2task_dict, "skip": manager.skip_uid_set, "entries": entries}

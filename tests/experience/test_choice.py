@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experience.conftest import build
 from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.entry import PoolEntry
-from trajstore.experience.selection import choose_histories, undecided
+from trajstore.experience.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
+from trajstore.experience.outcomes import TaskOutcome
+from trajstore.experience.selection import choose_histories, choose_to_save, in_bounds, undecided
 from trajstore.trajectory import AgentTrajectory
-
-Make = Callable[..., AgentTrajectory]
 
 
 def pool(**values: Any) -> ExperienceManager:
@@ -33,21 +33,6 @@ def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
     return [
         int(one.input_ids[-1]) // 1000 for one in manager.get_offpolicy_batch(["a"], n) if one.input_ids is not None
     ]
-
-
-@pytest.mark.parametrize(("mode", "best"), [("argmin", 9), ("argmax", 0), ("reward", 3)])
-def test_the_best_comes_however_often_it_came(make: Make, mode: Any, best: int) -> None:
-    """By entropies under the current policy, which are the other way round than the saved ones."""
-    manager = pool(exp_select_mode=mode, save_filter="positive")
-    manager.current_entropy = lambda held: [10.0 - one.entropy for one in held]  # type: ignore[operator]
-    rollouts = [
-        make("a", at, 2.0 if at == 3 else 1.0, entropy=float(at), entropys=None, old_log_probs=-torch.rand(4))
-        for at in range(10)
-    ]
-    manager.save_trajectories_to_memory(rollouts)
-    manager.update_difficulty2task_dict([make("a", at, float(at % 2)) for at in range(4)])
-    came = Counter(int(one.rollout_id[2:]) for _ in range(100) for one in manager.get_offpolicy_batch(["a"], 1))
-    assert came == {best: 100}
 
 
 @settings(deadline=None, max_examples=200)
@@ -77,10 +62,10 @@ def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
         assert not scored, "outcome or chance decide, or all come out"
 
 
-def test_the_policy_scores_only_histories_that_are_equal_in_uses(make: Make) -> None:
+def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
     """Two of five come: while all are new all are scored; then of the three that are left; then one is sure to come."""
     manager = pool(in_turns=True)
-    manager.save_trajectories_to_memory([make(tokens=t, entropy=float(t)) for t in range(5)])
+    manager.save_trajectories_to_memory([build(tokens=t, entropy=float(t)) for t in range(5)])
     asked: list[list[int]] = []
 
     def current(held: Any) -> list[float]:
@@ -119,10 +104,10 @@ def test_in_turns_the_least_used_comes_first_then_the_best_by_entropy(
     assert generator.bit_generator.state == before, "nothing was left to chance"
 
 
-def test_at_random_every_order_is_as_likely_and_the_seed_decides(make: Make) -> None:
+def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
     def orders(seed: int, times: int) -> list[tuple[int, ...]]:
         manager = pool(exp_select_mode="random", seed=seed)
-        manager.save_trajectories_to_memory([make(tokens=t) for t in range(3)])
+        manager.save_trajectories_to_memory([build(tokens=t) for t in range(3)])
         return [tuple(drawn(manager, 3)) for _ in range(times)]
 
     found = Counter(orders(1, 600))
@@ -131,10 +116,10 @@ def test_at_random_every_order_is_as_likely_and_the_seed_decides(make: Make) -> 
     assert orders(7, 20) == orders(7, 20)
 
 
-def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make: Make) -> None:
+def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task() -> None:
     manager = pool(exp_select_mode="reward", max_trajectories_per_task=3)
     outcomes = [1.5, None, 1.0, 2.0, 1.0, 0.5]
-    manager.save_trajectories_to_memory([make(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
+    manager.save_trajectories_to_memory([build(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
     assert manager.refused == {"not_better": 1}
     assert drawn(manager, 3) == [3, 0, 4], "of equal outcomes the newer one stayed"
     assert drawn(manager, 1) == [3]
@@ -144,21 +129,11 @@ def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make
     assert [one.rollout_id for one in again.task2trajectories["a"]] == [one.rollout_id for one in kept]
 
 
-@pytest.mark.parametrize(("mode", "first"), [("argmin", 1), ("argmax", 0), ("reward", 2)])
-def test_a_limit_of_uses_leaves_what_is_best_as_it_is(make: Make, mode: Any, first: int) -> None:
-    manager = pool(exp_select_mode=mode, in_turns=True, max_uses=2, use_current_policy_entropy=False)
-    told = [(9.0, 1.0), (1.0, 1.0), (5.0, 3.0)]
-    manager.save_trajectories_to_memory(
-        [make(tokens=t, entropy=entropy, outcome=outcome) for t, (entropy, outcome) in enumerate(told)]
-    )
-    assert drawn(manager) == [first]
-
-
-def test_policy_versions_spread_over_the_batch(make: Make) -> None:
+def test_policy_versions_spread_over_the_batch() -> None:
     manager = pool(policy_versions="spread")
     versions = {"a": [1, 1, 2, 3], "b": [1, 2, 2, None], "c": [1, 1, 1, 1]}
     for task, held in versions.items():
-        rollouts = [make(task, tokens=t, policy_version=version) for t, version in enumerate(held)]
+        rollouts = [build(task, tokens=t, policy_version=version) for t, version in enumerate(held)]
         manager.save_trajectories_to_memory(rollouts)
     assert Counter(one.policy_version for one in manager.get_offpolicy_batch(["a"], 3)) == {1: 1, 2: 1, 3: 1}
     again = pool(policy_versions="spread")
@@ -170,36 +145,12 @@ def test_policy_versions_spread_over_the_batch(make: Make) -> None:
     assert len({one.policy_version for one in two_each}) >= 3
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.sampled_from([None, 1, 2, 3]), min_size=1, max_size=8),
-    st.integers(1, 8),
-    st.sampled_from([{}, {"in_turns": True}, {"exp_select_mode": "random"}]),
-)
-def test_spread_counts_differ_by_one_at_most_where_there_are_enough(
-    versions: list[int | None], n: int, rules: Any
-) -> None:
-    entries = [PoolEntry(at, "a", 1.0, 1.0, version, b"") for at, version in enumerate(versions)]
-    chosen = choose_histories(
-        entries,
-        n,
-        PoolRules(n_rollout=9, policy_versions="spread", **rules),
-        uses=[0] * len(entries),
-        entropies=[1.0] * len(entries),
-        generator=np.random.default_rng(0),
-    )
-    assert len(set(chosen)) == len(chosen) == min(n, len(entries))
-    counts = Counter(versions[at] for at in chosen)
-    for version, there in Counter(versions).items():
-        assert counts[version] >= min(there, max(counts.values()) - 1)
-
-
 @pytest.mark.parametrize(
     "rules", [{"max_uses": 2}, {"in_turns": True, "max_uses": 2}, {"exp_select_mode": "random", "max_uses": 2}]
 )
-def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, rules: dict[str, Any]) -> None:
+def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(rules: dict[str, Any]) -> None:
     manager = pool(**rules)
-    rollouts = [make(tokens=t, outcome=float(t < 3)) for t in range(8)]
+    rollouts = [build(tokens=t, outcome=float(t < 3)) for t in range(8)]
     manager.admit(rollouts)
     seen = Counter[int]()
     while manager.get_valid_replay_task_ids():
@@ -212,11 +163,11 @@ def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, rules
     assert other.get_valid_replay_task_ids() == []
 
 
-def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp_path: Path) -> None:
+def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path) -> None:
     """Whether the run went on, went back to a cut, or crashed: uses do not outlive the entry."""
     store = BufferStore.open(tmp_path)
     manager = ExperienceManager(PoolRules(n_rollout=8, in_turns=True, max_uses=2), store=store)
-    partly, solved = ([make(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (1, 8))
+    partly, solved = ([build(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (1, 8))
     manager.admit(partly)
     assert [drawn(manager), drawn(manager), drawn(manager)] == [[0], [0], []]
     manager.admit(solved)
@@ -248,16 +199,16 @@ def test_choices_that_make_no_sense_are_refused(rules: dict[str, Any], message: 
         ExperienceReplayConfig.from_mapping(rules)
 
 
-def test_what_does_not_come_out_is_not_read(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that cannot be read leaves the pool, and the next best comes in its place."""
     with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(
             PoolRules(n_rollout=8, max_trajectories_per_task=9),
             store=store,
         )
-        rollouts = [make(task, at, 1.0, entropy=float(at)) for task in "ab" for at in range(6)]
+        rollouts = [build(task, at, 1.0, entropy=float(at)) for task in "ab" for at in range(6)]
         manager.save_trajectories_to_memory(rollouts)
-        manager.update_difficulty2task_dict([make(task, at, float(at % 2)) for task in "ab" for at in range(4)])
+        manager.update_difficulty2task_dict([build(task, at, float(at % 2)) for task in "ab" for at in range(4)])
         honest, read = BufferStore.get, list[str]()
 
         def get(self: BufferStore, number: int) -> AgentTrajectory:
@@ -272,3 +223,95 @@ def test_what_does_not_come_out_is_not_read(make: Make, tmp_path: Path, monkeypa
         assert came == ["a/0", "a/2", "b/0", "b/1"]
         assert len(read) <= 6
         assert manager.count_offpolicy(["a"], 9) == {"a": 5}
+
+
+# -- Which histories enter a pool --
+
+
+def rules(**values: object) -> PoolRules:
+    return PoolRules(**({"n_rollout": 8} | values))  # type: ignore[arg-type]
+
+
+def test_mean_entropy_is_over_the_models_tokens_only() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0, 100.0])
+    assert mean_entropy(values, torch.tensor([1, 0, 1, 0])) == 2.0
+    assert mean_entropy(values.bfloat16(), torch.tensor([True, False, True, False])) == 2.0
+
+
+def test_mean_entropy_of_nothing_is_unknown_and_not_zero() -> None:
+    assert mean_entropy(torch.ones(3), torch.zeros(3)) is None
+    assert mean_entropy(torch.ones(0), torch.ones(0)) is None
+    assert mean_entropy(torch.tensor([math.nan]), torch.ones(1)) is None
+
+
+def test_messages_tell_apart_what_has_no_tokens() -> None:
+    bare = {"input_ids": None, "loss_mask": None, "attention_mask": None, "response_start": None}
+    assert entry_of(build(**bare), 0) is Refusal.NO_TOKENS
+    assert token_digest(build(tokens=1, **bare)) != token_digest(build(tokens=2, **bare))
+    assert token_digest(build(tokens=1, **bare)) == token_digest(build(tokens=1, **bare, rollout_id="other"))
+    assert token_digest(build(tokens=1, **bare)) != token_digest(build(tokens=1, **bare, old_log_probs=torch.zeros(4)))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "allowed"), [(0, 8, range(1, 8)), (None, 8, range(8)), (2, None, range(3, 9)), (3, 5, [4])]
+)
+def test_bounds_are_exclusive(low: int | None, high: int | None, allowed: list[int]) -> None:
+    checked = rules(n_rollout=9, experience_lbound=low, experience_rbound=high)
+    assert [n for n in range(9) if in_bounds(TaskOutcome(9, 9, n), checked)] == list(allowed)
+
+
+def test_save_filter() -> None:
+    outcomes_entropies = [(0.0, 0.1), (0.5, 0.9), (1.0, 0.4), (None, 0.0)]
+    rollouts = [build(tokens=i, outcome=o, entropy=e) for i, (o, e) in enumerate(outcomes_entropies)]
+    rng = np.random.default_rng(0)
+
+    def kept(**values: object) -> list[int]:
+        return [int(one.rollout_id[2:]) for one in choose_to_save(rollouts, rules(**values), rng)]
+
+    assert kept() == [2]
+    assert kept(success_threshold=0.5) == [1, 2]
+    assert kept(save_filter="positive") == [1, 2], "on request failures with partial rewards are replayed"
+    half = {"success_threshold": 0.5, "save_filter": "best"}
+    assert kept(**half) == [2]
+    assert kept(**half, exp_select_mode="argmax") == [1]
+    assert {kept(**half, exp_select_mode="random")[0] for _ in range(40)} == {1, 2}
+    assert choose_to_save(rollouts[:1], rules(save_filter="best"), rng) == []
+
+
+def reference(entropies: list[tuple[int, float]], mode: str, most: int) -> list[int]:
+    """The full-task policy spelled out on (tokens, entropy) pairs; returns the places of those kept."""
+    kept: list[tuple[int, int, float]] = []
+    for place, (tokens, entropy) in enumerate(entropies):
+        if any(tokens == other for _, other, _ in kept):
+            continue
+        if len(kept) == most:
+            if mode == "random":
+                kept.pop(0)
+            else:
+                values = [e for _, _, e in kept]
+                extreme = max(values) if mode == "argmin" else min(values)
+                better = entropy < extreme if mode == "argmin" else entropy > extreme
+                if not better:
+                    continue
+                kept.pop(values.index(extreme))
+        kept.append((place, tokens, entropy))
+    return [place for place, _, _ in kept]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0, 1.5, 2.0])), max_size=12),
+    st.sampled_from(["argmin", "argmax", "random"]),
+    st.integers(1, 4),
+    st.integers(0, 12),
+)
+def test_a_full_task_keeps_what_the_plain_reference_keeps(
+    arrivals: list[tuple[int, float]], mode: str, most: int, cut: int
+) -> None:
+    manager = ExperienceManager(rules(exp_select_mode=mode, max_trajectories_per_task=most))
+    rollouts = [build(tokens=t, entropy=e, rollout_id=str(place)) for place, (t, e) in enumerate(arrivals)]
+    for part in (rollouts[:cut], rollouts[cut:]):
+        manager.save_trajectories_to_memory(part)
+    places = [int(one.rollout_id) for one in manager.task2trajectories.get("a", ())]
+    assert places == reference(arrivals, mode, most)
+    assert manager.refused.total() + manager.left.total() + len(places) == len(arrivals)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience.conversation import ChatTemplate, Context, rows_of_messages, with_tokens
-from trajstore.experience.rows import rows_of
+from trajstore.experience.conversation import ChatTemplate, rows_of_messages, with_tokens
 from trajstore.trajectory import AgentTrajectory
 
 jinja2 = pytest.importorskip("jinja2")
@@ -22,10 +19,6 @@ jinja2 = pytest.importorskip("jinja2")
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 SPLIT = re.compile("|".join(map(re.escape, SPECIAL)))
 STABLE = ("chatml", "qwen2.5", "llama3")
-HINT = (
-    "\n\nThink about the next step before answering. Your thought (<think>...</think>) should be as short and concise"
-    " as possible."
-)
 
 
 def encode(text: str) -> list[int]:
@@ -89,9 +82,10 @@ CONVERSATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(messages=CONVERSATIONS, name=st.sampled_from(STABLE))
-def test_linear_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str) -> None:
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@given(messages=CONVERSATIONS, name=st.sampled_from(STABLE), hint=st.sampled_from([None, "", " think!"]))
+def test_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str, hint: str | None) -> None:
+    """Of linear contexts one, without a hint; of those that leave thoughts out one for each turn of the model."""
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     if not turns:
         with pytest.raises(InvalidTrajectoryError, match="none is the model's"):
@@ -99,15 +93,10 @@ def test_linear_rows_are_those_of_a_plain_reference(messages: list[dict[str, str
         return
     if name != "chatml" and turns[0] == 0:
         return  # asked for a turn before any message, these templates leave out how a conversation begins
-    [row] = rows_of_messages(messages, template_of(name))
-    assert (row.input_ids, row.loss_mask, row.response_start) == reference(messages[: turns[-1] + 1], name, set(turns))
-
-
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(messages=CONVERSATIONS, name=st.sampled_from(STABLE), hint=st.sampled_from(["", " think!"]))
-def test_linear_think_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str, hint: str) -> None:
-    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-    if not turns or (name != "chatml" and turns[0] == 0):
+    if hint is None:
+        [row] = rows_of_messages(messages, template_of(name))
+        expected = reference(messages[: turns[-1] + 1], name, set(turns))
+        assert (row.input_ids, row.loss_mask, row.response_start) == expected
         return
     rows = rows_of_messages(messages, template_of(name), "linear_think", hint)
     assert len(rows) == len(turns)
@@ -145,29 +134,6 @@ def test_tool_messages_are_not_trained_on() -> None:
     [row] = rows_of_messages(said, template_of("qwen2.5"))
     written = "".join(chr(one) if one > 0 else "|" for one, on in zip(row.input_ids, row.loss_mask, strict=True) if on)
     assert written == "call|It is 42|"
-
-
-@pytest.mark.parametrize("context", ["linear", "linear_think"])
-def test_rows_are_agentevolvers(context: Context, shared_fixtures: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = shared_fixtures / "experience_pool_cmt"
-    template = ChatTemplate.of(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
-    expected = json.loads((folder / context / "expected.json").read_text(encoding="utf-8"))
-    assert len(expected) == 24
-    for one in expected:
-        trajectory = AgentTrajectory(messages=one["messages"], task_id=one["task_id"])
-        packed = with_tokens(trajectory, template, context, HINT if context == "linear_think" else "")
-        rows = rows_of(packed)
-        made = [as_json(row) for row in rows]
-        assert made == one["samples"], (one["task_id"], one["rollout_id"])
-
-
-def as_json(row: AgentTrajectory) -> dict[str, Any]:
-    return {
-        "input_ids": row.input_ids.tolist(),
-        "loss_mask": row.loss_mask.tolist(),
-        "response_start": row.response_start,
-    }
 
 
 def test_ids_that_are_there_win() -> None:

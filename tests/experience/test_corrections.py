@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.experience.conftest import build
 from trajstore import annotate
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.errors import ConfigurationError
+from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules
 from trajstore.experience.notices import why_nothing
-from trajstore.trajectory import AgentTrajectory
 
-Make = Callable[..., AgentTrajectory]
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_lbound=0, experience_rbound=4)
 
 
@@ -31,10 +30,10 @@ def ids_of(pool: ExperienceManager) -> dict[str, int]:
     return {one.rollout_id: entry.trajectory_id for entry, one in pool._ledger.read(list(pool._state.all_entries()))}
 
 
-def full_pool(path: Path, make: Make, rules: PoolRules = RULES) -> ExperienceManager:
+def full_pool(path: Path, rules: PoolRules = RULES) -> ExperienceManager:
     pool = ExperienceManager(rules, store=BufferStore.open(path))
     pool.global_steps = 1
-    pool.admit([make("a", 0), make("a", 1), make("a", 2, outcome=0.0), make("b", 3), make("b", 4, outcome=0.0)])
+    pool.admit([build("a", 0), build("a", 1), build("a", 2, outcome=0.0), build("b", 3), build("b", 4, outcome=0.0)])
     pool.flush()
     assert drawn(pool) == ["a/0", "a/1", "b/3"]
     return pool
@@ -49,9 +48,9 @@ def until_taken_in(pool: ExperienceManager, number: int, value: float | None) ->
 
 
 def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
-    tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = full_pool(tmp_path, make)
+    pool = full_pool(tmp_path)
     cheat = ids_of(pool)["b/3"]
     annotate(tmp_path, cheat, {"outcome": 0.0}, who="anna")
     until_taken_in(pool, cheat, 0.0)
@@ -77,8 +76,8 @@ def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
     reopened._ledger.store.close()
 
 
-def test_nothing_that_may_come_out_is_explained(tmp_path: Path, make: Make) -> None:
-    pool = full_pool(tmp_path, make)
+def test_nothing_that_may_come_out_is_explained(tmp_path: Path) -> None:
+    pool = full_pool(tmp_path)
     annotate(tmp_path, list(ids_of(pool).values()), {"outcome": 0.0})
     for number in ids_of(pool).values():
         until_taken_in(pool, number, 0.0)
@@ -88,8 +87,8 @@ def test_nothing_that_may_come_out_is_explained(tmp_path: Path, make: Make) -> N
     pool._ledger.store.close()
 
 
-def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path, make: Make) -> None:
-    pool = full_pool(tmp_path, make, PoolRules(n_rollout=4, seed=5, save_filter="positive", min_reward=0.5))
+def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path) -> None:
+    pool = full_pool(tmp_path, PoolRules(n_rollout=4, seed=5, save_filter="positive", min_reward=0.5))
     numbers = ids_of(pool)
     annotate(tmp_path, [numbers["a/0"], numbers["a/1"]], {"outcome": [0.25, 0.75], "judge": 1.0})
     until_taken_in(pool, numbers["a/1"], 0.75)
@@ -100,8 +99,8 @@ def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path,
     pool._ledger.store.close()
 
 
-def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: Path, make: Make) -> None:
-    pool = full_pool(tmp_path / "store", make)
+def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: Path) -> None:
+    pool = full_pool(tmp_path / "store")
     annotate(tmp_path / "store", ids_of(pool)["b/3"], {"outcome": 0.0})
     until_taken_in(pool, ids_of(pool)["b/3"], 0.0)
     pool.global_steps = 2
@@ -114,3 +113,52 @@ def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: P
     other.load_experience_pool_from_disk(tmp_path / "files")
     assert drawn(other) == ["a/0", "a/1"]
     pool._ledger.store.close()
+
+
+# -- Which reward function gave an outcome, and which tokenizer made the tokens --
+
+
+PLAIN = PoolRules(n_rollout=4)
+
+
+def filled(store: MemoryStore | None = None, reward: str = "exact:1") -> ExperienceManager:
+    manager = ExperienceManager(PLAIN, store=store, reward_fingerprint=reward)
+    manager.save_trajectories_to_memory([build(task, tokens) for task in "ab" for tokens in (1, 2)])
+    return manager
+
+
+@pytest.mark.parametrize("way", ["restart", "checkpoint", "files"])
+def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
+    store = MemoryStore()
+    first = filled(store)
+    first.save_experience_pool_to_disk(tmp_path / "step_1")
+    for fingerprint, told in (("exact:1", False), ("", False), ("partial:2", True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="trajstore"):
+            other = ExperienceManager(PLAIN, store=store if way == "restart" else None, reward_fingerprint=fingerprint)
+            if way == "checkpoint":
+                other.load_state_dict(first.state_dict())
+            if way == "files":
+                other.load_experience_pool_from_disk(tmp_path / "step_1")
+        assert ("4 trajectories have outcomes of another reward function: 'exact:1' (4)" in caplog.text) is told
+    assert len(other) == 4
+
+
+@pytest.mark.parametrize("way", ["rollouts", "restart", "checkpoint", "files"])
+def test_another_tokenizer_is_refused(tmp_path: Path, way: str) -> None:
+    store = MemoryStore()
+    first = ExperienceManager(PLAIN, store=store)
+    strangers = [build(tokens=1), build(tokens=2, tokenizer_fingerprint="qwen:1")]
+    first.save_trajectories_to_memory(strangers)
+    first.save_experience_pool_to_disk(tmp_path / "step_1")
+    other = ExperienceManager(PLAIN, tokenizer_fingerprint="llama:2")
+    ways = {
+        "rollouts": lambda: other.save_trajectories_to_memory(strangers),
+        "restart": lambda: ExperienceManager(PLAIN, store=store, tokenizer_fingerprint="llama:2"),
+        "checkpoint": lambda: other.load_state_dict(first.state_dict()),
+        "files": lambda: other.load_experience_pool_from_disk(tmp_path / "step_1"),
+    }
+    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
+        ways[way]()
+    assert len(other) == 0
+    assert first.tokenizer_fingerprint == ExperienceManager(PLAIN, store=store).tokenizer_fingerprint == "qwen:1"

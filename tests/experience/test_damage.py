@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.experience.conftest import build
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.formats import FORMATS
 from trajstore.trajectory import AgentTrajectory
 
-Make = Callable[..., AgentTrajectory]
 RULES = PoolRules(n_rollout=4)
 
 
-def begin(make: Make, path: Path, file_format: str) -> dict[str, AgentTrajectory]:
+def begin(path: Path, file_format: str) -> dict[str, AgentTrajectory]:
     """Make a pool of three tasks, two histories each in the same shard; return what replay must give, by name."""
     store = BufferStore.open(path, format=file_format)
     manager = ExperienceManager(RULES, store=store)
-    manager.admit([make(task, tokens, float(tokens < 3)) for task in "abc" for tokens in range(1, 5)])
+    manager.admit([build(task, tokens, float(tokens < 3)) for task in "abc" for tokens in range(1, 5)])
     manager.flush()
     found = replayed(manager)
     store.close()
@@ -62,10 +62,10 @@ def places(path: Path, needle: bytes) -> list[tuple[Path, int]]:
 )
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_one_damaged_history_costs_one(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str, when: str, damage: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str, when: str, damage: str
 ) -> None:
     path = tmp_path / "pool"
-    whole = begin(make, path, file_format)
+    whole = begin(path, file_format)
     store = BufferStore.open(path, format=file_format)
     manager = ExperienceManager(RULES, store=store)
     if when == "compacted":
@@ -95,6 +95,6 @@ def test_one_damaged_history_costs_one(
         assert manager.metrics()["experience_replay/unreadable"] == 1.0
         assert manager.left["unreadable"] == 1
         assert "record 1 cannot be read" in caplog.text
-    manager.admit([make("d", tokens, float(tokens < 3)) for tokens in range(1, 5)])
+    manager.admit([build("d", tokens, float(tokens < 3)) for tokens in range(1, 5)])
     assert len(manager.get_offpolicy_batch(["d"], 4)) == 2, "the pool goes on"
     store.close()

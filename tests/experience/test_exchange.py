@@ -42,6 +42,11 @@ def random_rollouts(generator: np.random.Generator, step: int) -> list[AgentTraj
     return made
 
 
+def record(path: Path, made: list[AgentTrajectory]) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(path)) as buffer:
+        buffer.add_trajectories(made)
+
+
 def check_sums(done: Exchanged) -> None:
     never = sum(int(sentence.split()[0].replace(",", "")) for sentence in done.left_out)
     assert done.read == done.entered + done.refused.total() + never + done.unreadable
@@ -53,8 +58,7 @@ def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> 
     generator = np.random.default_rng(0)
     left, before = set[str](), 0
     for part in ("first", "second"):  # the second comes into a pool that holds something
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / part)) as buffer:
-            buffer.add_trajectories([one for step in range(1, 13) for one in random_rollouts(generator, step)])
+        record(tmp_path / part, [one for step in range(1, 13) for one in random_rollouts(generator, step)])
         done = import_pool(tmp_path / "pool", tmp_path / part, rules)
         assert (done.read, done.before) == (240, before)
         check_sums(done)
@@ -73,8 +77,7 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
 ) -> None:
     made = [build("a", step, 1.0, policy_version=step) for step in (3, 40)]
     made += [build("a", 10 * step, 0.0, policy_version=step) for step in (3, 40)]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
-        buffer.add_trajectories(made)
+    record(tmp_path / "rollouts", made)
     for _ in range(2):  # the second time everything is there already
         done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
         check_sums(done)
@@ -121,8 +124,7 @@ def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_s
     generator = np.random.default_rng(3)
     made = [one for step in range(1, 13) for one in random_rollouts(generator, step)]
     made += [build(task, 1000 + step, 0.0, policy_version=step) for step in range(1, 13) for task in "abcd"]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
-        buffer.add_trajectories(made)
+    record(tmp_path / "rollouts", made)
     first = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
     held = {task: [one.rollout_id for one in several] for task, several in pool_of(tmp_path / "pool", rules).items()}
     second = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
@@ -139,25 +141,11 @@ def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_s
         assert second.entered == second.left["replaced"] > 0
 
 
-def test_what_a_solved_task_had_enters_and_leaves_once_more(tmp_path: Path) -> None:
-    rules = PoolRules(n_rollout=2, max_trajectories_per_task=1)
-    made = [build("a", step, 1.0, policy_version=step, entropy=1 / step) for step in (1, 2)]
-    made += [build("a", 10 + step, 0.0, policy_version=step) for step in (1, 2)]
-    made += [build("a", 20 + number, 1.0, policy_version=3) for number in range(2)]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
-        buffer.add_trajectories(made)
-    for _ in range(2):
-        done = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
-        check_sums(done)
-        assert (done.entered, done.left, done.trajectories) == (2, {"replaced": 1, "task_solved": 1}, 0)
-
-
 def test_why_a_rollout_was_left_out_is_said_as_it_was_then(tmp_path: Path) -> None:
     """A task that failed after it was solved; and outcomes that no threshold keeps out."""
     made = [build("a", number, 1.0, policy_version=1) for number in range(2)]
     made += [build("a", 10 + number, 0.0, policy_version=2) for number in range(2)]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
-        buffer.add_trajectories(made)
+    record(tmp_path / "rollouts", made)
     rules = PoolRules(n_rollout=2, save_filter="positive")
     assert import_pool(tmp_path / "pool", tmp_path / "rollouts", rules).left_out == (
         "2 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"

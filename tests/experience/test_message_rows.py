@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.experience.foreign_pools import of_conversations
-from tests.experience.test_conversation import HINT
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
@@ -29,6 +28,10 @@ from trajstore.trajectory import AgentTrajectory, Reward
 pytest.importorskip("transformers")
 
 RULES = PoolRules(n_rollout=8, max_trajectories_per_task=20)
+HINT = (
+    "\n\nThink about the next step before answering. Your thought (<think>...</think>) should be as short and concise"
+    " as possible."
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +159,7 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
             assert here["loss_mask"][used].tolist() == here["exp_mask"][used].tolist() == row.mask
             response = used[-len(here["response_mask"]) :]
             assert here["recorded_mask"][response].all()
-            assert here["recorded_old_log_probs"][response].tolist() == torch.tensor(row.log_probs).tolist()
+            assert torch.equal(here["recorded_old_log_probs"][response], torch.tensor(row.log_probs))
     # The pool keeps the same tokens of a task once.
     tokens = {(known[key].task, str([row.ids for row in known[key].rows])) for key in came}
     fitting = [one for one in known.values() if one.asked == asked[one.task]]

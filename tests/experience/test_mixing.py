@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experience.conftest import build, rollouts, step
 from trajstore.errors import ConfigurationError
 from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
+from trajstore.experience.mixing import SimilarTasks
 from trajstore.experience.prompts import RowPrompts
-from trajstore.trajectory import AgentTrajectory
-
-Make = Callable[..., AgentTrajectory]
 
 
 @dataclass(frozen=True)
@@ -24,15 +22,10 @@ class Task:
     task_id: str
 
 
-def manager_with(make: Make, replayable: list[str], skipped: list[str], *, histories: int = 1) -> ExperienceManager:
+def manager_with(replayable: list[str], skipped: list[str], *, histories: int = 1) -> ExperienceManager:
     manager = ExperienceManager(PoolRules(n_rollout=4))
     outcomes = {task: [1.0] * histories + [0.0] for task in replayable} | {task: [1.0] * 4 for task in skipped}
-    rollouts = [make(task, i, o) for task, found in outcomes.items() for i, o in enumerate(found)]
-    if rollouts:
-        shape = (len(rollouts), 4)
-        manager.update_difficulty2task_dict(rollouts)
-        kept = manager.update_skip_uid_set_and_filter_trajectories(rollouts, torch.ones(shape), torch.ones(shape))
-        manager.save_trajectories_to_memory(kept)
+    step(manager, [one for task, found in outcomes.items() for one in rollouts(task, found)])
     return manager
 
 
@@ -48,11 +41,11 @@ names = st.sampled_from([f"t{i}" for i in range(12)])
     ratio=st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]),
 )
 def test_a_mixed_batch_is_whole_and_has_no_task_twice(
-    make: Make, batch: list[str], replayable: list[str], skipped: list[str], unknown: set[str], ratio: float
+    batch: list[str], replayable: list[str], skipped: list[str], unknown: set[str], ratio: float
 ) -> None:
     replayable = [task for task in replayable if task not in skipped]
     unknown = set() if set(replayable) <= unknown else unknown  # none known at all is an error
-    manager = manager_with(make, replayable, skipped)
+    manager = manager_with(replayable, skipped)
     mix = ExperienceMixCollateFn(
         manager, lambda name: None if name in unknown else Task(name), exp_ratio=ratio, replay_start_ratio=0.5
     )
@@ -77,8 +70,8 @@ def test_a_mixed_batch_is_whole_and_has_no_task_twice(
     assert mix.metrics["experience_replay/displaced_tasks"] == len(displaced)
 
 
-def test_nothing_is_replayed_before_the_start_or_switched_off(make: Make) -> None:
-    mix = ExperienceMixCollateFn(manager_with(make, ["a"], ["b"]), Task, replay_start_ratio=0.35)
+def test_nothing_is_replayed_before_the_start_or_switched_off() -> None:
+    mix = ExperienceMixCollateFn(manager_with(["a"], ["b"]), Task, replay_start_ratio=0.35)
     tasks = [Task(name) for name in "bcd"]
     assert mix(tasks, 0.34) == ([], tasks)
     assert mix(tasks, 0.9, enable_replay=False) == ([], tasks)
@@ -87,10 +80,10 @@ def test_nothing_is_replayed_before_the_start_or_switched_off(make: Make) -> Non
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
-def test_a_plan_names_no_task_more_often_than_its_batch(make: Make, ratio: float) -> None:
+def test_a_plan_names_no_task_more_often_than_its_batch(ratio: float) -> None:
     """A trainer looks each task of the plan up in the batch; what the batch lacks stands in the plan once."""
     for batch in map(list, itertools.product("ABCD", repeat=4)):
-        mix = ExperienceMixCollateFn(manager_with(make, ["A", "B", "E"], ["C"]), str, exp_ratio=ratio)
+        mix = ExperienceMixCollateFn(manager_with(["A", "B", "E"], ["C"]), str, exp_ratio=ratio)
         for tasks in (batch, batch[::-1]):  # the second time some tasks have waited
             planned = Counter(itertools.chain(*mix(tasks, 1.0)))
             assert planned.total() == len(tasks)
@@ -98,14 +91,14 @@ def test_a_plan_names_no_task_more_often_than_its_batch(make: Make, ratio: float
             assert all(count <= max(1, given[task]) for task, count in planned.items()), (tasks, planned)
 
 
-def test_a_task_given_twice_fills_up_only_where_nothing_else_is_left(make: Make) -> None:
-    mix = ExperienceMixCollateFn(manager_with(make, [], []), str)
+def test_a_task_given_twice_fills_up_only_where_nothing_else_is_left() -> None:
+    mix = ExperienceMixCollateFn(manager_with([], []), str)
     assert mix(["a", "a", "b"], 1.0) == ([], ["a", "b", "a"])
 
 
-def test_every_task_has_n_rollout_rows(make: Make) -> None:
-    manager = manager_with(make, ["a", "b"], [], histories=2)
-    manager.save_trajectories_to_memory([make("b", 7), make("b", 8), make("b", 9)])
+def test_every_task_has_n_rollout_rows() -> None:
+    manager = manager_with(["a", "b"], [], histories=2)
+    manager.save_trajectories_to_memory([build("b", 7), build("b", 8), build("b", 9)])
     mix = ExperienceMixCollateFn(manager, str, offpolicy_trajectories_per_task=3)
     experience = ["a", "b", "unknown"]
     histories = mix.get_histories(experience)
@@ -113,30 +106,30 @@ def test_every_task_has_n_rollout_rows(make: Make) -> None:
     assert mix.fresh_rollouts(experience, ["c"], histories) == [2, 1, 4, 4]
 
 
-def test_the_ratio_may_follow_training_progress(make: Make) -> None:
-    manager = manager_with(make, [f"r{i}" for i in range(9)], [])
+def test_the_ratio_may_follow_training_progress() -> None:
+    manager = manager_with([f"r{i}" for i in range(9)], [])
     schedule = RatioSchedule(((0.2, 0.0), (0.6, 1.0)))
     mix = ExperienceMixCollateFn(manager, str, exp_ratio=schedule, replay_start_ratio=0.0)
     batch = [f"t{i}" for i in range(8)]
     assert [len(mix(batch, progress)[0]) for progress in (0.0, 0.2, 0.4, 0.5, 0.6, 1.0)] == [0, 0, 4, 6, 8, 8]
 
 
-def test_a_ratio_out_of_range_is_refused_in_its_step(make: Make) -> None:
+def test_a_ratio_out_of_range_is_refused_in_its_step() -> None:
     with pytest.raises(ConfigurationError, match="exp_ratio: -1"):
-        ExperienceMixCollateFn(manager_with(make, [], []), str, exp_ratio=lambda progress: -1)(["a"], 1.0)
+        ExperienceMixCollateFn(manager_with([], []), str, exp_ratio=lambda progress: -1)(["a"], 1.0)
 
 
-def test_tasks_that_gave_way_are_rolled_out_later(make: Make) -> None:
+def test_tasks_that_gave_way_are_rolled_out_later() -> None:
     """Two epochs at the default ratio and start: every task comes, and none of them comes much more rarely."""
     tasks = [f"t{number}" for number in range(80)]
-    manager = manager_with(make, [f"r{number}" for number in range(9)], [])
+    manager = manager_with([f"r{number}" for number in range(9)], [])
     mix = ExperienceMixCollateFn(manager, str)
     visits = dict.fromkeys(tasks, 0)
     given: set[str] = set()
-    for step in range(20):
-        batch = tasks[step % 10 * 8 : step % 10 * 8 + 8]
+    for number in range(20):
+        batch = tasks[number % 10 * 8 : number % 10 * 8 + 8]
         given.update(batch)
-        experience, fresh = mix(batch, step / 20)
+        experience, fresh = mix(batch, number / 20)
         assert len(experience) + len(fresh) == 8
         for task in fresh:
             visits[task] += 1
@@ -146,8 +139,8 @@ def test_tasks_that_gave_way_are_rolled_out_later(make: Make) -> None:
     assert min(visits.values()) >= 1
 
 
-def test_waiting_tasks_go_with_the_pool_into_a_checkpoint(make: Make) -> None:
-    manager = manager_with(make, ["a", "b"], [])
+def test_waiting_tasks_go_with_the_pool_into_a_checkpoint() -> None:
+    manager = manager_with(["a", "b"], [])
     mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0)
     mix(["c", "d", "e", "f"], 0.5)
     assert list(manager.waiting_tasks) == ["e", "f"]
@@ -158,8 +151,8 @@ def test_waiting_tasks_go_with_the_pool_into_a_checkpoint(make: Make) -> None:
     assert resumed(["c"], 0.5) == ([], ["g"])
 
 
-def test_tasks_that_the_data_lack_are_told_once_and_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    manager = manager_with(make, ["a", "b", "c"], [])
+def test_tasks_that_the_data_lack_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_with(["a", "b", "c"], [])
     mix = ExperienceMixCollateFn(manager, lambda name: name if name != "b" else None, replay_start_ratio=0.0)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         for _ in range(10):
@@ -169,8 +162,8 @@ def test_tasks_that_the_data_lack_are_told_once_and_counted(make: Make, caplog: 
     assert mix.metrics["experience_replay/unknown_tasks"] == 1.0
 
 
-def test_tasks_that_the_data_lack_change_no_draw_of_a_resumed_run(make: Make) -> None:
-    manager = manager_with(make, [f"t{i}" for i in range(40)], [])
+def test_tasks_that_the_data_lack_change_no_draw_of_a_resumed_run() -> None:
+    manager = manager_with([f"t{i}" for i in range(40)], [])
 
     def get_task(name: str) -> str | None:
         return None if name[0] == "t" and int(name[1:]) % 2 else name
@@ -187,8 +180,8 @@ def test_tasks_that_the_data_lack_change_no_draw_of_a_resumed_run(make: Make) ->
         assert resumed.metrics == mix.metrics
 
 
-def test_a_pool_of_another_dataset_is_an_error_before_training(make: Make) -> None:
-    manager = manager_with(make, ["a", "b"], [])
+def test_a_pool_of_another_dataset_is_an_error_before_training() -> None:
+    manager = manager_with(["a", "b"], [])
     with pytest.raises(ConfigurationError, match="another dataset"):
         ExperienceMixCollateFn(manager, lambda name: None)
     empty = ExperienceManager(PoolRules(n_rollout=4))
@@ -200,7 +193,7 @@ def test_a_pool_of_another_dataset_is_an_error_before_training(make: Make) -> No
 
 @pytest.mark.parametrize("by_messages", [True, False])
 def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
-    make: Make, by_messages: bool, caplog: pytest.LogCaptureFixture
+    by_messages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The pool and a resumed pool: two of three tasks have their name still, and now ask something else."""
     asked = {
@@ -212,7 +205,7 @@ def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
         asked = {task: [{"role": "user", "content": "go" if task == "a" else task}] for task in asked}
     rows = RowPrompts(lambda name: name, lambda name: asked[name])
     manager = ExperienceManager(PoolRules(n_rollout=4), rows=rows)
-    manager.load_state_dict(manager_with(make, ["a", "b", "c"], []).state_dict())
+    manager.load_state_dict(manager_with(["a", "b", "c"], []).state_dict())
     mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0, exp_ratio=1.0)
     experience, fresh = mix(["a", "b", "c"], 0.5)
     assert (experience, fresh) == (["a"], ["b", "c"])
@@ -222,19 +215,19 @@ def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
     assert caplog.text.count("another prompt") == 1
 
 
-def test_a_rollout_takes_the_place_of_a_history_of_another_prompt(make: Make) -> None:
+def test_a_rollout_takes_the_place_of_a_history_of_another_prompt() -> None:
     manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2))
     ids = torch.arange(6) + 50
-    manager.save_trajectories_to_memory([make(tokens=1, entropy=0.1, input_ids=ids), make(tokens=2, entropy=0.5)])
-    manager.save_trajectories_to_memory([make(tokens=3, entropy=0.9)])
+    manager.save_trajectories_to_memory([build(tokens=1, entropy=0.1, input_ids=ids), build(tokens=2, entropy=0.5)])
+    manager.save_trajectories_to_memory([build(tokens=3, entropy=0.9)])
     assert [one.rollout_id for one in manager.task2trajectories["a"]] == ["a/2", "a/3"]
-    assert manager.save_trajectories_to_memory([make(tokens=4, entropy=0.95)]) == 0, "no better than its own kind"
+    assert manager.save_trajectories_to_memory([build(tokens=4, entropy=0.95)]) == 0, "no better than its own kind"
 
 
-def test_a_task_without_a_success_does_not_give_way(make: Make) -> None:
+def test_a_task_without_a_success_does_not_give_way() -> None:
     tasks = list("efgh")
-    manager = manager_with(make, ["a", "b", "g"], ["h"])
-    manager.update_difficulty2task_dict([make("e", 0, 0.0), make("e", 1, 0.0)])  # rolled out, and "f" was not
+    manager = manager_with(["a", "b", "g"], ["h"])
+    manager.update_difficulty2task_dict([build("e", 0, 0.0), build("e", 1, 0.0)])  # rolled out, and "f" was not
     mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0, replay_start_ratio=0.0, unsolved_first=True)
     experience, fresh = mix(tasks, 0.0)
     assert len(experience) == 2
@@ -242,21 +235,21 @@ def test_a_task_without_a_success_does_not_give_way(make: Make) -> None:
     assert mix.asked_share == 2 / 16
     assert set(manager.waiting_tasks) <= {"g"}
 
-    usual = ExperienceMixCollateFn(manager_with(make, ["a", "b", "g"], ["h"]), str, exp_ratio=1.0)
+    usual = ExperienceMixCollateFn(manager_with(["a", "b", "g"], ["h"]), str, exp_ratio=1.0)
     assert len(usual(tasks, 1.0)[0]) == 3
 
 
-def test_a_task_without_a_success_that_waits_comes_before_others(make: Make) -> None:
-    manager = manager_with(make, ["a", "b", "c"], [])
+def test_a_task_without_a_success_that_waits_comes_before_others() -> None:
+    manager = manager_with(["a", "b", "c"], [])
     manager.waiting_tasks.update(dict.fromkeys(["b", "new"]))
     mix = ExperienceMixCollateFn(manager, str, exp_ratio=0.0, replay_start_ratio=0.0, unsolved_first=True)
     assert mix(["a", "c"], 0.0) == ([], ["new", "b"])
     assert list(manager.waiting_tasks) == ["a", "c"]
 
 
-def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones(make: Make) -> None:
+def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones() -> None:
     def mixed(*, unsolved_first: bool, lacking: str = "") -> list[str]:
-        manager = manager_with(make, ["a", "b"], ["s", "t", "u"])
+        manager = manager_with(["a", "b"], ["s", "t", "u"])
         mix = ExperienceMixCollateFn(
             manager,
             lambda name: None if name == lacking else name,
@@ -273,3 +266,80 @@ def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones(make: Make) -
     assert sorted(found[:2]) == ["a", "b"]
     assert found[2] == "s"
     assert mixed(unsolved_first=True, lacking="b") == ["a", "s", "t"]
+
+
+# -- Experience tasks that are most like the batch's own --
+
+
+TEXTS = {
+    "cup": "bring the cup to the kitchen",
+    "mug": "bring the mug to the kitchen",
+    "sum": "what is 7 plus 5",
+    "difference": "what is 7 minus 5",
+    "poem": "write a poem",
+    "novel": "invent some tale",
+}
+
+
+def similar(held: list[str], **rules: object) -> ExperienceMixCollateFn[str]:
+    manager = ExperienceManager(PoolRules(n_rollout=4, task_sampling="similar", **rules))  # type: ignore[arg-type]
+    manager.admit([build(task, number, float(number == 0)) for task in held for number in range(4)])
+    return ExperienceMixCollateFn(
+        manager, lambda name: name if name in TEXTS else None, exp_ratio=0.5, replay_start_ratio=0.0, text_of=TEXTS.get
+    )  # type: ignore[arg-type]
+
+
+def test_each_task_of_the_batch_names_the_one_most_like_it() -> None:
+    collate = similar(["poem", "mug", "difference", "gone"])
+    experience, fresh = collate(["cup", "sum", "novel", "poem"], 0.5)
+    assert experience == ["mug", "difference"]
+    assert fresh == ["cup", "sum"]
+    assert collate.metrics["experience_replay/similar_tasks"] == 2
+    assert collate.metrics["experience_replay/unknown_tasks"] == 1, "drawn or not"
+    experience, _ = collate(["poem", "cup"], 0.5)
+    assert experience == ["poem"], "a task's own history before those of others"
+
+
+def test_what_has_no_word_in_common_comes_by_chance() -> None:
+    collate = similar(["mug", "poem"])
+    experience, _ = collate(["novel", "sum", "difference", "novel"], 0.5)
+    assert sorted(experience) == ["mug", "poem"]
+    assert collate.metrics["experience_replay/similar_tasks"] == 0
+
+
+def test_only_tasks_that_may_be_drawn_are_compared() -> None:
+    collate = similar(["mug", "difference"], min_reward=2.0)
+    assert collate(["cup", "sum"], 0.5)[0] == []
+    collate = similar(["mug", "difference"], replay_difficulty=3)
+    assert collate(["cup", "sum"], 0.5)[0] == []
+
+
+def test_it_needs_to_know_what_a_task_asks_for() -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4, task_sampling="similar"))
+    with pytest.raises(ConfigurationError, match="nothing says what a task asks for"):
+        ExperienceMixCollateFn(manager, str)
+    manager.admit([build("a", number, float(number == 0)) for number in range(4)])
+    with pytest.raises(ConfigurationError, match="compares with the tasks of a batch"):
+        manager.sample_tasks_from_replaypool(1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.sampled_from([*TEXTS, "gone"]), unique=True), min_size=1, max_size=6),
+    st.lists(st.sampled_from(list(TEXTS)), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
+def test_what_was_there_before_changes_nothing(steps: list[list[str]], near: list[str], n: int) -> None:
+    texts = {**TEXTS, "novel": TEXTS["poem"]}  # equals, told apart by their order
+
+    def make_index() -> SimilarTasks[str]:
+        return SimilarTasks(lambda name: name if name in texts else None, texts.__getitem__)
+
+    long, new = make_index(), make_index()
+    for names in steps:
+        long.follow(names)
+    new.follow(steps[-1])
+    found = long.nearest(near, steps[-1], n)
+    assert found == new.nearest(near, steps[-1], n)
+    assert len(set(found)) == len(found) <= n
+    assert set(found) <= set(steps[-1]) - {"gone"}

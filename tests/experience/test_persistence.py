@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import logging
 import math
 import os
 import pickle
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.experience.conftest import build, rollouts, row, step
 from trajstore.errors import (
-    ConfigurationError,
     CorruptStoreError,
     IncompleteCheckpointError,
     StoreNotFoundError,
@@ -28,18 +31,13 @@ from trajstore.reading.places import POOL_FILES
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory, Reward
 
-Make = Callable[..., AgentTrajectory]
 RULES = PoolRules(n_rollout=8)
 
 
-def filled(make: Make, **fields: object) -> ExperienceManager:
+def filled() -> ExperienceManager:
     manager = ExperienceManager(RULES)
-    rollouts = [make(task, i, float(i % 2), **fields) for task in ("a", "b") for i in range(8)]
-    rollouts += [make("solved", i, 1.0, **fields) for i in range(4)]
-    manager.update_difficulty2task_dict(rollouts)
-    shape = (len(rollouts), 4)
-    kept = manager.update_skip_uid_set_and_filter_trajectories(rollouts, torch.ones(shape), torch.ones(shape))
-    manager.save_trajectories_to_memory(kept)
+    partly = [0.0, 1.0] * 4
+    step(manager, [*rollouts("a", partly), *rollouts("b", partly), *rollouts("solved", [1.0] * 4)])
     return manager
 
 
@@ -47,8 +45,8 @@ def plain(manager: ExperienceManager) -> dict[str, list[dict[str, object]]]:
     return {task: [to_plain(one) for one in held] for task, held in manager.task2trajectories.items()}
 
 
-def test_a_trajectory_keeps_every_field_and_dtype(make: Make) -> None:
-    given = make(
+def test_a_trajectory_keeps_every_field_and_dtype() -> None:
+    given = build(
         old_log_probs=torch.tensor([-0.1, -3e-38, -1.0, -2.0], dtype=torch.bfloat16),
         attention_mask=torch.ones(6, dtype=torch.bool),
         entropys=None,
@@ -61,8 +59,8 @@ def test_a_trajectory_keeps_every_field_and_dtype(make: Make) -> None:
     assert torch.equal(back.old_log_probs, given.old_log_probs)  # type: ignore[arg-type]
 
 
-def test_a_pool_goes_to_disk_and_back(make: Make, tmp_path: Path) -> None:
-    manager = filled(make)
+def test_a_pool_goes_to_disk_and_back(tmp_path: Path) -> None:
+    manager = filled()
     folder = tmp_path / "experience_pool" / "step_10"
     manager.save_experience_pool_to_disk(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(POOL_FILES)
@@ -70,15 +68,15 @@ def test_a_pool_goes_to_disk_and_back(make: Make, tmp_path: Path) -> None:
     assert json.loads((folder / "skip_uid_set.json").read_text()) == ["solved"]
 
     other = ExperienceManager(RULES)
-    other.save_trajectories_to_memory([make("stale")])
+    other.save_trajectories_to_memory([build("stale")])
     other.load_experience_pool_from_disk(folder)
     assert other.difficulty2task_dict == manager.difficulty2task_dict
     assert other.skip_uid_set == manager.skip_uid_set
     assert plain(other) == plain(manager)
 
 
-def test_the_pickle_is_read_by_a_python_without_trajstore(make: Make, tmp_path: Path) -> None:
-    filled(make).save_experience_pool_to_disk(tmp_path / "step_1")
+def test_the_pickle_is_read_by_a_python_without_trajstore(tmp_path: Path) -> None:
+    filled().save_experience_pool_to_disk(tmp_path / "step_1")
     program = (
         "import pickle, sys\n"
         "pool = pickle.load(open(sys.argv[1], 'rb'))\n"
@@ -89,10 +87,10 @@ def test_the_pickle_is_read_by_a_python_without_trajstore(make: Make, tmp_path: 
     subprocess.run([sys.executable, "-I", "-c", program, str(path)], check=True, cwd=tmp_path)
 
 
-def test_saving_again_replaces_and_a_failure_leaves_what_was(make: Make, tmp_path: Path) -> None:
+def test_saving_again_replaces_and_a_failure_leaves_what_was(tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
     ExperienceManager(RULES).save_experience_pool_to_disk(folder)
-    filled(make).save_experience_pool_to_disk(folder)
+    filled().save_experience_pool_to_disk(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert b'"a"' in before["difficulty2task_dict.json"]
 
@@ -155,8 +153,8 @@ class Hostile:
 
 
 @pytest.mark.parametrize("wrap", [lambda bad: bad, lambda bad: {"a": [bad]}, lambda bad: {"a": [{"metadata": bad}]}])
-def test_a_hostile_pickle_is_refused_and_not_run(make: Make, tmp_path: Path, wrap: Callable[[object], object]) -> None:
-    manager = filled(make)
+def test_a_hostile_pickle_is_refused_and_not_run(tmp_path: Path, wrap: Callable[[object], object]) -> None:
+    manager = filled()
     before = plain(manager)
     manager.save_experience_pool_to_disk(tmp_path / "step_1")
     trap = tmp_path / "trap"
@@ -186,10 +184,8 @@ def test_a_hostile_pickle_is_refused_and_not_run(make: Make, tmp_path: Path, wra
         ("task2trajectories.pkl", pickle.dumps({"a": [{"dtypes": {}, "task_id": "b"}]}), "another task"),
     ],
 )
-def test_damaged_files_are_named_and_change_nothing(
-    make: Make, tmp_path: Path, name: str, content: bytes, told: str
-) -> None:
-    manager = filled(make)
+def test_damaged_files_are_named_and_change_nothing(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+    manager = filled()
     before = plain(manager)
     manager.save_experience_pool_to_disk(tmp_path / "step_1")
     (tmp_path / "step_1" / name).write_bytes(content)
@@ -199,8 +195,8 @@ def test_damaged_files_are_named_and_change_nothing(
     assert plain(manager) == before
 
 
-def test_absent_files_are_named(make: Make, tmp_path: Path) -> None:
-    manager = filled(make)
+def test_absent_files_are_named(tmp_path: Path) -> None:
+    manager = filled()
     with pytest.raises(StoreNotFoundError, match="nowhere"):
         manager.load_experience_pool_from_disk(tmp_path / "nowhere")
     manager.save_experience_pool_to_disk(tmp_path / "step_1")
@@ -209,19 +205,8 @@ def test_absent_files_are_named(make: Make, tmp_path: Path) -> None:
         manager.load_experience_pool_from_disk(tmp_path / "step_1")
 
 
-def test_a_pool_of_another_tokenizer_is_refused(make: Make, tmp_path: Path) -> None:
-    filled(make, tokenizer_fingerprint="qwen:1").save_experience_pool_to_disk(tmp_path / "step_1")
-    other = ExperienceManager(RULES, tokenizer_fingerprint="llama:2")
-    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
-        other.load_experience_pool_from_disk(tmp_path / "step_1")
-    assert len(other) == 0
-    unknown = ExperienceManager(RULES)
-    unknown.load_experience_pool_from_disk(tmp_path / "step_1")
-    assert unknown.tokenizer_fingerprint == "qwen:1"
-
-
-def test_a_task_both_skipped_and_in_a_bucket_is_not_replayed(make: Make, tmp_path: Path) -> None:
-    filled(make).save_experience_pool_to_disk(tmp_path / "step_1")
+def test_a_task_both_skipped_and_in_a_bucket_is_not_replayed(tmp_path: Path) -> None:
+    filled().save_experience_pool_to_disk(tmp_path / "step_1")
     (tmp_path / "step_1" / "skip_uid_set.json").write_text('["a"]')
     manager = ExperienceManager(RULES)
     manager.load_experience_pool_from_disk(tmp_path / "step_1")
@@ -229,27 +214,53 @@ def test_a_task_both_skipped_and_in_a_bucket_is_not_replayed(make: Make, tmp_pat
     assert manager.sample_tasks_from_replaypool(9) == ["b"]
 
 
+# -- Files as others write them --
+
+
+def write_files(folder: Path, pool: object, buckets: str = '{"1": ["a"]}') -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "difficulty2task_dict.json").write_text(buckets)
+    (folder / "skip_uid_set.json").write_text("[]")
+    (folder / "task2trajectories.pkl").write_bytes(pickle.dumps(pool))
+    return folder
+
+
+def test_a_defaultdict_of_ours_is_read(tmp_path: Path) -> None:
+    pool = defaultdict(
+        list, {"a": [to_plain(AgentTrajectory(task_id="a", metadata={"deep": {"er": [1, {"x": None}]}}))]}
+    )
+    contents = read_pool(write_files(tmp_path / "step_1", pool))
+    assert contents.task2trajectories["a"][0].metadata == {"deep": {"er": [1, {"x": None}]}}
+
+
+def test_log_probs_without_a_mask_are_told_by_their_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = to_plain(AgentTrajectory(task_id="a", entropy=0.5, metadata={}, input_ids=torch.tensor([1, 2])))
+    one["old_log_probs"] = [-0.5, -0.25]
+    one["dtypes"]["old_log_probs"] = "float32"
+    manager = ExperienceManager(RULES)
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        manager.load_experience_pool_from_disk(write_files(tmp_path / "step_1", {"a": [one]}))
+    assert manager.refused == {"no_response_mask": 1}
+    assert "1 of 1 trajectories were not taken: no_response_mask 1" in caplog.text
+
+
+def test_a_task_in_two_buckets_is_told_and_the_later_one_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_files(tmp_path / "step_1", {}, buckets='{"3": ["a", "b"], "5": ["a", "a"], "1": ["c"]}')
+    manager = ExperienceManager(RULES)
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        manager.load_experience_pool_from_disk(folder)
+    assert manager.difficulty2task_dict == {3: ["b"], 5: ["a"], 1: ["c"]}
+    assert "1 tasks are in two buckets" in caplog.text
+
+
 # -- What the pool stores takes few bytes, and comes out as trainers have it --
 
 
 MASKS = ("attention_mask", "loss_mask", "response_mask")
-
-
-def rollout(length: int = 1000, start: int = 200, seed: int = 0) -> AgentTrajectory:
-    random = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(length - start, generator=random) > 0.3).long()
-    return AgentTrajectory(
-        input_ids=torch.randint(0, 150_000, (length,), generator=random),
-        attention_mask=torch.ones(length, dtype=torch.int64),
-        loss_mask=torch.cat([torch.zeros(start, dtype=torch.int64), mask]),
-        response_start=start,
-        old_log_probs=-torch.rand(length - start, generator=random),
-        response_mask=mask,
-        entropy=0.5,
-        reward=Reward(outcome=1.0),
-        task_id="a",
-        policy_version=1,
-    )
 
 
 def test_what_has_other_values_stays() -> None:
@@ -277,7 +288,10 @@ def test_a_pool_in_memory_has_copies_of_its_own_and_not_the_batch_of_which_they_
 def test_a_trajectory_of_the_pool_takes_few_bytes_and_comes_out_as_it_went_in(tmp_path: Path) -> None:
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(PoolRules(n_rollout=8, max_trajectories_per_task=64), store=store)
-        made = [rollout(seed=seed) for seed in range(32)]
+        made = [
+            dataclasses.replace(row(200, 800, seed), attention_mask=torch.ones(1000, dtype=torch.int64), entropys=None)
+            for seed in range(32)
+        ]
         assert manager.save_trajectories_to_memory(made) == 32
         manager.flush()
         held = manager.task2trajectories["a"]

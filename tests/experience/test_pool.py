@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.experience.conftest import build, rollouts, step
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
 from trajstore.trajectory import AgentTrajectory
-
-Make = Callable[..., AgentTrajectory]
 
 
 def pool(**values: object) -> ExperienceManager:
@@ -25,45 +24,23 @@ def numbers(trajectories: Sequence[AgentTrajectory]) -> list[int]:
     return [int(one.input_ids[-1]) // 1000 for one in trajectories if one.input_ids is not None]
 
 
-def step(manager: ExperienceManager, rollouts: list[AgentTrajectory], entropy: float = 1.0) -> list[AgentTrajectory]:
-    shape = (len(rollouts), 4)
-    manager.update_difficulty2task_dict(rollouts)
-    kept = manager.update_skip_uid_set_and_filter_trajectories(
-        rollouts, torch.full(shape, entropy), torch.ones(shape, dtype=torch.int64)
-    )
-    manager.save_trajectories_to_memory(kept)
-    return kept
-
-
-def rollouts(make: Make, task: str, outcomes: Sequence[float], first: int = 0) -> list[AgentTrajectory]:
-    return [make(task, first + i, outcome) for i, outcome in enumerate(outcomes)]
-
-
-def test_the_two_updates_may_come_in_either_order(make: Make) -> None:
+def test_the_two_updates_may_come_in_either_order() -> None:
     manager = pool()
     for outcomes in ([1, 1], [1, 0], [1, 1], [1, 1]):
-        batch = rollouts(make, "a", outcomes)
+        batch = rollouts("a", outcomes)
         manager.update_skip_uid_set_and_filter_trajectories(batch, torch.ones(2, 4), torch.ones(2, 4))
         manager.update_difficulty2task_dict(batch)
         solved = outcomes == [1, 1]
         assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {2: ["a"]}))
 
 
-def test_replayed_rows_say_nothing_about_the_policy(make: Make) -> None:
-    manager = pool()
-    replayed = make("a", 9, 1.0, metadata={"is_experience_replay": True})
-    kept = step(manager, [*rollouts(make, "a", [1, 0]), replayed])
-    assert manager.difficulty2task_dict == {2: ["a"]}
-    assert numbers(kept) == [0]
-
-
-def test_bounds_are_exclusive_and_the_filter_sets_copies(make: Make) -> None:
+def test_bounds_are_exclusive_and_the_filter_sets_copies() -> None:
     manager = pool(experience_lbound=1, experience_rbound=3)
     manager.global_steps = 7
     batch = [
         one
         for task, outcomes in {"one": [1, 0, 0, 0], "two": [1, 1, 0, 0], "three": [1, 1, 1, 0]}.items()
-        for one in rollouts(make, task, outcomes)
+        for one in rollouts(task, outcomes)
     ]
     for one in batch:
         one.entropy = one.policy_version = None
@@ -74,39 +51,37 @@ def test_bounds_are_exclusive_and_the_filter_sets_copies(make: Make) -> None:
     assert all(one.entropy is None and one.policy_version is None for one in batch)
 
 
-def test_rows_must_match_trajectories(make: Make) -> None:
+def test_rows_must_match_trajectories() -> None:
     manager = pool()
     with pytest.raises(InvalidTrajectoryError, match="2 trajectories, entropys of 3 rows"):
-        manager.update_skip_uid_set_and_filter_trajectories(
-            rollouts(make, "a", [1, 0]), torch.ones(3, 4), torch.ones(2, 4)
-        )
+        manager.update_skip_uid_set_and_filter_trajectories(rollouts("a", [1, 0]), torch.ones(3, 4), torch.ones(2, 4))
     assert not manager.difficulty2task_dict
 
 
-def test_a_positive_rollout_without_entropy_is_refused_and_not_called_certain(make: Make) -> None:
+def test_a_positive_rollout_without_entropy_is_refused_and_not_called_certain() -> None:
     manager = pool()
     kept = manager.update_skip_uid_set_and_filter_trajectories(
-        rollouts(make, "a", [1, 1, 0]), torch.ones(3, 4), torch.tensor([[0] * 4, [1] * 4, [0] * 4])
+        rollouts("a", [1, 1, 0]), torch.ones(3, 4), torch.tensor([[0] * 4, [1] * 4, [0] * 4])
     )
     assert numbers(kept) == [1]
     assert manager.refused == {"no_entropy": 1}
 
 
 @pytest.mark.parametrize(("mode", "order"), [("argmin", [2, 3, 1]), ("argmax", [1, 3, 2])])
-def test_the_k_best_come_out_in_order(make: Make, mode: str, order: list[int]) -> None:
+def test_the_k_best_come_out_in_order(mode: str, order: list[int]) -> None:
     for n in range(5):
         manager = pool(exp_select_mode=mode)
-        manager.save_trajectories_to_memory([make(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
+        manager.save_trajectories_to_memory([build(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
         assert numbers(manager.get_offpolicy_trajectories_from_memory("a", n)) == order[:n]
     assert manager.get_offpolicy_trajectories_from_memory("unknown", 3) == []
 
 
-def test_age_and_reward_filter_what_comes_out(make: Make) -> None:
+def test_age_and_reward_filter_what_comes_out() -> None:
     manager = pool(max_policy_age=5, min_reward=0.5)
-    manager.update_difficulty2task_dict(rollouts(make, "a", [1, 0]))
+    manager.update_difficulty2task_dict(rollouts("a", [1, 0]))
     told = [(1.0, 4), (0.5, 5), (0.4, 9), (None, 9), (1.0, 9), (1.0, 30), (1.0, None)]
     manager.save_trajectories_to_memory(
-        [make(tokens=t, outcome=outcome, policy_version=version) for t, (outcome, version) in enumerate(told)]
+        [build(tokens=t, outcome=outcome, policy_version=version) for t, (outcome, version) in enumerate(told)]
     )
     manager.global_steps = 10
     assert numbers(manager.get_offpolicy_batch(["a"], 9)) == [1, 4]
@@ -117,7 +92,7 @@ def test_age_and_reward_filter_what_comes_out(make: Make) -> None:
     assert manager.get_all_candidates_batch(["a"]) == {}
 
 
-def test_the_current_policys_entropy_decides_in_one_call(make: Make) -> None:
+def test_the_current_policys_entropy_decides_in_one_call() -> None:
     manager = pool()
     calls: list[list[int]] = []
 
@@ -127,8 +102,8 @@ def test_the_current_policys_entropy_decides_in_one_call(make: Make) -> None:
         return [-float(number) for number in numbers(batch)]
 
     manager.current_entropy = current
-    manager.save_trajectories_to_memory([make(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
-    manager.save_trajectories_to_memory([make("c", tokens=t, entropy=t) for t in (1, 2)])  # both come out in any case
+    manager.save_trajectories_to_memory([build(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
+    manager.save_trajectories_to_memory([build("c", tokens=t, entropy=t) for t in (1, 2)])  # both come out in any case
     for _ in range(2):
         found = manager.get_offpolicy_batch([SimpleNamespace(task_id="a"), "b", "c"], 2)
         assert numbers(found)[:4] == [3, 2, 3, 2], "by the policy's entropies, which are the other way round"
@@ -138,7 +113,7 @@ def test_the_current_policys_entropy_decides_in_one_call(make: Make) -> None:
 
 @pytest.mark.parametrize("answer", [None, [1.0], [float("nan")] * 3])
 def test_a_failing_entropy_function_is_told_once_and_saved_entropy_used(
-    make: Make, answer: list[float] | None, caplog: pytest.LogCaptureFixture
+    answer: list[float] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = pool()
 
@@ -148,16 +123,16 @@ def test_a_failing_entropy_function_is_told_once_and_saved_entropy_used(
         return answer
 
     manager.current_entropy = current
-    manager.save_trajectories_to_memory([make(tokens=t, entropy=t) for t in (3, 1, 2)])
+    manager.save_trajectories_to_memory([build(tokens=t, entropy=t) for t in (3, 1, 2)])
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         assert numbers(manager.get_offpolicy_batch(["a"], 3)) == [1, 2, 3]
         assert numbers(manager.get_offpolicy_batch(["a"], 1)) == [1]
     assert len(caplog.records) == 1
 
 
-def test_what_comes_out_is_a_marked_copy(make: Make) -> None:
+def test_what_comes_out_is_a_marked_copy() -> None:
     manager = pool()
-    given = make(tokens=1)
+    given = build(tokens=1)
     pristine = copy.deepcopy(given)
     manager.save_trajectories_to_memory([given])
     assert given.metadata == pristine.metadata
@@ -183,21 +158,21 @@ def test_what_comes_out_is_a_marked_copy(make: Make) -> None:
     assert torch.equal(again.old_log_probs, pristine.old_log_probs)  # type: ignore[arg-type]
 
 
-def test_sampling_takes_valid_tasks_of_the_wanted_bucket(make: Make) -> None:
+def test_sampling_takes_valid_tasks_of_the_wanted_bucket() -> None:
     manager = pool(replay_difficulty=2)
     for name, outcomes in {"a": [1, 0, 0, 0], "b": [1, 1, 0, 0], "c": [1, 0], "d": [0, 0]}.items():
-        step(manager, rollouts(make, name, outcomes))
+        step(manager, rollouts(name, outcomes))
     assert sorted(manager.sample_tasks_from_replaypool(9)) == ["b", "c"]
     assert manager.sample_tasks_from_replaypool(9, difficulty=1, strategy="linear") == ["a"]
     assert manager.sample_tasks_from_replaypool(9, difficulty=0) == []
     assert manager.sample_tasks_from_replaypool(9, exclude={"b"}) == ["c"]
 
 
-def test_the_calls_of_agentevolvers_design_work_as_written_there(make: Make) -> None:
+def test_the_calls_of_agentevolvers_design_work_as_written_there() -> None:
     manager = pool(task_sampling="uniform")
-    step(manager, rollouts(make, "a", [1, 1, 0, 0]))
+    step(manager, rollouts("a", [1, 1, 0, 0]))
     ones = torch.ones(2, 4)
-    solved = rollouts(make, "a", [1, 1], first=10)  # of four
+    solved = rollouts("a", [1, 1], first=10)  # of four
     kept = manager.update_skip_uid_set_and_filter_trajectories(
         trajectories=solved, n_rollout=4, entropys=ones, response_mask=ones
     )
@@ -213,45 +188,17 @@ def test_the_calls_of_agentevolvers_design_work_as_written_there(make: Make) -> 
         manager.update_skip_uid_set_and_filter_trajectories(solved, asked={"a": 4}, n_rollout=4)
 
 
-def test_one_seed_makes_the_same_choices(make: Make) -> None:
-    def run(seed: int) -> list[object]:
-        manager = pool(seed=seed, exp_select_mode="random", save_filter="best", task_sampling="normal")
-        for number in range(3):
-            for name in "abcdef":
-                step(manager, rollouts(make, name, [*[1, 1, 0, 1][: 2 + number], 0], first=10 * number))
-        return [
-            *(numbers(held) for held in manager.task2trajectories.values()),
-            *(manager.sample_tasks_from_replaypool(3) for _ in range(5)),
-            *(numbers(manager.get_offpolicy_batch(list("abc"), 2)) for _ in range(5)),
-        ]
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-
-
-def test_another_tokenizer_is_refused_on_admission(make: Make) -> None:
-    manager = ExperienceManager(PoolRules(n_rollout=4), tokenizer_fingerprint="qwen:1")
-    with pytest.raises(ConfigurationError, match=r"'llama:2'.*'qwen:1'"):
-        manager.save_trajectories_to_memory([make(tokens=1), make(tokens=2, tokenizer_fingerprint="llama:2")])
-    assert len(manager) == 0
-    adopting = pool()
-    adopting.save_trajectories_to_memory([make(tokens=1, tokenizer_fingerprint="qwen:1")])
-    assert adopting.tokenizer_fingerprint == "qwen:1"
-    with pytest.raises(ConfigurationError):
-        adopting.save_trajectories_to_memory([make(tokens=2, tokenizer_fingerprint="llama:2")])
-
-
-def test_state_dict_goes_round_and_choices_go_on(make: Make) -> None:
+def test_state_dict_goes_round_and_choices_go_on() -> None:
     manager = pool(exp_select_mode="random", max_trajectories_per_task=2)
     manager.global_steps = 3
     for name in "abcdefgh":
-        step(manager, rollouts(make, name, [1, 1, 1, 0], first=ord(name)))
-    step(manager, rollouts(make, "h", [1, 1]))
+        step(manager, rollouts(name, [1, 1, 1, 0], first=ord(name)))
+    step(manager, rollouts("h", [1, 1]))
     manager.sample_tasks_from_replaypool(2)
     saved = copy.deepcopy(manager.state_dict())
 
     other = pool(exp_select_mode="random", max_trajectories_per_task=2, seed=99)
-    step(other, rollouts(make, "stale", [1, 0]))
+    step(other, rollouts("stale", [1, 0]))
     other.load_state_dict(saved)
     assert other.difficulty2task_dict == manager.difficulty2task_dict
     assert other.skip_uid_set == {"h"}
@@ -265,83 +212,56 @@ def test_state_dict_goes_round_and_choices_go_on(make: Make) -> None:
 
 
 @pytest.mark.parametrize("damage", [{"version": 9}, {"generator": {}}, {"refused": 3}, {"trajectories": {"a": [3]}}])
-def test_a_damaged_state_dict_changes_nothing(make: Make, damage: dict[str, object]) -> None:
+def test_a_damaged_state_dict_changes_nothing(damage: dict[str, object]) -> None:
     manager = pool()
-    step(manager, rollouts(make, "a", [1, 0]))
+    step(manager, rollouts("a", [1, 0]))
     with pytest.raises(CorruptStoreError):
         manager.load_state_dict(manager.state_dict() | damage)
     assert manager.difficulty2task_dict == {2: ["a"]}
     assert len(manager) == 1
 
 
-def test_a_state_of_another_tokenizer_is_refused(make: Make) -> None:
-    manager = ExperienceManager(PoolRules(n_rollout=4), tokenizer_fingerprint="qwen:1")
-    other = ExperienceManager(PoolRules(n_rollout=4), tokenizer_fingerprint="llama:2")
-    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
-        other.load_state_dict(manager.state_dict())
-
-
-def test_a_trajectory_that_the_store_gave_up_leaves_the_pool(make: Make) -> None:
+def test_a_trajectory_that_the_store_gave_up_leaves_the_pool() -> None:
     store = MemoryStore()
     manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
-    step(manager, rollouts(make, "a", [1, 1, 0]))
+    step(manager, rollouts("a", [1, 1, 0]))
     lost = next(number for number in store.ids() if store.get(number).rollout_id == "a/0")
     store.evict([lost])
     assert numbers(manager.get_offpolicy_batch(["a"], 4)) == [1]
     assert len(manager) == 1
 
 
-@pytest.mark.parametrize("threshold", [0.7, 0.9, 0.95, 1.3, 2.0])
-def test_a_success_is_what_reaches_the_threshold_that_was_given(make: Make, threshold: float) -> None:
-    manager = pool(success_threshold=threshold)
-    exactly = float(torch.tensor(threshold))  # as a reward function of float32 gives it
-    outcomes = [exactly, threshold, 2 * threshold, 0.99 * threshold, 0.1 * threshold, 0.0, -1.0, 0.0]
-    kept = step(manager, rollouts(make, "a", outcomes))
-    assert numbers(kept) == [0, 1, 2]
-    assert manager.difficulty2task_dict == {2: ["a"]}, "three of eight are two of four"
-
-
-def test_outcomes_that_are_no_numbers_are_refused_and_counted(make: Make) -> None:
+def test_outcomes_that_are_no_numbers_are_refused_and_counted() -> None:
     manager = pool()
     outcomes = [1.0, float("nan"), float("inf"), 0.0]
-    assert numbers(step(manager, [*rollouts(make, "a", outcomes), make("a", 9, None)])) == [0]
+    assert numbers(step(manager, [*rollouts("a", outcomes), build("a", 9, None)])) == [0]
     assert manager.refused == {"outcome_not_finite": 2, "no_outcome": 1}
     assert manager.difficulty2task_dict == {2: ["a"]}, "of two known rollouts one succeeded"
-    step(manager, rollouts(make, "a", [float("nan")] * 4, first=20))
+    step(manager, rollouts("a", [float("nan")] * 4, first=20))
     assert manager.difficulty2task_dict == {2: ["a"]}, "nothing is known: it stays where it is"
 
 
-def test_log_probs_above_zero_are_no_log_probs(make: Make) -> None:
-    manager = pool()
-    above, rounded = torch.tensor([-0.5, 9.0, 3.0, -1.0]), torch.tensor([-0.5, 9.0, 1e-6, 0.0])
-    given = [make(tokens=1, old_log_probs=above), make(tokens=2, old_log_probs=rounded)]
-    assert manager.save_trajectories_to_memory(given) == 1, "the second token is not the model's and does not count"
-    assert manager.refused == {"log_probs_above_zero": 1}
-
-
-def test_uses_survive_a_state_dict_and_a_restart(make: Make) -> None:
+def test_uses_survive_a_state_dict_and_a_restart() -> None:
     store = MemoryStore()
     rules = PoolRules(n_rollout=4, in_turns=True)
     manager = ExperienceManager(rules, store=store)
-    manager.save_trajectories_to_memory([make(tokens=t, entropy=1.0 + t) for t in range(3)])
+    manager.save_trajectories_to_memory([build(tokens=t, entropy=1.0 + t) for t in range(3)])
     manager.get_offpolicy_batch(["a"], 2)
     other = ExperienceManager(rules)
     other.load_state_dict(manager.state_dict())
     assert numbers(other.get_offpolicy_batch(["a"], 1)) == [2]
-    step(manager, rollouts(make, "b", [1, 0]))  # the next change of the pool records them
+    step(manager, rollouts("b", [1, 0]))  # the next change of the pool records them
     reopened = ExperienceManager(rules, store=store)
     assert numbers(reopened.get_offpolicy_batch(["a"], 1)) == [2]
     manager.compact()
     assert numbers(ExperienceManager(rules, store=store).get_offpolicy_batch(["a"], 1)) == [2]
 
 
-def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
     manager.global_steps = 500
-    step(manager, [make("a", t, o, policy_version=500) for t, o in ((1, 1.0), (2, 0.0))])
+    step(manager, [build("a", t, o, policy_version=500) for t, o in ((1, 1.0), (2, 0.0))])
     again = ExperienceManager(PoolRules(n_rollout=4, max_policy_age=2), store=store)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         for number in (1, 2, 1):

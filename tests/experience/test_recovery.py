@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.experience.conftest import build
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from tests.experience.conftest import build, rollouts, step, view
+from trajstore.errors import CorruptStoreError
 from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
 from trajstore.experience.ledger import COMPACT_AFTER
 from trajstore.experience.store import LEAST_CAPACITY
 from trajstore.trajectory import AgentTrajectory
 
-Make = Callable[..., AgentTrajectory]
 TASKS = ("a", "b", "c")
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2, seed=5)
 
@@ -63,21 +61,9 @@ class LoggedStore(MemoryStore):
         return restored
 
 
-def view(manager: ExperienceManager) -> dict[str, Any]:
-    return {
-        "buckets": manager.difficulty2task_dict,
-        "skip": manager.skip_uid_set,
-        "entries": {task: [one.rollout_id for one in held] for task, held in manager.task2trajectories.items()},
-        "generator": manager.state_dict()["generator"],
-        "step": manager.global_steps,
-    }
-
-
-def train(manager: ExperienceManager, batch: list[AgentTrajectory]) -> None:
-    entropys = torch.tensor([[float(one.metadata["entropy"])] * 4 for one in batch])
-    manager.update_difficulty2task_dict(batch)
-    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, torch.ones_like(entropys))
-    manager.save_trajectories_to_memory(kept)
+def whole(manager: ExperienceManager) -> dict[str, Any]:
+    """What a pool holds, and where its choices go on."""
+    return {**view(manager), "generator": manager.state_dict()["generator"], "step": manager.global_steps}
 
 
 rollout = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.5, 1.0, 1.5]), st.integers(0, 5))
@@ -97,14 +83,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(work=st.dictionaries(st.sampled_from(TASKS), st.lists(rollout, min_size=1, max_size=4), min_size=1))
     def train_step(self, work: dict[str, list[tuple[float, float, int]]]) -> None:
         self.manager.global_steps += 1
-        train(
-            self.manager,
-            [
-                build(task, tokens, outcome, metadata={"entropy": entropy})
-                for task, found in work.items()
-                for outcome, entropy, tokens in found
-            ],
-        )
+        made = [(build(task, tokens, one), entropy) for task, found in work.items() for one, entropy, tokens in found]
+        step(self.manager, *map(list, zip(*made, strict=True)))  # type: ignore[arg-type]
         for task, found in work.items():
             successes = sum(outcome == 1.0 for outcome, _, _ in found)
             if successes == len(found) >= 2:
@@ -169,105 +149,83 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_the_generator_goes_on_where_the_newest_record_was_made(make: Make) -> None:
+def test_the_generator_goes_on_where_the_newest_record_was_made() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     manager.sample_tasks_from_replaypool(1)
-    train(manager, [make(t, i, o, metadata={"entropy": 1}) for t in TASKS for i, o in enumerate([1.0, 0.0])])
+    step(manager, [one for task in TASKS for one in rollouts(task, [1.0, 0.0])])
     manager.sample_tasks_from_replaypool(2)
     manager.global_steps = 4
-    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 1.0, 0.0])])
+    step(manager, rollouts("a", [1.0, 1.0, 0.0]))
     again = ExperienceManager(RULES, store=store.first(len(store.log)))
-    assert view(again) == view(manager)
+    assert whole(again) == whole(manager)
     for _ in range(4):
         assert again.sample_tasks_from_replaypool(2) == manager.sample_tasks_from_replaypool(2)
 
 
-def test_what_a_crash_kept_from_being_evicted_goes_later(make: Make) -> None:
+def test_what_a_crash_kept_from_being_evicted_goes_later() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     for entropy in (3, 2, 1):
-        outcomes = [1.0, 1.0, 0.0]
-        train(manager, [make("a", 10 * entropy + i, o, metadata={"entropy": entropy}) for i, o in enumerate(outcomes)])
+        step(manager, rollouts("a", [1.0, 1.0, 0.0], first=10 * entropy), [entropy] * 3)
     manager.compact()
     assert store.log[-1][0] == "evict"
     restored = store.first(len(store.log) - 1)
     again = ExperienceManager(RULES, store=restored)
-    assert view(again) == view(manager)
+    assert whole(again) == whole(manager)
     assert len(restored.ids()) > 3
     again.compact()
     assert len(restored.ids()) == 3  # two trajectories and the snapshot
-    assert view(ExperienceManager(RULES, store=restored)) == view(manager)
+    assert whole(ExperienceManager(RULES, store=restored)) == whole(manager)
 
 
-def test_a_full_disk_leaves_the_pool_as_it_was(make: Make) -> None:
+def test_a_full_disk_leaves_the_pool_as_it_was() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
-    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
-    before = view(manager)
+    step(manager, rollouts("a", [1.0, 0.0]))
+    before = whole(manager)
     store.fail_after = 0
     with pytest.raises(OSError, match="No space"):
-        manager.save_trajectories_to_memory([make("a", 7)])
+        manager.save_trajectories_to_memory([build("a", 7)])
     with pytest.raises(OSError, match="No space"):
-        manager.update_difficulty2task_dict([make("b", 8)])
+        manager.update_difficulty2task_dict([build("b", 8)])
     with pytest.raises(OSError, match="No space"):
         manager.compact()
     store.fail_after = None
-    assert view(manager) == before
-    assert view(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
+    assert whole(manager) == before
+    assert whole(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
 
 
 @pytest.mark.parametrize("additions", [0, 1])
-def test_loading_replaces_the_pool_whole_or_not_at_all(make: Make, additions: int) -> None:
+def test_loading_replaces_the_pool_whole_or_not_at_all(additions: int) -> None:
     source = ExperienceManager(RULES)
-    train(source, [make("new", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 1.0, 0.0])])
+    step(source, rollouts("new", [1.0, 1.0, 0.0]))
     saved = source.state_dict() | {"tokenizer_fingerprint": ""}
 
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
-    train(manager, [make("old", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
-    before = view(manager)
+    step(manager, rollouts("old", [1.0, 0.0]))
+    before = whole(manager)
     store.fail_after = additions
     with pytest.raises(OSError, match="No space"):
         manager.load_state_dict(saved)
     store.fail_after = None
-    assert view(manager) == before
-    assert view(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
+    assert whole(manager) == before
+    assert whole(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
 
     manager.load_state_dict(saved)
-    after = view(manager)
+    after = whole(manager)
     assert list(after["entries"]) == ["new"]
-    whole = len(store.log)
+    end = len(store.log)
     assert {
-        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"]) for length in range(3, whole + 1)
+        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"]) for length in range(3, end + 1)
     } == {("old",), ("new",)}
-    assert view(ExperienceManager(RULES, store=store.first(whole))) == after
+    assert whole(ExperienceManager(RULES, store=store.first(end))) == after
 
 
-def test_an_id_cut_is_taken_up_again_even_if_it_was_replaced_since(make: Make) -> None:
+def test_foreign_records_are_left_alone_and_damaged_ones_named() -> None:
     store = LoggedStore()
-    manager = ExperienceManager(RULES, store=store)
-    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
-    saved, before = manager.state_dict(), view(manager)
-    assert not saved["trajectories"]
-    train(manager, [make("a", i, 1.0, metadata={"entropy": 1}) for i in range(3)])
-    assert view(manager)["entries"] == {}
-    manager.load_state_dict(saved)
-    assert view(manager) == before
-    assert view(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
-
-
-def test_a_store_of_another_tokenizer_is_refused(make: Make) -> None:
-    store = LoggedStore()
-    ExperienceManager(RULES, store=store).save_trajectories_to_memory([make(tokenizer_fingerprint="qwen:1")])
-    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
-        ExperienceManager(RULES, store=store, tokenizer_fingerprint="llama:2")
-    assert ExperienceManager(RULES, store=store).tokenizer_fingerprint == "qwen:1"
-
-
-def test_foreign_records_are_left_alone_and_damaged_ones_named(make: Make) -> None:
-    store = LoggedStore()
-    store.add_trajectories([make("foreign")])
+    store.add_trajectories([build("foreign")])
     assert len(ExperienceManager(RULES, store=store)) == 0
     store.add_trajectories(
         [AgentTrajectory(metadata={"experience_pool": {"kind": "tasks", "sequence": 0, "tasks": 3}})]
@@ -276,18 +234,18 @@ def test_foreign_records_are_left_alone_and_damaged_ones_named(make: Make) -> No
         ExperienceManager(RULES, store=store)
 
 
-def test_lost_journal_records_are_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_journal_records_are_told(caplog: pytest.LogCaptureFixture) -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     for number in range(3):
-        train(manager, [make(TASKS[number], i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
+        step(manager, rollouts(TASKS[number], [1.0, 0.0]))
     manager.flush()
     store.evict(store.ids()[:1])
     assert sorted(ExperienceManager(RULES, store=store).get_valid_replay_task_ids()) == ["b", "c"]
     assert "lacks 1 records" in caplog.text
 
 
-def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journal(make: Make) -> None:
+def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journal() -> None:
     class Bounded(LoggedStore):
         def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
             ids = super().add_trajectories(trajectories)
@@ -297,7 +255,7 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journa
     store = Bounded()
     manager = ExperienceManager(RULES, store=store)
     for number in range(300):
-        train(manager, [make(f"t{number}", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 1.0, 0.0])])
+        step(manager, rollouts(f"t{number}", [1.0, 1.0, 0.0]))
         if number % 20 == 0 or number > 290:
             again = ExperienceManager(RULES, store=copy.deepcopy(store))
             assert again.difficulty2task_dict == manager.difficulty2task_dict
@@ -306,14 +264,14 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journa
     assert 100 < len(manager) <= LEAST_CAPACITY
 
 
-def test_what_gave_up_its_place_stays_away_whatever_the_rules_are(make: Make) -> None:
+def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)  # two of a task
     for number in range(6):
-        manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
-    several = [make("a", 10 + number, entropy=1.0 - number / 10) for number in range(3)]
+        manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
+    several = [build("a", 10 + number, entropy=1.0 - number / 10) for number in range(3)]
     manager.save_trajectories_to_memory(several)  # the first of these gives way to the third
-    manager.save_trajectories_to_memory([make("b", number, entropy=2.0 - number / 10) for number in range(3)])
+    manager.save_trajectories_to_memory([build("b", number, entropy=2.0 - number / 10) for number in range(3)])
     assert len(store.ids()) > len(manager), "those that left are not deleted yet"
     there = view(manager)["entries"]
     assert {task: len(held) for task, held in there.items()} == {"a": 2, "b": 2}
@@ -322,21 +280,21 @@ def test_what_gave_up_its_place_stays_away_whatever_the_rules_are(make: Make) ->
         assert view(other)["entries"] == there
 
 
-def test_records_of_earlier_versions_say_what_left_by_the_rules(make: Make) -> None:
+def test_records_of_earlier_versions_say_what_left_by_the_rules() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     for number in range(6):
-        manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
+        manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
     for number in store.ids():
         store.get(number).metadata["experience_pool"].pop("replaces", None)
     assert view(ExperienceManager(RULES, store=store))["entries"] == view(manager)["entries"]
 
 
-def test_a_task_does_not_outgrow_its_number_where_a_record_is_lost(make: Make) -> None:
+def test_a_task_does_not_outgrow_its_number_where_a_record_is_lost() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     for number in range(5):
-        manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
+        manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
     MemoryStore.evict(store, [store.ids()[2]])  # the last took its place, and must take another's
     assert len(ExperienceManager(RULES, store=store)) == 2
 
@@ -349,8 +307,8 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
     store = LoggedStore()
     manager = ExperienceManager(checked, store=store)
     ends = {}
-    for step in range(60):
-        manager.global_steps = step
+    for number in range(60):
+        manager.global_steps = number
         if generator.random() < 0.3:
             shown = {"entropy": None, "old_log_probs": None, "metadata": {"demonstration": True}}
             manager.seed([build("a", int(generator.integers(30)), 1.0, **shown)])

@@ -10,33 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experience.conftest import row
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.rows import ROWS, pack_rows, response_length, row_count, rows_of, turns_as_rows
 from trajstore.trajectory import AgentTrajectory, Reward
 
 COLUMNS = ("input_ids", "loss_mask", "old_log_probs", "entropys", "response_mask")
-
-
-def row(prompt: int, response: int, seed: int = 0, **more: object) -> AgentTrajectory:
-    random = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(response, generator=random) > 0.3).long()
-    mask[0] = 1
-    return AgentTrajectory(
-        input_ids=torch.randint(2, 1000, (prompt + response,), generator=random),
-        loss_mask=torch.cat([torch.zeros(prompt, dtype=torch.int64), mask]),
-        response_start=prompt,
-        response_mask=mask,
-        old_log_probs=-torch.rand(response, generator=random),
-        entropys=torch.rand(response, generator=random),
-        entropy=0.5,
-        reward=Reward(outcome=1.0),
-        task_id="a",
-        rollout_id="r",
-        policy_version=1,
-        metadata={"score": seed, "common": 1},
-        **more,  # type: ignore[arg-type]
-    )
 
 
 def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.experience.conftest import build
 from tests.experience.transcripts import WORDS, conversation, make_tokenizer, turn, write
-from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.errors import ConfigurationError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.contract import fingerprint_of
 from trajstore.experience.rows import rows_of
-from trajstore.experience.transcripts import BadLine, Imported, TranscriptReader, import_transcripts
+from trajstore.experience.transcripts import Imported, TranscriptReader, import_transcripts
 from trajstore.trajectory import AgentTrajectory
 
 pytest.importorskip("transformers")
@@ -62,17 +63,6 @@ def test_a_conversation_becomes_tokens_without_log_probs(tokenizer: Any, tmp_pat
     assert one.metadata["transcript"] == {"source": "books", "file": "demos.jsonl", "line": 1}
 
 
-def test_the_same_file_again_adds_nothing_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
-    lines = [conversation("a"), conversation("b"), conversation("a", "drop"), conversation("a")]
-    first = import_file(tmp_path, tokenizer, *lines)
-    assert (first.entered, first.refused) == (3, {"duplicate": 1})
-    again = import_file(tmp_path, tokenizer, *lines, conversation("c"))
-    assert (again.entered, again.refused, again.trajectories) == (1, {"duplicate": 4}, 4)
-    for done in (first, again):
-        assert done.read == done.entered + done.refused.total() + len(done.bad)
-        assert done.trajectories == done.before + done.entered - done.left.total()
-
-
 def test_an_import_that_was_interrupted_goes_on(tokenizer: Any, tmp_path: Path) -> None:
     texts = [f"{one} {other}" for one in WORDS for other in WORDS][:150]
     source = write(tmp_path / "demos.jsonl", *[conversation(f"t{at % 20}", text) for at, text in enumerate(texts)])
@@ -90,61 +80,43 @@ def test_an_import_that_was_interrupted_goes_on(tokenizer: Any, tmp_path: Path) 
     assert done.trajectories == len(texts)
 
 
-def test_one_bad_line_hides_none_of_its_neighbours(tokenizer: Any, tmp_path: Path) -> None:
-    def other(**values: Any) -> dict[str, Any]:
-        return {**conversation("bad"), **values}
+def other(**values: Any) -> dict[str, Any]:
+    return {**conversation("bad"), **values}
 
-    bad = {
-        "{": "not JSON",
-        "[1]": "a list, must be an object",
-        **{
-            str(number): what
-            for number, what in enumerate(
-                (
-                    "task_id: None, must be a text",
-                    "messages: must be a list",
-                    "messages[0]: must be an object with a role",
-                    "messages[1].content: a NoneType",
-                    "messages[0].content: has parts that are no text",
-                    "none is the model's",
-                    "neither reward nor success",
-                    "reward: True, must be a number",
-                    "success: true, but an outcome of 0 is none",
-                    "messages[0]: has no token_ids, but others have",
-                    "messages[0].token_ids: must be a list of ids",
-                    "the chat template refuses",
-                )
-            )
-        },
-    }
-    ids = [{**message, "token_ids": [1]} for message in turn("go", "go")]
-    values = [
-        "{",
-        "[1]",
-        other(task_id=None),
-        other(messages=[]),
-        other(messages=[{"content": "go"}]),
-        other(messages=[*turn("go"), {"role": "assistant", "content": None}]),
+
+IDS = [{**message, "token_ids": [1]} for message in turn("go", "go")]
+BAD: list[tuple[Any, str]] = [
+    ("{", "not JSON"),
+    ("[1]", "a list, must be an object"),
+    (other(task_id=None), "task_id: None, must be a text"),
+    (other(messages=[]), "messages: must be a list"),
+    (other(messages=[{"content": "go"}]), "messages[0]: must be an object with a role"),
+    (other(messages=[*turn("go"), {"role": "assistant", "content": None}]), "messages[1].content: a NoneType"),
+    (
         other(messages=[{"role": "user", "content": [{"type": "image_url"}]}, *turn("", "go")[1:]]),
-        other(messages=turn("go")),
-        other(reward=None),
-        other(reward=True),
-        other(reward=0, success=True),
-        other(messages=[{**ids[0], "token_ids": None}, ids[1]]),
-        other(messages=[{**ids[0], "token_ids": [10**6]}, ids[1]]),
-        other(
-            messages=[{"role": "user", "content": "go", "tool_calls": [], "name": {"no": "text"}}, *turn("", "go")[1:]]
-        ),
-    ]
+        "messages[0].content: has parts that are no text",
+    ),
+    (other(messages=turn("go")), "none is the model's"),
+    (other(reward=None), "neither reward nor success"),
+    (other(reward=True), "reward: True, must be a number"),
+    (other(reward=0, success=True), "success: true, but an outcome of 0 is none"),
+    (other(messages=[{**IDS[0], "token_ids": None}, IDS[1]]), "messages[0]: has no token_ids, but others have"),
+    (other(messages=[{**IDS[0], "token_ids": [10**6]}, IDS[1]]), "messages[0].token_ids: must be a list of ids"),
+    (other(messages=[{**turn("go")[0], "name": {"no": "text"}}, *turn("", "go")[1:]]), "the chat template refuses"),
+]
+
+
+def test_one_bad_line_hides_none_of_its_neighbours(tmp_path: Path) -> None:
     strict = make_tokenizer()
     strict.chat_template = (
         "{% if messages[0].name %}{{ raise_exception('no names') }}{% endif %}" + strict.chat_template
     )
-    done = import_file(tmp_path, strict, *[line for one in values for line in (one, conversation(f"t{len(str(one))}"))])
-    assert [one.line for one in done.bad] == list(range(1, 2 * len(values), 2))
-    for one, what in zip(done.bad, bad.values(), strict=True):
+    lines = [line for one, _ in BAD for line in (one, conversation(f"t{len(str(one))}"))]
+    done = import_file(tmp_path, strict, *lines)
+    assert [one.line for one in done.bad] == list(range(1, 2 * len(BAD), 2))
+    for one, (_, what) in zip(done.bad, BAD, strict=True):
         assert what in one.reason
-    assert done.entered + done.refused["duplicate"] == len(values)
+    assert done.entered + done.refused["duplicate"] == len(BAD)
 
 
 def test_outcomes(tokenizer: Any, tmp_path: Path) -> None:
@@ -234,13 +206,6 @@ def test_texts_stay_inside_of_their_messages(tokenizer: Any, tmp_path: Path) -> 
     assert one.metadata["transcript"]["control_tokens"] == 4
 
 
-def test_a_template_that_changes_earlier_messages_is_told_with_the_line(tmp_path: Path) -> None:
-    source = write(tmp_path / "demos.jsonl", conversation(messages=turn("go", "<think>why</think>go", "seen", "done")))
-    [bad] = TranscriptReader(make_tokenizer("qwen3")).read(source)
-    assert isinstance(bad, BadLine)
-    assert "use context linear_think" in bad.reason
-
-
 def test_rules_that_would_never_let_demonstrations_out_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     strict = PoolRules(n_rollout=4, max_policy_age=5)
     message = "max_policy_age: 5, but demonstrations have no policy version"
@@ -251,18 +216,6 @@ def test_rules_that_would_never_let_demonstrations_out_are_refused(tokenizer: An
         held(tmp_path, strict)
     with pytest.raises(ConfigurationError, match=message):
         ExperienceManager(strict).save_trajectories_to_memory(held(tmp_path))
-
-
-def test_a_pool_of_another_tokenizer_and_a_file_that_is_not_there(tokenizer: Any, tmp_path: Path) -> None:
-    import_file(tmp_path, tokenizer, conversation())
-    with pytest.raises(ConfigurationError, match="tokenizer_fingerprint"):
-        import_file(tmp_path, make_tokenizer("llama3"), conversation("b"))
-    with pytest.raises(StoreNotFoundError, match="no such file"):
-        import_transcripts(tmp_path / "pool", tmp_path / "no", RULES, TranscriptReader(tokenizer))
-    with pytest.raises(ConfigurationError, match="has no effect"):
-        TranscriptReader(tokenizer, think_hint="x")
-    with pytest.raises(ConfigurationError, match="must be one of"):
-        TranscriptReader(tokenizer, context="turns")  # type: ignore[arg-type]
 
 
 def demonstration(tokenizer: Any, tmp_path: Path, task: str = "a", last: str = "done") -> AgentTrajectory:
@@ -295,12 +248,12 @@ def test_weights_that_leave_demonstrations_out_are_told(tokenizer: Any, tmp_path
     assert manager.why_nothing() == f"task_sampling: {strategy} gives no weight to difficulty 0, and no other is there"
 
 
-def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_path: Path, make: Any) -> None:
+def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_path: Path) -> None:
     manager = ExperienceManager(RULES)
-    manager.admit([make(tokens=number, outcome=float(number < 2)) for number in range(4)])
+    manager.admit([build(tokens=number, outcome=float(number < 2)) for number in range(4)])
     manager.seed([demonstration(tokenizer, tmp_path)])
     assert manager.difficulty2task_dict == {2: ["a"]}
-    manager.admit([make(tokens=number, outcome=1.0) for number in range(4)])
+    manager.admit([build(tokens=number, outcome=1.0) for number in range(4)])
     assert manager.skip_uid_set == {"a"}
     manager.seed([demonstration(tokenizer, tmp_path)])
     assert manager.get_valid_replay_task_ids() == [], "a solved task needs no demonstration"
@@ -322,16 +275,16 @@ def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer:
     assert [held.old_log_probs is None for held in held(tmp_path)] == [True, False]
 
 
-def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any, tmp_path: Path, make: Any) -> None:
+def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any, tmp_path: Path) -> None:
     manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2))
     demos = [demonstration(tokenizer, tmp_path, last=last) for last in ("done", "drop", "take")]
     assert manager.seed(demos) == {"not_better": 1}
-    manager.save_trajectories_to_memory([make(tokens=1, entropy=9.0), make(tokens=2, entropy=5.0)])
+    manager.save_trajectories_to_memory([build(tokens=1, entropy=9.0), build(tokens=2, entropy=5.0)])
     assert manager.seed(demos) == {"not_better": 3}
     assert [one.entropy for one in manager.task2trajectories["a"]] == [9.0, 5.0]
     manager = ExperienceManager(RULES)
     manager.seed(demos[:1])
-    manager.save_trajectories_to_memory([make(tokens=1, entropy=9.0)])
+    manager.save_trajectories_to_memory([build(tokens=1, entropy=9.0)])
     order = [one.old_log_probs is None for one in manager.get_offpolicy_batch(["a"], 2)]
     assert order == [False, True], "an entropy that is unknown stands behind all others"
 

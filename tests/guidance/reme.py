@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from trajstore.closing import Closing
+from tests.guidance.loopback import Loopback, send
 
 ERROR_TEXT = "Traceback: model exploded"
 """What must never reach a prompt."""
@@ -18,7 +17,7 @@ MEMORIES = [
 ]
 
 
-class FakeReMe(Closing):
+class FakeReMe(Loopback):
     """Answers by ``mode``; keeps every body that it was sent.
 
     Modes: ``ok``; a status as a number; ``garbage``, ``deep`` (JSON without end), ``not an object``, ``no metadata``,
@@ -32,24 +31,10 @@ class FakeReMe(Closing):
         self.memories: list[dict[str, Any]] = MEMORIES
         self.calls: list[tuple[str, Any]] = []
         self._released = threading.Event()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.calls.append((self.path, body))
-                fake.answer(self, body)
-
-            def log_message(self, *_: Any) -> None:
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
+        super().__init__()
 
     def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        self.calls.append((handler.path, body))
         if self.mode == "hang":
             self._released.wait()
             return
@@ -70,11 +55,7 @@ class FakeReMe(Closing):
                     return
             return
         status, said = (int(self.mode), ERROR_TEXT) if self.mode.isdecimal() else self._said(handler.path, body)
-        data = said.encode() if isinstance(said, str) else json.dumps(said).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
+        send(handler, status, said)
 
     def _said(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         paths = {"0.2": ("/retrieve_task_memory", "/summary_task_memory"), "0.4": ("/search", "/auto_memory")}
@@ -107,6 +88,4 @@ class FakeReMe(Closing):
 
     def close(self) -> None:
         self._released.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().close()

@@ -5,41 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from trajstore.closing import Closing
+from tests.guidance.loopback import Loopback
 
 VALIDATION = '```json\n{"is_valid": true, "score": 0.9, "feedback": "", "recommendations": ""}\n```'
 
 
-class StubModel(Closing):
+class StubModel(Loopback):
     """Answers extraction prompts with a new memory each time, validation prompts with yes; streams as ReMe wants it."""
 
     def __init__(self) -> None:
         self.up = True
         """False: every call gets 500."""
         self._count = 0
-        stub = self
+        super().__init__()
+        self.url += "/v1"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.send_response(200 if stub.up else 500)
-                self.end_headers()
-                if stub.up:
-                    said = stub._embeddings(body) if self.path.endswith("/embeddings") else stub._chat(body)
-                    self.wfile.write(said.encode())
-
-            def log_message(self, *_: Any) -> None:
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        handler.send_response(200 if self.up else 500)
+        handler.end_headers()
+        if self.up:
+            said = self._embeddings(body) if handler.path.endswith("/embeddings") else self._chat(body)
+            handler.wfile.write(said.encode())
 
     def _embeddings(self, body: dict[str, Any]) -> str:
         texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
@@ -78,8 +67,3 @@ class StubModel(Closing):
             for part, reason in parts
         ]
         return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -11,7 +11,6 @@ from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.environments import Environment, HouseholdEnvironment, SortEnvironment
 from trainer_hooks.reference.model import ModelConfig
 from trainer_hooks.reference.trainer import ReferenceTrainer
-from trajstore.experience import ExperienceManager
 from trajstore.trajectory import AgentTrajectory
 
 Train = Callable[..., ReferenceTrainer]
@@ -47,18 +46,3 @@ def pool_of(trainer: ReferenceTrainer) -> dict[tuple[int, ...], AgentTrajectory]
     manager = trainer.hook.manager
     held = [one for several in manager.task2trajectories.values() for one in several]
     return {tuple(one.input_ids.tolist()): one for one in held if one.input_ids is not None}
-
-
-def summary(manager: ExperienceManager | None) -> dict[str, Any]:
-    """Return all that a pool holds, as JSON values."""
-
-    def plain(one: AgentTrajectory) -> list[Any]:
-        return [one.rollout_id, one.policy_version, one.input_ids.tolist(), one.old_log_probs.tolist()]
-
-    return {
-        "buckets": {str(difficulty): sorted(tasks) for difficulty, tasks in manager.difficulty2task_dict.items()},
-        "skip": sorted(manager.skip_uid_set),
-        "trajectories": {
-            task: [plain(one) for one in several] for task, several in sorted(manager.task2trajectories.items())
-        },
-    }

@@ -101,19 +101,6 @@ def test_discarded_rows_hold_no_experience_and_kept_rows_train_on_it(mode: str, 
         assert {"guidance/outcome/unguided", "guidance/worth/outcome_with"} <= set(trainer.metrics)
 
 
-def test_the_same_seed_gives_the_same_run_also_when_resumed() -> None:
-    with make_trainer() as whole:
-        curve = whole.train()
-        weights = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
-    with make_trainer() as again:
-        assert again.train() == curve
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model.state_dict().items())
-        state = again.guidance.state_dict()
-    with make_trainer() as other:
-        other.guidance.load_state_dict(state)
-        assert other.guidance.state_dict() == state
-
-
 FILLED: dict[str, Any] = {"init_experience_before_training": True, "updated_freq": 0}
 
 

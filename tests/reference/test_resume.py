@@ -1,29 +1,21 @@
-"""A resumed run equals the uninterrupted one, and a killed one leaves its pool."""
+"""A resumed run equals the uninterrupted one, and one that ended anywhere leaves its pool's files."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.reference.runs import HOUSEHOLD, SORT, Train, summary
-from trainer_hooks.config import ExperienceReplayConfig
+from tests.experience.conftest import view
+from tests.reference.runs import HOUSEHOLD, SORT, Train
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
-from trajstore.experience import BufferStore, ExperienceManager
 from trajstore.experience.persistence import read_pool
-
-CHILD = Path(__file__).with_name("killed_run.py")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert second.step == half
     assert second.train() == whole.curve
     assert all(whole.model.state_dict()[name].equal(value) for name, value in second.model.state_dict().items())
-    assert summary(second.hook.manager) == summary(whole.hook.manager)
+    assert view(second.hook.manager) == view(whole.hook.manager)
     replayed = "experience_replay/replayed_rows"
     assert second.metrics[replayed] == whole.metrics[replayed]
 
@@ -76,55 +68,21 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_refused(make: Train, tm
         load_checkpoint(trainer, path)
 
 
-@pytest.fixture(scope="module")
-def killed(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of what killed runs left, by name."""
-    folder = tmp_path_factory.mktemp("killed")
-    environment = {**os.environ, "PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(CHILD), str(folder)]
-    done = subprocess.run(command, env=environment, cwd=project_root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def reopened(folder: Path) -> dict[str, Any]:
-    """Open the pool that a killed run left, and return what it holds."""
-    store = BufferStore.open(folder / "pool")
-    try:
-        manager = ExperienceManager(ExperienceReplayConfig().pool_rules(SORT.n_rollout), store=store)
-        return summary(manager)
-    finally:
-        store.close()
-
-
-def test_kill_in_the_middle_of_a_step_leaves_the_pool_of_the_last_flush(killed: Path) -> None:
-    flushed = json.loads((killed / "in-step" / "flushed.json").read_text())
-    found = reopened(killed / "in-step")
-    assert found == flushed["pool"]
-    assert sum(map(len, found["trajectories"].values())) > 0
-
-
-def test_kill_at_any_moment_leaves_a_pool_that_opens(killed: Path) -> None:
-    flushed = json.loads((killed / "run" / "flushed.json").read_text())
-    found = reopened(killed / "run")
-    for task, several in flushed["pool"]["trajectories"].items():
-        kept = found["trajectories"].get(task, [])
-        newer = [one for one in kept if one[1] > flushed["step"]]
-        # Later steps may have solved the task, which then left the pool, or given it better trajectories.
-        assert all(one in several for one in kept if one not in newer)
-        assert newer or kept in (several, [])
-    assert found["trajectories"] or found["skip"]
-
-
-def test_a_killed_run_resumes_with_the_pools_files(make: Train, killed: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_nobody_closed_resumes_with_the_pools_files(
+    make: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The checkpoint has no cut of the pool, as that of a trainer which saves the model alone."""
-    files = killed / "files" / "experience_pool"
+    files = tmp_path / "experience_pool"
+    options = {"pool_path": str(files), "pool_save_freq": 2, "experience_rbound": None}
+    left = make(SORT, **options)
+    for step in (2, 4):
+        left.train(until=step)
+        newest = save_checkpoint(left, tmp_path / "checkpoints")
+    left.train(until=5)
     assert sorted(path.name for path in files.iterdir()) == ["step_2", "step_4"]
-    newest = newest_checkpoint(killed / "files" / "checkpoints")
-    assert newest is not None
     state = torch.load(newest, weights_only=True)
     assert state["curve"][-1]["step"] == 4
-    resumed = make(SORT, pool_path=str(files), pool_save_freq=2, experience_rbound=None)
+    resumed = make(SORT, **options)
     with caplog.at_level(logging.INFO):
         resumed.load_state_dict({**state, "replay": {}})
     assert f"loaded {files / 'step_4'} with" in caplog.text

@@ -14,7 +14,6 @@ from trainer_hooks.batch import Batch
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import response_log_probs
 from trainer_hooks.reference.trainer import ReferenceTrainer
-from trajstore.errors import ConfigurationError
 from trajstore.experience.rows import row_count, rows_of
 
 CONFIGS = [SORT, HOUSEHOLD]
@@ -89,18 +88,6 @@ def test_draws_follow_the_policys_distribution(make: Train) -> None:
     assert statistic < 4 * often.sum()
 
 
-def test_the_generator_alone_decides(make: Train) -> None:
-    trainer = make(HOUSEHOLD)
-    tasks = trainer.environment.tasks
-    torch.manual_seed(0)
-    first = trainer.worker.run(tasks, torch.Generator().manual_seed(5))
-    torch.manual_seed(1)
-    again = trainer.worker.run(tasks, torch.Generator().manual_seed(5))
-    other = trainer.worker.run(tasks, torch.Generator().manual_seed(6))
-    assert [one.messages for one in first] == [one.messages for one in again]
-    assert [one.messages for one in first] != [one.messages for one in other]
-
-
 def test_no_tasks_make_no_rollouts(make: Train) -> None:
     assert make(SORT).worker.run([], torch.Generator()) == []
 
@@ -151,10 +138,3 @@ def test_a_training_in_which_each_turn_is_a_row() -> None:
         assert max(int(row_count(one)) for held in manager.task2trajectories.values() for one in held) > 1
     assert replayed_rows
     assert several
-
-
-def test_options_of_rows() -> None:
-    with pytest.raises(ConfigurationError, match="rows: 'turn', must be one of rollout, turns"):
-        replace(SORT, rows="turn")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="row_weight: 'x', must be one of row, rollout"):
-        replace(SORT, row_weight="x")  # type: ignore[arg-type]

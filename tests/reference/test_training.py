@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +11,8 @@ from torch import Tensor
 
 from tests.reference.runs import HOUSEHOLD, SORT, Train, environment, pool_of, replay
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
-from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
+from trainer_hooks.batch import BatchRow, assign_group_ids, build_batch
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.reference import trainer as trainer_module
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
@@ -23,105 +20,6 @@ from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trainer_hooks.reference.warm_start import warm_start
 from trajstore.errors import ConfigurationError
-
-
-@dataclass
-class LossCall:
-    """What one loss computation received and returned, and the tokens that the policy saw for it."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    arguments: dict[str, Any]
-    result: dict[str, Tensor]
-
-
-@dataclass
-class Spy:
-    """One step's calls."""
-
-    losses: list[LossCall] = field(default_factory=list)
-    groups: Tensor | None = None
-    batch: Batch | None = None
-    seen: tuple[Tensor, Tensor] | None = None
-
-
-@contextmanager
-def watched(trainer: ReferenceTrainer) -> Iterator[Spy]:
-    """Record what goes through the trainer's own calls."""
-    spy = Spy()
-
-    def policy(model: Any, ids: Tensor, mask: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        spy.seen = (ids, mask)
-        return response_log_probs(model, ids, mask, positions, length)
-
-    def loss(**arguments: Any) -> dict[str, Tensor]:
-        result = het_compute_token_on_off_policy_loss(**arguments)
-        assert spy.seen is not None
-        seen = {**arguments, "log_prob": arguments["log_prob"].detach()}
-        seen["exp_mask"] = seen["exp_mask"][:, -seen["log_prob"].shape[1] :]
-        spy.losses.append(LossCall(*spy.seen, seen, result))
-        return result
-
-    def advantage(rewards: Tensor, mask: Tensor, groups: Tensor, rollouts: Tensor | None) -> tuple[Tensor, Tensor]:
-        spy.groups = groups
-        return compute_grpo_outcome_advantage(rewards, mask, groups, rollouts=rollouts)
-
-    done = trainer.hook.step_done
-
-    def step_done(batch: Batch, *rest: Any) -> dict[str, float]:
-        spy.batch = batch
-        return done(batch, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "response_log_probs", policy)
-        patch.setattr(trainer_module, "het_compute_token_on_off_policy_loss", loss)
-        patch.setattr(trainer_module, "compute_grpo_outcome_advantage", advantage)
-        patch.setattr(trainer.hook, "step_done", step_done)
-        yield spy
-
-
-@pytest.mark.parametrize(("config", "histories"), [(SORT, 1), (HOUSEHOLD, 2)], ids=["sort", "household"])
-def test_the_loss_receives_replayed_rows_exactly_as_they_were_stored(
-    make: Train, store: dict[str, str], config: TrainerConfig, histories: int
-) -> None:
-    trainer = make(config, store=store, offpolicy_trajectories_per_task=histories, experience_rbound=None)
-    replayed_rows = 0
-    for _ in range(config.steps):
-        pool = pool_of(trainer)
-        with watched(trainer) as spy:
-            trainer.train_step()
-        step = trainer.step
-        assert len(spy.losses) == config.minibatches
-        replayed_of_group = [0] * config.tasks_per_step
-        for call in spy.losses:
-            arguments = call.arguments
-            response = arguments["exp_mask"].shape[1]
-            for row, exp_mask in enumerate(arguments["exp_mask"]):
-                real = call.attention_mask[row].bool()
-                tokens = tuple(call.input_ids[row][real].tolist())
-                if not exp_mask.any():
-                    continue
-                stored = pool[tokens]
-                length = len(tokens) - (stored.response_start or 0)
-                assert real[-response:].sum() == length
-                assert exp_mask[:length].equal(stored.loss_mask[stored.response_start :])
-                assert not exp_mask[length:].any()
-                written = exp_mask.bool()
-                assert arguments["old_log_prob"][row][written].equal(stored.old_log_probs[written[:length]])
-                assert stored.policy_version < step
-                replayed_rows += 1
-        extras = spy.batch.non_tensors["extras"]
-        for row, group in enumerate(spy.groups.tolist()):
-            replayed_of_group[group] += extras[row]["is_experience_replay"]
-        assert spy.groups.bincount().tolist() == [config.n_rollout] * config.tasks_per_step
-        for group, count in enumerate(replayed_of_group):
-            tasks = set(spy.batch.non_tensors["task_ids"][(spy.groups == group).numpy()])
-            assert len(tasks) == 1
-            assert count <= histories
-        on_policy = spy.losses[0].arguments["response_mask"].bool() & ~spy.losses[0].arguments["exp_mask"].bool()
-        assert on_policy.any()
-        assert (spy.losses[0].result["importance_ratio"][on_policy] == 1.0).all()
-    assert replayed_rows > 0
 
 
 def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_sampled(make: Train) -> None:
@@ -238,19 +136,6 @@ def test_two_runs_give_the_same_curve(make: Train, store: dict[str, str]) -> Non
     assert other.train() != first.curve
 
 
-def test_replay_saves_rollouts_and_says_so(make: Train) -> None:
-    trainer = make(SORT, experience_rbound=None)
-    before = 0
-    for point in trainer.train(after_step=lambda _: None):
-        made, before = point.fresh_rollouts - before, point.fresh_rollouts
-    metrics = trainer.metrics
-    assert made == metrics["experience_replay/rows"] - metrics["experience_replay/replayed_rows"]
-    assert metrics["experience_replay/rows"] == SORT.tasks_per_step * SORT.n_rollout
-    assert metrics["experience_replay/recorded_share"] == 1.0
-    assert 0 < metrics["experience_replay/off_policy_share"] < 0.5
-    assert all(isinstance(value, float) for value in metrics.values())
-
-
 def test_training_learns(make: Train) -> None:
     trainer = make(replace(SORT, steps=60, learning_rate=1e-3, warm_start_steps=100, evaluation_rollouts=8))
     before, _ = trainer.evaluate()
@@ -267,9 +152,6 @@ def test_training_learns(make: Train) -> None:
         ({"n_rollout": 1}, "n_rollout"),
         ({"minibatches": 1000}, "minibatches"),
         ({"learning_rate": 0.0}, "learning_rate"),
-        ({"learning_rate": float("nan")}, "learning_rate"),
-        ({"warm_start_steps": -1}, "warm_start_steps"),
-        ({"solved_at": 1.5}, "solved_at"),
         ({"environment": "chess"}, "chess"),
         ({"tasks_per_step": 10**6}, "tasks_per_step"),
         ({"replay": replay(offpolicy_trajectories_per_task=4)}, "offpolicy_trajectories_per_task"),

@@ -32,35 +32,8 @@ from trainer_hooks.masks import (
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, rows_of_rollout
 from trainer_hooks.token_sums import token_sums
 from trajstore import experience, guidance
-from trajstore.experience import (
-    BufferStore,
-    ChatTemplate,
-    ExperienceManager,
-    ExperienceMixCollateFn,
-    PoolRules,
-    TokenRow,
-)
 from trajstore.experience.exchange import export_pool, import_pool
 from trajstore.experience.transcripts import TranscriptReader
-from trajstore.guidance import (
-    AllocationRules,
-    EMClient,
-    Experience,
-    ExperienceTemplate,
-    ExperienceWorker,
-    Guidance,
-    GuidanceManager,
-    Insertion,
-    LocalMaker,
-    RetirementRule,
-    TrajExpConfig,
-    UpdateQueue,
-    Worth,
-    WorthLedger,
-    as_text,
-    plain_messages,
-    strip_template,
-)
 from trajstore.retrieval import RetrievalIndex
 from trajstore.trajectory import AgentTrajectory
 
@@ -69,9 +42,9 @@ HOSTILE: tuple[Any, ...] = (None, -1, 2.5, True, "x", [], {}, math.nan, object()
 Call = tuple[Callable[..., Any], Mapping[str, Any]]
 
 TASKS = ["a", "b"]
-RULES = PoolRules(n_rollout=4)
+RULES = experience.PoolRules(n_rollout=4)
 MESSAGES = [{"role": "user", "content": "go"}]
-TEMPLATE = ExperienceTemplate.of("<{}>")
+TEMPLATE = guidance.ExperienceTemplate.of("<{}>")
 
 
 def rollouts(count: int = 2) -> list[AgentTrajectory]:
@@ -93,38 +66,38 @@ def guidance_hook() -> GuidanceHook:
     )
 
 
-def filled() -> ExperienceManager:
-    manager = ExperienceManager(RULES)
+def filled() -> experience.ExperienceManager:
+    manager = experience.ExperienceManager(RULES)
     manager.admit(rollouts())
     return manager
 
 
-def collate() -> ExperienceMixCollateFn[str]:
-    return ExperienceMixCollateFn(filled(), dict(zip(TASKS, TASKS, strict=True)).get)
+def collate() -> experience.ExperienceMixCollateFn[str]:
+    return experience.ExperienceMixCollateFn(filled(), dict(zip(TASKS, TASKS, strict=True)).get)
 
 
-def queue() -> UpdateQueue:
-    return UpdateQueue(LocalMaker())
+def queue() -> guidance.UpdateQueue:
+    return guidance.UpdateQueue(guidance.LocalMaker())
 
 
-def worker() -> ExperienceWorker:
-    return ExperienceWorker(LocalMaker(), template=TEMPLATE)
+def worker() -> guidance.ExperienceWorker:
+    return guidance.ExperienceWorker(guidance.LocalMaker(), template=TEMPLATE)
 
 
-def manager() -> GuidanceManager:
-    return GuidanceManager(AllocationRules(rollout_expratio=0.5))
+def manager() -> guidance.GuidanceManager:
+    return guidance.GuidanceManager(guidance.AllocationRules(rollout_expratio=0.5))
 
 
-def client() -> EMClient:
-    return EMClient("http://127.0.0.1:9", retries=0, retrieve_timeout=5.0, summary_timeout=5.0)
+def client() -> guidance.EMClient:
+    return guidance.EMClient("http://127.0.0.1:9", retries=0, retrieve_timeout=5.0, summary_timeout=5.0)
 
 
 def batch_rows() -> list[BatchRow]:
     return [BatchRow(trajectory=one, group_id=0) for one in rollouts()]
 
 
-def template() -> ChatTemplate:
-    return ChatTemplate(lambda messages, ask: "".join(map(str, messages)), lambda text: [1, 2], {2})
+def template() -> experience.ChatTemplate:
+    return experience.ChatTemplate(lambda messages, ask: "".join(map(str, messages)), lambda text: [1, 2], {2})
 
 
 def good(folder: Path) -> dict[str, Any]:
@@ -153,7 +126,7 @@ def good(folder: Path) -> dict[str, Any]:
         "base_url": "http://127.0.0.1:9",
         "batch": made,
         "cliprange_low": 0.2,
-        "config": TrajExpConfig(),
+        "config": guidance.TrajExpConfig(),
         "directory": folder / "saved",
         "encode": list,
         "exp_manager": filled(),
@@ -163,7 +136,7 @@ def good(folder: Path) -> dict[str, Any]:
         "generator": np.random.default_rng(0),
         "get_task": str,
         "group_offpolicy": "shared",
-        "guidance": Guidance("discard", ("0",), (Insertion(0, "<x>"),)),
+        "guidance": guidance.Guidance("discard", ("0",), (guidance.Insertion(0, "<x>"),)),
         "index": [0, 0],
         "input_ids": [1],
         "is_discarded": torch.zeros(2, dtype=torch.bool),
@@ -172,7 +145,7 @@ def good(folder: Path) -> dict[str, Any]:
         "loss": loss,
         "loss_agg_mode": "token-mean",
         "loss_mask": made.tensors["loss_mask"],
-        "maker": LocalMaker(),
+        "maker": guidance.LocalMaker(),
         "mask": made.tensors["exp_mask"],
         "messages": MESSAGES,
         "mixed": MixedTasks(("a",), ("b",)),
@@ -208,10 +181,10 @@ def good(folder: Path) -> dict[str, Any]:
             convert_tokens_to_ids=list,
         ),
         "train_mode": "keep",
-        "traj_config": TrajExpConfig(),
+        "traj_config": guidance.TrajExpConfig(),
         "trajectory": rollouts()[0],
         "value": None,
-        "worth": Worth(),
+        "worth": guidance.Worth(),
     }
 
 
@@ -238,9 +211,9 @@ METHODS: dict[Callable[[], Any], str] = {
     queue: "submit wait close",
     worker: "manage_rollout_context manage_training_context find",
     manager: "allocate_train_mode allocate_add_exp get_complete_exp_configs update_experience_pool load_state_dict",
-    LocalMaker: "get retrieve summarize add",
+    guidance.LocalMaker: "get retrieve summarize add",
     RetrievalIndex: "add remove search",
-    WorthLedger: "note",
+    guidance.WorthLedger: "note",
     client: "retrieve summarize",
 }
 
@@ -261,7 +234,7 @@ def special_arguments(known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "manager.allocate_add_exp": {"rollouts": [1, 2]},
         "manager.get_complete_exp_configs": {"rollouts": [1, 2]},
         "manager.load_state_dict": {"state": manager().state_dict()},
-        "LocalMaker.add": {"experiences": [Experience(when_to_use="x", content="y")]},
+        "LocalMaker.add": {"experiences": [guidance.Experience(when_to_use="x", content="y")]},
         "RetrievalIndex.add": {"keys": [0]},
         "client.summarize": {"rollouts": []},
     }
@@ -285,7 +258,7 @@ EXPERIENCE = (
     " mean_entropy of_earlier_run newest_pool"
 )
 GUIDANCE = (
-    "AllocationRules EMClient Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
+    "AllocationRules EMClient EndpointSummarizer Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
     " LocalMaker RetirementRule Retrieved TaskExpConfig TrajExpConfig UpdateQueue Worth WorthLedger count_worth put_in"
     " take_out with_guidance"
 )
@@ -293,19 +266,19 @@ GUIDANCE = (
 
 def special_functions(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Yield functions that are given something in the place of the usual values, or of defaults."""
-    made = Experience(when_to_use="x", content="y")
+    made = guidance.Experience(when_to_use="x", content="y")
     width = known["response_mask"].shape[1]
     yield ReplayHook, {"config": ExperienceReplayConfig()}
     yield GuidanceHook, {"config": GuidanceConfig()}
-    yield TokenRow, {"loss_mask": [1]}
+    yield experience.TokenRow, {"loss_mask": [1]}
     yield export_pool, {"store": folder / "none"}
-    yield GuidanceManager, {"rules": AllocationRules()}
+    yield guidance.GuidanceManager, {"rules": guidance.AllocationRules()}
     yield made.to_trajectory, {"step": 1}
     yield TEMPLATE.fill, {"experience": "x"}
-    yield ExperienceWorker, {"maker": None, "template": TEMPLATE}
-    yield as_text, {"experiences": [made]}
-    yield plain_messages, {"trajectory": dataclasses.replace(rollouts()[0], messages=MESSAGES)}
-    yield strip_template, {"template": TEMPLATE}
+    yield guidance.ExperienceWorker, {"maker": None, "template": TEMPLATE}
+    yield guidance.as_text, {"experiences": [made]}
+    yield guidance.plain_messages, {"trajectory": dataclasses.replace(rollouts()[0], messages=MESSAGES)}
+    yield guidance.strip_template, {"template": TEMPLATE}
     yield build_exp_mask, {"is_experience_replay": torch.zeros(2, dtype=torch.bool)}
     yield share_by_rollout, {"rollouts": known["batch"].rollouts}
     yield het_compute_token_on_off_policy_loss, {"cliprange": 0.2}
@@ -319,8 +292,14 @@ def calls_of_functions(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]
     usual = (
         *(getattr(experience, name) for name in EXPERIENCE.split()),
         *(getattr(guidance, name) for name in GUIDANCE.split()),
-        *(BufferStore.open, import_pool, TranscriptReader, Experience.of_trajectory, Guidance.of, Guidance.of_json),
-        *(RetirementRule(below=0.0).retires, BatchRow, MixedTasks, PlannedTask, assign_group_ids, build_batch),
+        *(
+            experience.BufferStore.open,
+            guidance.Experience.of_trajectory,
+            guidance.Guidance.of,
+            guidance.Guidance.of_json,
+        ),
+        *(import_pool, TranscriptReader),
+        *(guidance.RetirementRule(below=0.0).retires, BatchRow, MixedTasks, PlannedTask, assign_group_ids, build_batch),
         *(to_tensordict, rows_of_plan, rows_of_rollout, completed_rollouts, compute_response_mask, regularizer_masks),
         *(replace_recorded_old_log_probs, compute_grpo_outcome_advantage),
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer_hooks.advantages import compute_grpo_outcome_advantage
+from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trajstore.errors import ConfigurationError
 
 
@@ -90,3 +90,13 @@ def test_a_reward_that_is_no_number_is_refused(value: float) -> None:
     rewards[1, 0] = value
     with pytest.raises(ConfigurationError, match=r"rows \[1\]"):
         compute_grpo_outcome_advantage(rewards, torch.ones(3, 2), ["a", "a", "b"])
+
+
+def test_a_group_counts_a_rollout_of_several_rows_once() -> None:
+    """One success of three rows among four rollouts: 1.5 and -0.5."""
+    rewards = torch.tensor([[1.0], [1.0], [1.0], [0.0], [0.0], [0.0]])
+    rollouts = torch.tensor([0, 0, 0, 1, 2, 3])
+    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(6, 1), [0] * 6, rollouts=rollouts)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([1.5, 1.5, 1.5, -0.5, -0.5, -0.5]))
+    shared = share_by_rollout(advantages, rollouts)
+    torch.testing.assert_close(shared[:, 0], torch.tensor([0.5, 0.5, 0.5, -0.5, -0.5, -0.5]))

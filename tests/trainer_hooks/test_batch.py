@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch, to_tensordict
+from trainer_hooks.masks import build_exp_mask, compute_response_mask, replace_recorded_old_log_probs
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 
@@ -191,6 +193,8 @@ def test_attention_mask_is_all_ones_unless_given() -> None:
     tensors = build_batch([other], PAD).tensors
     assert tensors["attention_mask"].tolist() == [[1, 0, 1, 1, 1]]
     assert tensors["position_ids"].tolist() == [[0, 0, 1, 2, 3]]
+    discarded = dataclasses.replace(other, add_exp=True, train_mode="discard")
+    assert build_batch([discarded], PAD).tensors["exp_mask"].tolist() == [[1, 0, 1, 1, 1]]
 
 
 # -- groups ------------------------------------------------------------------------------------------
@@ -254,15 +258,46 @@ def test_tensordict_holds_the_same(jagged: bool) -> None:
     assert result["extras"][0]["is_experience_replay"] is True
 
 
-def test_jagged_tensors_of_one_axis_go_together() -> None:
-    pytest.importorskip("tensordict")
-    result = to_tensordict(build_batch([make_row(2, 3, seed=1), make_row(4, 1, seed=2)], PAD), jagged=True)
-    for first, *others in (FULL, RESPONSE):
-        for other in others:
-            assert (result[first] * result[other]).shape[0] == 2
-
-
 def test_without_tensordict_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensordict", None)
     with pytest.raises(MissingDependencyError, match=r"tensordict.*trajstore\[verl\]"):
         to_tensordict(build_batch([make_row(1, 1)], PAD))
+
+
+# -- Masks against the rules, token by token --
+
+
+def test_response_mask_is_the_end_of_a_mask() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1]])
+    assert compute_response_mask(mask, 3).tolist() == [[1, 1, 0], [1, 0, 1]]
+    assert compute_response_mask(mask, 0).shape == (2, 0)
+    with pytest.raises(ConfigurationError, match="R = 5"):
+        compute_response_mask(mask, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(0, 4), prompt=st.integers(0, 4), response=st.integers(0, 5))
+def test_recorded_log_probs_replace_only_where_off_policy_and_recorded(
+    seed: int, rows: int, prompt: int, response: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    current = torch.randn(rows, response, generator=generator)
+    recorded = torch.randn(rows, response, generator=generator)
+    recorded_mask = torch.rand(rows, response, generator=generator) < 0.5
+    recorded = recorded.masked_fill(~recorded_mask, math.nan)
+    exp_mask = torch.randint(2, (rows, prompt + response), generator=generator)
+    before = current.clone()
+    result = replace_recorded_old_log_probs(current, recorded, recorded_mask, exp_mask)
+    for row in range(rows):
+        for column in range(response):
+            replaced = bool(exp_mask[row, prompt + column]) and bool(recorded_mask[row, column])
+            assert result[row, column] == (recorded if replaced else before)[row, column]
+    assert torch.equal(current, before)
+
+
+def test_more_positions_than_a_mask_has_are_refused() -> None:
+    ones, flags, values = torch.ones(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 3)
+    with pytest.raises(ConfigurationError, match="P = 6"):
+        build_exp_mask(ones, ones, 6, flags, flags)
+    with pytest.raises(ConfigurationError, match="R = 3"):
+        replace_recorded_old_log_probs(values, values, values.bool(), ones[:, :2])

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
+from tests.pages import blocks
+from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.dataproto import batch_of, loss_arguments, replace_old_log_probs, step_done, to_dataproto
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -163,12 +163,6 @@ def chunk_and_concat(data: Any, order: Tensor) -> Any:
     return unpad_dataproto(DataProto.concat(padded.chunk(2)), added)
 
 
-def pad_and_unpad(data: Any, order: Tensor) -> Any:
-    padded, added = pad_dataproto_to_divisor(data, 5)
-    assert len(padded) % 5 == 0
-    return unpad_dataproto(padded, added)
-
-
 def reorder(data: Any, order: Tensor) -> Any:
     data.reorder(order)
     return data
@@ -195,7 +189,6 @@ def iterate(data: Any, order: Tensor) -> Any:
 
 OPERATIONS: list[Callable[[Any, Tensor], Any]] = [
     chunk_and_concat,
-    pad_and_unpad,
     reorder,
     repeat_and_thin,
     pop_and_union,
@@ -234,24 +227,6 @@ def test_rows_stay_whole(
     check_old_log_probs(data, rows)
     assert data.batch["entropys"].equal(current_log_probs(data).abs() / 2)
     assert data.meta_info["replay_loss_options"] == make_hook().loss_options
-
-
-@pytest.mark.parametrize("method", ["numpy", ""])
-def test_a_worker_gets_what_was_sent(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VERL_DATAPROTO_SERIALIZATION_METHOD", method)
-    rows = some_rows()
-    replaced(rows).save_to_disk(tmp_path / "data")
-    data = DataProto.load_from_disk(tmp_path / "data")
-    check_rows(data, build_batch(rows, PAD), rows)
-    check_old_log_probs(data, rows)
-    with_advantages = replaced(rows)
-    with_advantages.batch["advantages"] = data.batch["advantages"] = torch.ones_like(data.batch["old_log_probs"])
-    sent = loss_arguments(with_advantages.batch, with_advantages.meta_info)
-    received = loss_arguments(data.batch, data.meta_info)
-    assert sent.keys() == received.keys()
-    for name, value in dict[str, Any](sent).items():
-        got = dict[str, Any](received)[name]
-        assert got.equal(value) if isinstance(value, Tensor) else got == value, name
 
 
 def test_through_verls_conversion_to_rows_without_padding() -> None:
@@ -305,53 +280,6 @@ def test_verls_advantages_are_ours(rows: list[BatchRow], separate: bool, normali
         torch.testing.assert_close(data.batch["advantages"], ours, rtol=1e-5, atol=1e-6)
 
 
-def weight(part: Tensor, whole: Tensor, by_token: bool) -> float:
-    """Return the share of a micro-batch in a mean over tokens, or over rows that have any."""
-    if by_token:
-        return float(part.sum() / whole.sum())
-    return float((part.sum(-1) > 0).sum() / (whole.sum(-1) > 0).sum())
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-@settings(max_examples=15, deadline=None)
-@given(rows=mixed_rows(least=4), size=st.integers(1, 3), order=st.permutations(range(7)))
-def test_loss_of_micro_batches_is_loss_of_the_whole(
-    mode: Any, rows: list[BatchRow], size: int, order: list[int]
-) -> None:
-    data = replaced(rows)
-    data.batch["advantages"] = torch.cos(data.batch["responses"].float())
-    data.batch["shift"] = torch.sin(data.batch["responses"].float())
-    data.reorder(torch.tensor([index for index in order if index < len(rows)]))
-    mask = data.batch["response_mask"]
-    assume(mask.any())
-
-    def loss_and_gradient(part: Any) -> tuple[Tensor, Tensor]:
-        log_prob = (part.batch["current_old_log_probs"] + part.batch["shift"]).requires_grad_()
-        arguments = loss_arguments(part.batch, part.meta_info)
-        loss = het_compute_token_on_off_policy_loss(log_prob=log_prob, cliprange=0.2, loss_agg_mode=mode, **arguments)[
-            "pg_loss"
-        ]
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert log_prob.grad is not None
-        return loss.detach(), log_prob.grad
-
-    whole, gradient = loss_and_gradient(data)
-    total, gradients = torch.zeros(()), []
-    for part in data.split(size):
-        share = weight(part.batch["response_mask"], mask, by_token=mode == "token-mean")
-        loss, part_gradient = loss_and_gradient(part)
-        total += share * loss
-        gradients.append(share * part_gradient)
-    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-5, atol=1e-6)
-    # The recorded log-probs have part in it: they lie far from the current ones.
-    ratio = het_compute_token_on_off_policy_loss(
-        log_prob=data.batch["current_old_log_probs"], cliprange=0.2, **loss_arguments(data.batch, data.meta_info)
-    )["importance_ratio"]
-    off_policy = data.batch["exp_mask"][:, -mask.shape[1] :].bool() & data.batch["recorded_mask"] & mask.bool()
-    assert (ratio != 1).equal(off_policy)
-
-
 # -- the hook's configuration ------------------------------------------------------------------------
 
 
@@ -371,18 +299,6 @@ def test_loss_options_are_those_of_the_configuration() -> None:
     data.batch["advantages"] = data.batch["old_log_probs"]
     arguments = loss_arguments(data.batch, data.meta_info)
     assert (arguments["off_cliprange_high"], arguments["off_policy_shaping"]) == (0.7, 0.1)
-
-
-def test_the_side_of_a_token_is_that_of_its_row() -> None:
-    rows = some_rows()
-    data: Any = replaced(rows)
-    data.batch["advantages"] = data.batch["old_log_probs"]
-    data.reorder(torch.tensor([3, 1, 5, 0, 4, 2]))
-    arguments = loss_arguments(data.batch, data.meta_info)
-    for place, number in enumerate(numbers_of(data)):
-        off_policy = rows[number].is_experience_replay or rows[number].train_mode == "discard"
-        counted = arguments["response_mask"][place] != 0
-        assert (arguments["exp_mask"][place][counted] != 0).tolist() == [off_policy] * int(counted.sum())
 
 
 def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> None:
@@ -454,21 +370,8 @@ def test_without_verl_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         to_dataproto(build_batch(some_rows(), PAD))
 
 
-def test_a_group_counts_a_rollout_of_several_rows_once() -> None:
-    """One success of three rows among four rollouts: 1.5 and -0.5."""
-    trajectories = [some_rows()[0].trajectory] * 6
-    places = [(0, 0, 3), (0, 1, 3), (0, 2, 3), None, None, None]
-    rows = [
-        BatchRow(trajectory=one, group_id=0, rollout=place) for one, place in zip(trajectories, places, strict=True)
-    ]
-    data = to_dataproto(build_batch(rows, pad_token_id=0))
-    data.reorder(torch.tensor([5, 1, 3, 0, 2, 4]))
-    mask = data.batch["response_mask"]
-    rewards = torch.zeros(mask.shape)
-    rewards[:, 0] = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
-    advantages, _ = compute_grpo_outcome_advantage(
-        rewards, torch.ones_like(mask), data.non_tensor_batch["uid"], rollouts=data.batch["rollouts"]
-    )
-    torch.testing.assert_close(advantages[:, 0], torch.tensor([-0.5, 1.5, -0.5, 1.5, 1.5, -0.5]))
-    shared = share_by_rollout(advantages, data.batch["rollouts"])
-    torch.testing.assert_close(shared[:, 0], torch.tensor([-0.5, 0.5, -0.5, 0.5, 0.5, -0.5]))
+def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: another one would spend seconds on importing verl."""
+    monkeypatch.chdir(tmp_path)
+    page = project_root / "docs" / "howto" / "dataproto.md"
+    exec(compile("\n".join(blocks(page.read_text(), "python")), page, "exec"), {"__name__": "__main__"})

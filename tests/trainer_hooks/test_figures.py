@@ -5,19 +5,32 @@ from __future__ import annotations
 import ast
 import dataclasses
 import logging
+import math
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.pages import explained_figures, unexplained
 from tests.reference.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.figures import STARVING_STEPS, warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX
+from trainer_hooks.metrics import (
+    PREFIX,
+    StepTimes,
+    batch_metrics,
+    record_metrics,
+    starving_buckets,
+)
 from trainer_hooks.plan import PlannedTask
+from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
+from trajstore.errors import ConfigurationError
 from trajstore.experience import Refusal
 
 LOSS = "experience_replay/loss/"
@@ -63,12 +76,42 @@ def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplo
     assert "versions up to 9, this is step 2: the count of steps began anew" in caplog.text
 
 
-def test_demonstrations_are_not_rows_of_unknown_age() -> None:
+def test_starving_buckets_are_counted_on_after_a_resume() -> None:
+    """A run that is cut after fifteen steps says in the twentieth what one without a cut says."""
+    name = "experience_replay/starving_buckets"
+    replay = hook(replay_difficulty=1)
+    do_step(replay, 1, tasks=["a"], successes=2)
+    for step in range(2, 16):
+        *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
+        assert name not in metrics
+    saved = orjson.dumps(replay.manager.state_dict(), option=orjson.OPT_NON_STR_KEYS)  # as verl's checkpoints have it
+    resumed = hook(replay_difficulty=1)
+    resumed.resume(orjson.loads(saved), 15)
+    for step in range(16, 21):
+        assert name not in metrics
+        *_, metrics = do_step(resumed, step, tasks=["b", "c"], successes=1)
+    assert metrics[name] == 1.0
+    old = {key: value for key, value in replay.state_dict().items() if key != "draws"}
+    hook().resume(old, 15)  # a cut of an earlier version
+
+
+def test_no_bucket_starves_before_replay_begins() -> None:
+    replay = hook(replay_start_ratio=0.9)
+    for step in range(1, 30):
+        *_, metrics = do_step(replay, step)
+    assert "experience_replay/starving_buckets" not in metrics
+
+
+def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_age() -> None:
     replay = hook()
     made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
     replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
-    *_, metrics = do_step(replay, 1)
-    assert metrics["experience_replay/demonstration_rows"] == metrics["experience_replay/replayed_rows"] == 2.0
+    batch, fresh, current = begin_step(replay, 1)
+    rows = [row for row, extras in enumerate(batch.non_tensors["extras"]) if extras["is_experience_replay"]]
+    assert not batch.tensors["recorded_mask"][rows].any()
+    assert torch.equal(replay.log_probs_computed(batch, current)[rows], current[rows])
+    metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
+    assert metrics["experience_replay/demonstration_rows"] == metrics["experience_replay/replayed_rows"] == len(rows)
     assert metrics["experience_replay/age_unknown_rows"] == 0.0
 
 
@@ -84,7 +127,7 @@ def names_of_a_run() -> set[str]:
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
         replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
-        for step in range(1, 22):
+        for step in range(1, STARVING_STEPS + 2):
             batch, fresh, current = begin_step(replay, step)
             old = replay.log_probs_computed(batch, current)
             masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"])
@@ -125,3 +168,193 @@ def test_the_page_of_figures_has_every_figure(project_root: Path) -> None:
     assert unexplained(f"refused/{one.value}" for one in Refusal) == set()
     said = {f"{PREFIX}{name}" for name in explained_figures() if name.endswith("_mean")}
     assert said - found == set(), "figures that do not exist"
+
+
+# -- Figures of the loss against plain Python over the tokens, in one loss and in several --
+
+
+def kish(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(0, 3), tokens=st.integers(0, 4))
+def test_figures_equal_plain_python(seed: int, rows: int, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old, new, advantages = (2 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(3))
+    response_mask, exp_mask = torch.randint(2, (2, rows, tokens), generator=generator)
+    loss = het_compute_token_on_off_policy_loss(old, new, advantages, response_mask, exp_mask, 0.2)
+    found = figures_of(token_sums(loss, response_mask, exp_mask))
+    ratios: dict[str, list[float]] = {"on": [], "off": []}
+    for row in range(rows):
+        for column in range(tokens):
+            if response_mask[row, column]:
+                side = "off" if exp_mask[row, column] else "on"
+                ratios[side].append(math.exp(float(new[row, column] - old[row, column])))
+    expected = {}
+    if ratios["on"] or ratios["off"]:
+        expected["off_policy_share"] = len(ratios["off"]) / (len(ratios["on"]) + len(ratios["off"]))
+    for side, values in ratios.items():
+        if values:
+            expected |= {f"{side}_{key}": float(loss[f"{side}_{key}"]) for key in ("pg_loss", "pg_clipfrac")}
+            expected[f"{side}_pg_clipfrac_lower"] = float(loss[f"{side}_pg_clipfrac_lower"])
+            expected[f"{side}_ratio_mean"] = sum(values) / len(values)
+            expected[f"{side}_ratio_max"], expected[f"{side}_ratio_min"] = max(values), min(values)
+            expected[f"{side}_ppo_kl"] = -sum(map(math.log, values)) / len(values)
+    if ratios["off"]:
+        expected["off_effective_sample_size"] = kish(ratios["off"])
+        expected["off_ratio_near_zero_share"] = sum(value < 0.1 for value in ratios["off"]) / len(ratios["off"])
+    assert found == pytest.approx({f"experience_replay/{name}": value for name, value in expected.items()}, abs=1e-12)
+    assert all(type(value) is float for value in found.values())
+
+
+def test_nan_is_seen_wherever_it_came() -> None:
+    for one in ([1.0, math.nan], [math.nan, 1.0]):
+        together = added({"on_ratio": value, "on_ratio_max": value, "on_ratio_min": value} for value in one)
+        assert all(map(math.isnan, together.values()))
+    assert figures_of(added([])) == {}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        (torch.ones(4), 1.0),
+        (torch.tensor([math.inf, 1.0, 1.0, 1.0]), 0.25),
+        (torch.full((4,), 1e300, dtype=torch.float64), 1.0),
+        (torch.zeros(4), None),
+    ],
+)
+def test_effective_sample_size_at_the_edges(ratios: torch.Tensor, expected: float | None) -> None:
+    ratio = ratios[None]
+    found = label_sums(["all"], ratio, ratio, torch.ones(1, 4), 0.2, 1.0)["all"].effective_sample_size
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_clip_fraction_by_age() -> None:
+    ratio = torch.tensor([[1.0, 2.5, 0.5], [2.5, 2.5, 0.5], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]])
+    advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 0.0, -1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0], [1, 1, 1]])
+    found = label_sums([3, 3, 5, None], ratio, advantages, mask, 0.2, 1.0)
+    assert {label: one.clip_fraction for label, one in found.items()} == {3: pytest.approx(2 / 6)}
+    with pytest.raises(ConfigurationError, match="labels"):
+        label_sums([3], ratio, advantages, mask, 0.2, 1.0)
+
+
+def test_clip_fraction_agrees_with_the_loss() -> None:
+    generator = torch.Generator().manual_seed(1)
+    old, new, advantages = (torch.randn(6, 20, generator=generator) for _ in range(3))
+    mask = torch.randint(2, (6, 20), generator=generator)
+    loss = het_compute_token_on_off_policy_loss(old, new, advantages, mask, mask, 0.2, off_cliprange_high=0.7)
+    by_label = label_sums(["all"] * 6, loss["importance_ratio"], advantages, mask, 0.2, 0.7)
+    assert by_label["all"].clip_fraction == pytest.approx(float(loss["off_pg_clipfrac"]))
+
+
+def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
+    """Mini-batches of unequal size, one of them without a replayed token."""
+    found = []
+    for sizes in ([16], [1, 2, 13], [3, 13], [13, 3]):
+        replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
+        do_step(replay, 1)
+        do_step(replay, 2, tasks=TASKS[:2])
+        batch, fresh, current = begin_step(replay, 3)
+        replayed = [extras["is_experience_replay"] for extras in batch.non_tensors["extras"]]
+        order = sorted(range(16), key=replayed.__getitem__)
+        old = replay.log_probs_computed(batch, current)
+        spread = torch.linspace(-3, 3, old.numel()).reshape(old.shape)
+        advantages = torch.ones(old.shape) * torch.tensor([1.0, -1.0]).repeat(8)[:, None]
+        masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"][:, -old.shape[1] :])
+        for size in sizes:
+            part, order = order[:size], order[size:]
+            old_part, advantages_part, response_mask, exp_mask = (one[part] for one in (old, advantages, *masks))
+            current_part = old_part + spread[part]
+            loss = het_compute_token_on_off_policy_loss(
+                old_part, current_part, advantages_part, response_mask, exp_mask, 0.2, **replay.loss_options
+            )
+            replay.loss_computed(batch, part, loss, advantages_part, 0.2)
+        metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
+        valid, off = masks[0].bool(), masks[0].bool() & masks[1].bool()
+        assert metrics[f"{PREFIX}off_policy_share"] == int(off.sum()) / int(valid.sum())
+        beginnings = tuple(PREFIX + beginning for beginning in ("on_", "off_", "ppo_kl"))
+        found.append({name: value for name, value in metrics.items() if name.startswith(beginnings)})
+    whole, *cut = found
+    assert {f"{PREFIX}off_effective_sample_size_by_age/2", f"{PREFIX}on_ppo_kl", f"{PREFIX}ppo_kl"} <= whole.keys()
+    for one in cut:
+        assert one == pytest.approx(whole, rel=1e-5)
+
+
+# -- Metrics against plain Python, and what is warned of --
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"off_policy_share": 0.51, "off_ratio_mean": 9.0}, ["off-policy: lower exp_ratio"]),
+        ({"off_policy_share": 0.5, "off_ratio_mean": 10.5}, ["mean 10.5 and effective sample size 100.0%"]),
+        ({"off_policy_share": 0.9, "off_ratio_mean": math.inf}, ["off-policy: lower exp_ratio", "have mean inf"]),
+        ({"off_ratio_mean": 1.1, "off_effective_sample_size": 0.05}, ["mean 1.1 and effective sample size 5.0%"]),
+        ({"off_ratio_mean": 1.1, "off_ratio_max": 30.0, "off_effective_sample_size": 0.6}, []),  # it learns
+        ({"off_policy_share": 0.5, "off_ratio_mean": 10.0}, []),
+        ({"off_policy_share": 0.012}, ["only 1.2% of the tokens are replayed, where exp_ratio and"]),
+        ({"off_policy_share": 0.049}, []),  # what the defaults ask for, with histories that are somewhat shorter
+        ({"off_policy_share": 0.0}, []),
+        ({"off_ratio_near_zero_share": 0.6}, ["60% of the replayed tokens have importance ratios below 0.1"]),
+        ({"off_pg_loss": math.nan}, ["is NaN"]),
+        ({}, []),
+    ],
+)
+def test_warnings(metrics: dict[str, float], words: list[str]) -> None:
+    figures = {f"experience_replay/{name}": value for name, value in metrics.items()}
+    messages = list(warnings_of(figures, asked=0.5 * 1 / 8).values())
+    assert len(messages) == len(words)
+    assert all(word in message for word, message in zip(words, messages, strict=True))
+
+
+def test_record_metrics() -> None:
+    current = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
+    recorded = torch.tensor([[-1.5, -2.0, 0.0], [math.nan, -5.0, -9.0]])
+    recorded_mask = torch.tensor([[True, True, False], [False, True, True]])
+    off_policy = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    assert record_metrics(current, recorded, recorded_mask, off_policy) == pytest.approx(
+        {
+            "experience_replay/recorded_share": 3 / 4,
+            "experience_replay/recorded_difference_mean": (0.5 + 0.0 + 3.0) / 3,
+            "experience_replay/recorded_difference_max": 3.0,
+        }
+    )
+    assert record_metrics(current, recorded, recorded_mask, torch.zeros(2, 3)) == {}
+    nothing_recorded = record_metrics(current, recorded, torch.zeros(2, 3, dtype=torch.bool), off_policy)
+    assert nothing_recorded == {"experience_replay/recorded_share": 0.0}
+
+
+def test_batch_metrics() -> None:
+    found = batch_metrics(["a", "a", "b", "c", "c"], [True, False, False, True, True], [3, 10, 10, None, 7], 10)
+    assert found == {
+        "experience_replay/experience_tasks": 2.0,
+        "experience_replay/tasks": 3.0,
+        "experience_replay/replayed_rows": 3.0,
+        "experience_replay/rows": 5.0,
+        "experience_replay/age_mean": 5.0,
+        "experience_replay/age_max": 7.0,
+        "experience_replay/age_min": 3.0,
+        "experience_replay/age_unknown_rows": 1.0,
+    }
+    assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
+    mixed = batch_metrics(["a", "b", "c"], [True] * 3, [None, None, 11], 10, demonstrations=1)
+    assert mixed["experience_replay/age_unknown_rows"] == 2.0
+
+
+def test_starving_buckets() -> None:
+    assert starving_buckets({3: 2, 1: 5, 2: 0, 4: 1}, {1: 7, 4: 0}) == [3, 4]
+
+
+def test_step_times_add_up_and_begin_anew() -> None:
+    ticks = iter([0.0, 1.0, 5.0, 7.5, 10.0, 11.0])
+    times = StepTimes(clock=lambda: next(ticks))
+    with times.measure("mix"):
+        pass
+    with times.measure("mix"):
+        pass
+    with pytest.raises(KeyError), times.measure("batch"):
+        raise KeyError("inside")
+    assert times.take() == {"experience_replay/seconds/mix": 3.5, "experience_replay/seconds/batch": 1.0}
+    assert times.take() == {}

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from tests.experience.test_refusals import ALL_REFUSED, MALFORMED, rollout
 from tests.reference.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
 from tests.reference.test_hook import hook as make_hook
 from trainer_hooks.batch import build_batch
+from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import PoolRules
 from trajstore.experience.journal import PoolState
 from trajstore.experience.notices import why_nothing
+from trajstore.experience.prompts import prompt_of, prompt_of_row
+from trajstore.guidance import Guidance, put_in
+from trajstore.guidance.context import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Change = Callable[[AgentTrajectory], AgentTrajectory]
@@ -77,16 +82,6 @@ def test_step_done_names_what_a_success_lacks(
     assert reasons(figures) == expected
     assert figures["experience_replay/refused"] == sum(expected.values())
     assert figures["experience_replay/refused_share"] == float(bool(expected))
-
-
-@pytest.mark.parametrize("case", ALL_REFUSED)
-def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
-    fields, reason = ALL_REFUSED[case]
-    replay = hook()
-    replay.tasks_chosen(["a"], 0.0, 1)
-    done = [rollout(**fields), rollout(outcome=0.0, rollout_id="failed")]
-    figures = replay.rollouts_done(done, ["a"] * 2, [False] * 2, [1] * 2)
-    assert reasons(figures) == {reason.value: 1.0}
 
 
 def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,3 +141,59 @@ def test_a_pool_whose_tasks_are_solved_does_not_miss_successes() -> None:
     reason = why_nothing(PoolState(skip={"a": None}), PoolRules(n_rollout=4), 3, {})
     assert "1 tasks are solved" in reason
     assert "no success" not in reason
+
+
+# -- Whether a history answers the prompt of a row --
+
+
+def asked(first: int, name: str, outcome: float = 1.0) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.tensor([first, 1, 2 + len(name)]),
+        loss_mask=torch.tensor([0, 0, 1]),
+        response_start=2,
+        old_log_probs=torch.tensor([-0.5]),
+        reward=Reward(outcome=outcome),
+        task_id="a",
+        rollout_id=name,
+    )
+
+
+def test_histories_of_another_prompt_are_left_out_of_the_batch_and_drawn_no_more() -> None:
+    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, exp_ratio=1.0)
+    with ReplayHook(config, n_rollout=3, get_task=str) as hook:
+        made = [asked(7, "old"), asked(7, "failed", 0.0), asked(7, "failed too", 0.0)]
+        assert hook.admit(made) == {"experience_replay/refused_share": 0.0}
+        plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
+        assert [len(one.histories) for one in plan] == [1]
+        rows = hook.batch_rows(plan, [asked(8, "x"), asked(8, "y", 0.0)])
+        assert [row.is_experience_replay for row in rows] == [False, False], "the row asks something else by now"
+        assert not hook.tasks_chosen(["a"], 0.5, 2).experience
+        assert [one.task_id for one in hook.manager.of_other_rows()] == ["a"]
+
+
+PROMPT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2?"}]
+SHOWN, INSERTION = put_in(PROMPT, "tip: fingers\n")
+ANSWER = {"role": "assistant", "content": "4", "author": "llm"}
+KEPT = Guidance("keep", ("7",), (INSERTION,), False).to_json()
+
+
+@pytest.mark.parametrize(
+    ("messages", "metadata", "differs"),
+    [
+        (PROMPT, {}, False),
+        ([*PROMPT, ANSWER], {}, False),
+        ([*PROMPT, ANSWER, {"role": "user", "content": "sure?"}, ANSWER], {}, False),
+        ([], {}, False),
+        (SHOWN, {GUIDANCE: KEPT}, False),
+        (SHOWN, {}, True),
+        (PROMPT[1:], {}, True),
+        (PROMPT[:1], {}, True),
+        ([PROMPT[0], {"role": "user", "content": "2 + 3?"}, ANSWER], {}, True),
+    ],
+)
+def test_a_history_answers_a_row_if_its_conversation_begins_with_the_prompt(
+    messages: list[dict[str, Any]], metadata: dict[str, Any], differs: bool
+) -> None:
+    held = prompt_of(AgentTrajectory(messages=messages, metadata=metadata))
+    assert held.differs(prompt_of_row(PROMPT)) == differs
+    assert not held.differs(prompt_of_row([])), "nothing is known of the row"

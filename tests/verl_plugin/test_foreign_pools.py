@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.experience.foreign_pools import KnownRollout, of_conversations, of_messages
-from tests.experience.test_conversation import HINT
-from tests.experience.test_message_rows import without_ids
+from tests.experience.test_message_rows import HINT, without_ids
 from trajstore import AgentTrajectory, Reward
 from trajstore.cli import main
 from trajstore.experience.persistence import read_pool, write_pool

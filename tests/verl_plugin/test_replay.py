@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-
-from trajstore import TrajectoryReplayBuffer
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
 
 from .recount import check_loss_rows
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
@@ -20,6 +15,9 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS = 5
 SAVED = 3
+WITHOUT = 2
+"""Steps before replay starts."""
+STARTS = "++exp_manager.experience_replay.replay_start_ratio=0.4"
 
 
 def replayed_rows(training: Training) -> int:
@@ -29,17 +27,8 @@ def replayed_rows(training: Training) -> int:
 
 @pytest.fixture(scope="module")
 def stock(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return train(tmp_path_factory.mktemp("stock"), "trainer.total_training_steps=3")
-
-
-@pytest.fixture(scope="module")
-def recording(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return train(
-        tmp_path_factory.mktemp("recording"),
-        "trainer.total_training_steps=3",
-        "trainer.v1.trainer_mode=sync_replay",
-        "+exp_manager.outcome.key=hit",
-    )
+    options = ("data.train_max_samples=6", f"trainer.total_training_steps={WITHOUT}")
+    return train(tmp_path_factory.mktemp("stock"), *options)
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +36,24 @@ def replaying(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Trainin
     return train(
         tmp_path_factory.mktemp("replaying"),
         *REPLAY,
+        STARTS,
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED}",
         "trainer.val_before_train=True",
     )
 
 
-def test_recording_changes_nothing(stock: Training, recording: Training) -> None:
-    assert len(stock.steps) == len(recording.steps) == 3
-    for ours, theirs in zip(recording.steps, stock.steps, strict=True):
-        assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
-    assert not recording.rows, "without replay the loss is verl's own"
+def test_recording_and_replay_that_has_not_started_change_nothing(stock: Training, replaying: Training) -> None:
+    assert len(stock.steps) == WITHOUT
+    for ours, theirs in zip(replaying.steps[:WITHOUT], stock.steps, strict=True):
+        wanted = comparable(theirs)
+        assert {name: ours[name] for name in wanted} == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE)
+    assert not stock.rows, "the loss is verl's own"
 
 
-def test_every_rollout_is_recorded(recording: Training) -> None:
-    rollouts = recording.rollouts
-    assert len(rollouts) == 3 * PROMPTS * GROUP
-    for step, record in enumerate(recording.steps, start=1):
+def test_every_rollout_is_recorded(replaying: Training) -> None:
+    rollouts = replaying.rollouts
+    for step, record in enumerate(replaying.steps[:WITHOUT], start=1):
         made = [one for one in rollouts if one.policy_version == step]
         assert Counter(one.metadata["uid"] for one in made) == dict.fromkeys({o.metadata["uid"] for o in made}, GROUP)
         scores = torch.tensor([one.reward.metadata["score"] for one in made])
@@ -85,7 +75,7 @@ def test_the_loss_receives_what_the_store_holds(replaying: Training) -> None:
     assert len(replaying.rows) == STEPS * PROMPTS * GROUP
     replayed = replayed_rows(replaying)
     assert replayed == replaying.sum_of("replayed_rows")
-    assert replayed >= STEPS - 1
+    assert replayed >= STEPS - WITHOUT
 
 
 def test_figures_of_replay(replaying: Training) -> None:
@@ -105,6 +95,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
     resumed = train(
         replaying.folder,
         *REPLAY,
+        STARTS,
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED}",
         "trainer.resume_mode=resume_path",
@@ -118,6 +109,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
     assert len(resumed.rollouts) == before + made, "what was recorded before the checkpoint and after it is still there"
 
 
+@pytest.mark.slow
 def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train) -> None:
     """verl's own checkpoint of a model belongs to a number of ranks, so the model begins anew; stores do not."""
     resumed = train(
@@ -137,24 +129,6 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train
     assert first["experience_replay/experience_tasks"] == same["experience_replay/experience_tasks"]
     assert first["experience_replay/replayed_rows"] == same["experience_replay/replayed_rows"]
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
-
-
-def test_two_jobs_in_one_run_directory(recording: Training, replaying: Training, tmp_path: Path) -> None:
-    """The driver writes one store, however many workers it has; each job's is one rank of the run."""
-    run = tmp_path / "run"
-    for rank, job in enumerate((recording, replaying)):
-        shutil.copytree(job.folder / "checkpoints" / "trajstore" / "rollouts", run / f"rank_{rank}")
-    together = len(recording.rollouts) + len(replaying.rollouts)
-    with TrajectoryReplayBuffer.open(run) as everything:
-        assert len(everything) == together
-        everything.save_checkpoint(tmp_path / "united")
-    with TrajectoryReplayBuffer.open(tmp_path / "united") as one:
-        assert len(one) == together
-        assert {one.get(number).task_id for number in one.trajectory_ids.tolist()} == {
-            rollout.task_id for job in (recording, replaying) for rollout in job.rollouts
-        }
-    assert verify(run).sound
-    assert inspect(run)["trajectories"] == together
 
 
 def test_asynchronous_training(train: Train, tmp_path: Path) -> None:

@@ -70,23 +70,22 @@ class Cut(Loop):
 
 
 class Wrapping(Loop):
-    """Builds the message that it sends around the one that it is given."""
+    """Builds the message that it sends around the one that it is given, and changes its list afterwards."""
+
+    form = "task: {}"
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         messages = [dict(one) for one in named["raw_prompt"]]
-        messages[-1]["content"] = f"task: {messages[-1]['content']}"
-        return self.answer(await self.ct_build_initial_tokens(messages))
-
-
-class Adding(Loop):
-    """Adds to the end of the message that it is given, and changes its list afterwards."""
-
-    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
-        messages = [dict(one) for one in named["raw_prompt"]]
-        messages[-1]["content"] += ". go"
+        messages[-1]["content"] = self.form.format(messages[-1]["content"])
         prompt = await self.ct_build_initial_tokens(messages)
         messages.clear()
         return self.answer(prompt)
+
+
+class Adding(Wrapping):
+    """Adds to the end of the message that it is given."""
+
+    form = "{}. go"
 
 
 class Unheard(Loop):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils.metric import Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 from verl.workers.config import ActorConfig
@@ -78,9 +79,8 @@ def own_terms(
         padded(rows, EXP_MASK),
         cliprange_low=LOW,
         cliprange_high=HIGH,
-        off_cliprange_high=options["off_cliprange_high"],
         clip_ratio_c=BOUND,
-        off_policy_shaping=options["off_policy_shaping"],
+        **options,
     )
 
 
@@ -147,36 +147,7 @@ def test_without_replay_it_is_verls_loss(
         assert ours_one == pytest.approx(theirs_one, rel=1e-5, abs=1e-6), name
 
 
-def test_verl_has_no_other_way_to_aggregate() -> None:
-    with pytest.raises(ValueError, match="loss_agg_mode"):
-        actor("het", "seq-median")
-
-
-def test_clipping_takes_place_in_the_comparison() -> None:
-    """The range of ratios above does reach the clip range and the dual bound: the comparison is no empty one."""
-    data, output, _ = micro_batch(loss_rows(1, LENGTHS * 4, spread=1.5), GlobalBatch(), [EXP_MASK])
-    _, metrics = ppo_loss(actor("vanilla"), output, data)
-    assert metrics["actor/pg_clipfrac"].aggregate() > 0
-    assert metrics["actor/pg_clipfrac_lower"].aggregate() > 0
-
-
 # ---- with replayed tokens ----
-
-
-def by_hand(
-    losses: Tensor, rows: Sequence[Mapping[str, Tensor]], agg: str, whole: GlobalBatch, scale: int | None
-) -> Tensor:
-    """Return token losses aggregated as verl documents its modes, row by row."""
-    sums = [row[: len(one["response_mask"])].sum() for row, one in zip(losses, rows, strict=True)]
-    tokens = [int(one["response_mask"].sum()) for one in rows]
-    if agg == "token-sum":
-        return sum(sums, torch.tensor(0.0)) * whole.dp_size
-    if agg == "token-mean":
-        return sum(sums, torch.tensor(0.0)) / (whole.tokens or sum(tokens)) * whole.dp_size
-    if agg == "seq-mean-token-mean":
-        sums = [one / count for one, count in zip(sums, tokens, strict=True)]
-    result = sum(sums, torch.tensor(0.0)) / (whole.rows or len(rows)) * whole.dp_size
-    return result / (scale or losses.shape[1]) if agg == "seq-mean-token-sum-norm" else result
 
 
 @settings(max_examples=60, deadline=None)
@@ -192,8 +163,8 @@ def by_hand(
         LossOptions,
         off_cliprange_high=st.sampled_from([0.1, 1.0, 5.0]),
         off_policy_shaping=st.sampled_from([None, 0.1]),
-        drop_negative_off_policy=st.just(False),
-        clip_off_policy=st.just(True),
+        drop_negative_off_policy=st.booleans(),
+        clip_off_policy=st.booleans(),
     ),
 )
 def test_with_replay_it_is_the_het_loss(
@@ -218,7 +189,15 @@ def test_with_replay_it_is_the_het_loss(
     log_probs = current_log_probs(rows).requires_grad_()
     terms = own_terms(rows, log_probs, options)
     losses = terms["pg_losses"] * padded(rows, "rollout_is_weights") if weights else terms["pg_losses"]
-    expected = by_hand(losses, rows, agg, whole, scale)
+    expected = agg_loss(
+        losses,
+        padded(rows, "response_mask"),
+        agg,
+        dp_size=whole.dp_size,
+        batch_num_tokens=whole.tokens,
+        global_batch_size=whole.rows,
+        loss_scale_factor=scale,
+    )
     torch.autograd.backward(expected)
     check_close(loss.detach(), expected.detach())
     assert leaves["log_probs"].grad is not None
@@ -234,7 +213,7 @@ def test_with_replay_it_is_the_het_loss(
     valid, off = padded(rows, "response_mask").bool(), padded(rows, EXP_MASK).bool()
     ratio, advantages = (log_probs.detach() - padded(rows, "old_log_probs")).exp(), padded(rows, "advantages")
     high = torch.where(off, options["off_cliprange_high"], HIGH)
-    if options["off_policy_shaping"] is None:  # with it, what is clipped is not the ratio
+    if options == {**PLAIN, "off_cliprange_high": options["off_cliprange_high"]}:  # else other tokens are clipped
         clipped = valid & (((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - LOW)))
         share = clipped.sum().item() / valid.sum().item()
         assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(share, abs=1e-6)

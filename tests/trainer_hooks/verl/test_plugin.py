@@ -1,4 +1,4 @@
-"""How verl finds the plugin, and which verl the plugin accepts. Every question is put to a process of its own."""
+"""How verl finds the plugin, and which verl the plugin accepts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
+from trainer_hooks.verl import plugin
 from trainer_hooks.verl.versions import SUPPORTED, check_verl
 from trajstore.errors import ConfigurationError, MissingDependencyError
 
@@ -20,33 +20,21 @@ MODES = {"sync_replay", "colocate_async_replay"}
 
 # Collects what is logged, imports verl and nothing else, then tells what is registered.
 LOOK = """
-import importlib.metadata, json, logging, os, sys
+import json, logging
 
 logged = []
 class Collector(logging.Handler):
     def emit(self, record):
         logged.append([record.name, record.levelname, record.getMessage()])
 logging.getLogger().addHandler(Collector())
-if fake := os.environ.get("FAKE_VERL"):
-    real = importlib.metadata.version
-    importlib.metadata.version = lambda name: fake if name == "verl" else real(name)
 import verl
-ours = sorted(name for name in sys.modules if name.startswith("trainer_hooks.verl."))
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.v1 import get_trainer_cls
-
-def known(mode):
-    try:
-        return get_trainer_cls(mode).__name__
-    except Exception as error:
-        return None
-
-modes = {mode: known(mode) for mode in (*MODES, "sync")}
 import verl.utils.config
+
 print("RESULT " + json.dumps({
     "checked": hasattr(verl.utils.config.validate_config, "__wrapped__"),
-    "ours": ours,
-    "modes": modes,
+    "modes": [get_trainer_cls(mode).__name__ for mode in MODES],
     "losses": sorted(POLICY_LOSS_REGISTRY),
     "logged": [one for one in logged if one[0].startswith("trainer_hooks")],
 }))
@@ -57,64 +45,35 @@ INSTALLED = any(
 )
 FOUND = {} if INSTALLED else {"VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"}
 """How verl finds the plugin: by the entry point of an installed trajstore, else by name."""
-PROCESSES: dict[str, dict[str, str]] = {
-    "found": FOUND,
-    "not found": {"VERL_USE_EXTERNAL_PLUGINS": "none"},
-    "another verl": {**FOUND, "FAKE_VERL": "0.10.3"},
-}
 
 
-@pytest.fixture(scope="module")
-def seen(project_root: Path) -> Mapping[str, dict[str, Any]]:
-    """What each process told; they run side by side, as most of their time goes into imports."""
+def test_importing_verl_registers_the_plugin(project_root: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", LOOK],
-            env=clean | more,
-            cwd=project_root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, more in PROCESSES.items()
-    }
-    results = {}
-    for name, process in running.items():
-        out, err = process.communicate(timeout=400)
-        assert process.returncode == 0, err
-        (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
-        results[name] = json.loads(line.removeprefix("RESULT "))
-    return results
-
-
-def test_importing_verl_registers_the_plugin(seen: Mapping[str, dict[str, Any]]) -> None:
-    result = seen["found"]
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(
+        command, env=clean | FOUND, cwd=project_root, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
     assert "het" in result["losses"]
     assert result["checked"], "the options are checked with verl's own, before Ray is started"
-    assert all(result["modes"][mode] for mode in MODES)
+    assert len(result["modes"]) == len(MODES)
     assert result["logged"] == []
 
 
-def test_without_the_plugin_verl_knows_nothing_of_it(seen: Mapping[str, dict[str, Any]]) -> None:
-    result = seen["not found"]
-    assert result["ours"] == []
-    assert "het" not in result["losses"]
-    assert not result["checked"]
-    assert result["modes"]["sync"]
-    assert not any(result["modes"][mode] for mode in MODES)
-
-
-def test_another_verl_gets_one_warning_and_no_trainer(seen: Mapping[str, dict[str, Any]]) -> None:
-    result = seen["another verl"]
-    ((name, level, message),) = result["logged"]
-    assert (name, level) == ("trainer_hooks.verl.plugin", "WARNING")
-    assert "0.10.3" in message
-    assert SUPPORTED in message
-    assert "het" not in result["losses"]
-    assert not any(result["modes"][mode] for mode in MODES)
-    assert result["modes"]["sync"], "verl itself goes on"
-    assert "trainer_hooks.verl.trainer" not in result["ours"]
+def test_another_verl_gets_one_warning_and_nothing_registered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered: list[str] = []
+    monkeypatch.setattr("trainer_hooks.verl.versions.version", lambda name: "0.10.3")
+    monkeypatch.setattr("trainer_hooks.verl.plugin.importlib", SimpleNamespace(import_module=registered.append))
+    with pytest.raises(ConfigurationError, match=r"0\.10\.3"):
+        plugin.register()  # verl goes on after that
+    assert registered == []
+    (told,) = caplog.records
+    assert (told.name, told.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
+    assert SUPPORTED in told.getMessage()
 
 
 # ---- versions ----

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from trainer_hooks.metrics import rollout_metrics
+from trainer_hooks.verl import tokens
 from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.histories import spread, surplus
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
@@ -30,11 +34,13 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import task_name
+from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience import mean_entropy
 from trajstore.experience.entry import DEMONSTRATION, of_earlier_run
 from trajstore.experience.outcomes import asked_for
-from trajstore.experience.rows import row_count, rows_of
+from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 RULE = OutcomeRule()
@@ -365,30 +371,15 @@ def made_in_a_step() -> list[AgentTrajectory]:
 
 
 def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> None:
+    """Whose outputs come in any order; ``plane/test_unusual_groups.py`` has its rows replayed."""
     made = made_in_a_step()
     assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
     assert replayable([]) == []
-    two = next(one for one in made if one.rollout_id == "a_1_0")
-    assert (two.metadata["outputs"], row_count(two)) == (2, 2)
-    rows = [
-        with_scores(
-            rated(fresh_row("u", 0, output=output, response=3 + output, seed=output), seed=output),
-            torch.full((3 + output,), 0.25),
-        )
-        for output in (1, 0)
-    ]  # in any order
-    (held,) = through_a_store(step_of(rows), tmp_path)
-    assert held.reward.metadata["score"] == 1.0, "that of the last output"
-    template = fresh_row("new")
-    for output, part in enumerate(rows_of(held)):
-        back = replayed_row(template, part, 2, own_group=False, output=output)
-        assert back.key == f"new_{FIRST_REPLAYED_SESSION + 2}_{output}"
-        original = rows[1 - output].columns
-        for name in ("prompts", "responses", "input_ids", "response_mask", "rm_scores"):
-            assert torch.equal(back.columns[name], original[name]), name
-        values, known = recorded_log_probs(part, len(original["responses"]))
-        assert known.all()
-        assert torch.equal(values, original["old_log_probs"])
+    outputs = [rated(fresh_row("u", output=output)) for output in (1, 0)]
+    scored = [with_scores(row, torch.full((4,), 0.2 - number / 10)) for number, row in enumerate(outputs)]
+    (held,) = through_a_store(step_of(scored), tmp_path)
+    assert (held.metadata["outputs"], row_count(held)) == (2, 2)
+    assert held.reward.metadata["score"] == pytest.approx(0.8), "that of the last output"
     assert held.entropy == pytest.approx(float(held.entropys[held.response_mask == 1].mean()))
 
 
@@ -410,38 +401,27 @@ def test_what_a_crash_took_of_a_group_was_asked_for_too() -> None:
 # ---- values ----
 
 
+PLAIN = {
+    "1": (np.float32(0.5), 0.5),
+    "flag": (np.bool_(True), True),
+    "whole": (np.int64(3), 3),
+    "list": ((1, [np.array([1, 2]), torch.tensor([[1.5]])]), [1, [[1, 2], [[1.5]]]]),
+    "scalar": (torch.tensor(2), 2),
+    "zero-dim": (np.array(4.5), 4.5),
+    "nan": (float("nan"), "nan"),
+    "inf": (np.float64("inf"), "inf"),
+    "none": (None, None),
+    "object": (Path("a"), "a"),
+    "long": (2**70, str(2**70)),
+    "unsigned": (2**64 - 1, 2**64 - 1),
+    "half \\ud800": ("\udc80 é", "\\udc80 é"),
+}
+
+
 def test_plain() -> None:
-    value = {
-        1: np.float32(0.5),
-        "flag": np.bool_(True),
-        "whole": np.int64(3),
-        "list": (1, [np.array([1, 2]), torch.tensor([[1.5]])]),
-        "scalar": torch.tensor(2),
-        "zero-dim": np.array(4.5),
-        "nan": float("nan"),
-        "inf": np.float64("inf"),
-        "none": None,
-        "object": Path("a"),
-        "long": 2**70,
-        "unsigned": 2**64 - 1,
-        "half \ud800": "\udc80 é",
-    }
-    result = plain(value)
-    assert result == {
-        "1": 0.5,
-        "flag": True,
-        "whole": 3,
-        "list": [1, [[1, 2], [[1.5]]]],
-        "scalar": 2,
-        "zero-dim": 4.5,
-        "nan": "nan",
-        "inf": "inf",
-        "none": None,
-        "object": "a",
-        "long": str(2**70),
-        "unsigned": 2**64 - 1,
-        "half \\ud800": "\\udc80 é",
-    }
+    keys: dict[str, Any] = {"1": 1, "half \\ud800": "half \ud800"}
+    result = plain({keys.get(name, name): value for name, (value, _) in PLAIN.items()})
+    assert result == {name: expected for name, (_, expected) in PLAIN.items()}
     assert type(result["flag"]) is bool
     assert type(result["whole"]) is int
     with TrajectoryReplayBuffer() as buffer:
@@ -452,3 +432,135 @@ def test_plain() -> None:
 def test_plain_arrays_have_no_value_that_json_lacks(value: Any) -> None:
     flat = np.asarray(plain(value), dtype=object).ravel().tolist()
     assert all(isinstance(one, str) or np.isfinite(one) for one in flat)
+
+
+# -- Token columns of many rows at once are those of each row by itself --
+
+
+OPTIONAL = ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Mapping[str, Any]:
+    prompt, response = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    row: dict[str, Any] = {
+        "prompts": torch.randint(0, 2**31, (prompt,), generator=random),
+        "responses": torch.randint(0, 2**31, (response,), generator=random),
+        "response_mask": torch.randint(0, 2, (response,), generator=random),
+    }
+    for name in OPTIONAL:
+        if draw(st.booleans()):
+            row[name] = torch.randn(response, generator=random)
+            if response and draw(st.booleans()):
+                row[name][draw(st.integers(0, response - 1))] = draw(st.sampled_from([0.0, math.nan, math.inf]))
+    if "rm_scores" in row and draw(st.booleans()):
+        row["rm_scores"][: response - 1] = 0.0
+    return row
+
+
+@given(st.lists(rows(), max_size=6), st.sampled_from([1, 8, 1 << 15]))
+def test_rows_together_are_rows_alone(columns: list[Mapping[str, Any]], at_once: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "_AT_ONCE", at_once)
+        made = tokens_of(columns)
+    assert len(made) == len(columns)
+    for one, row in zip(made, columns, strict=True):
+        check(one, row)
+        (alone,) = tokens_of([row])
+        assert alone.entropy == one.entropy, "to the last bit: rows come in any order"
+
+
+def check(one: Tokens, row: Mapping[str, Any]) -> None:
+    prompt, mask, scores = row["prompts"], row["response_mask"], row.get("rm_scores")
+    assert one.prompt == len(prompt)
+    assert torch.equal(one.input_ids.long(), torch.cat([prompt, row["responses"]]))
+    assert torch.equal(one.response_mask.long(), mask)
+    assert torch.equal(one.loss_mask.long(), torch.cat([torch.zeros_like(prompt), mask]))
+    for found, name in (
+        (one.old_log_probs, OPTIONAL[0]),
+        (one.rollout_log_probs, OPTIONAL[1]),
+        (one.entropys, OPTIONAL[2]),
+    ):
+        assert same(found, row.get(name))
+        assert found is None or not found.numel() or found.data_ptr() != row[name].data_ptr()
+    assert one.entropy == pytest.approx(
+        None if "entropy" not in row else mean_entropy(row["entropy"], mask), nan_ok=True
+    )
+    if scores is None:
+        assert (one.score, one.scores) == (None, [])
+        return
+    assert one.score == pytest.approx(float(scores.sum()), nan_ok=True)
+    again = torch.zeros(len(scores))
+    for place, score in one.scores:
+        assert score != 0
+        again[place] = score
+    assert same(again, scores)
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.nan_to_num(nan=-7.0), other.nan_to_num(nan=-7.0))
+
+
+def test_ids_and_masks_are_small_where_they_can_be() -> None:
+    def made(largest: int, mask: int) -> Tokens:
+        row = {
+            "prompts": torch.tensor([largest]),
+            "responses": torch.tensor([5]),
+            "response_mask": torch.tensor([mask]),
+        }
+        return tokens_of([row])[0]
+
+    assert (made(7, 1).input_ids.dtype, made(7, 1).loss_mask.dtype) == (torch.int32, torch.uint8)
+    assert (made(2**40, 2).input_ids.dtype, made(2**40, 2).loss_mask.dtype) == (torch.int64, torch.int64)
+
+
+def test_scores_of_half_precision() -> None:
+    row = {
+        "prompts": torch.tensor([1]),
+        "responses": torch.tensor([2, 3]),
+        "response_mask": torch.tensor([1, 1]),
+        "rm_scores": torch.tensor([0.0, 0.5], dtype=torch.bfloat16),
+        "entropy": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    }
+    (one,) = tokens_of([row])
+    assert (one.score, one.scores, one.entropy) == (0.5, [[1, 0.5]], 1.5)
+
+
+# -- Histories that are longer than the run's rows stand beside no rollouts --
+
+
+@given(
+    histories=st.lists(st.integers(1, 3), max_size=8),
+    fresh=st.integers(1, 40),
+    planned=st.integers(1, 40),
+    multiple=st.integers(1, 24),
+)
+def test_histories_make_no_mini_batch_and_as_many_stay_as_fit(
+    histories: list[int], fresh: int, planned: int, multiple: int
+) -> None:
+    without = math.ceil(max(fresh, planned) / multiple)
+    kept = histories[: len(histories) - surplus(histories, fresh, planned, multiple)]
+    assert math.ceil((fresh + sum(kept)) / multiple) <= without
+    if kept != histories:
+        assert math.ceil((fresh + sum(histories[: len(kept) + 1])) / multiple) > without
+
+
+@given(ranks=st.integers(1, 4), mini_batches=st.integers(1, 5), size=st.integers(1, 4), data=st.data())
+def test_every_mini_batch_has_its_share(ranks: int, mini_batches: int, size: int, data: st.DataObject) -> None:
+    each = mini_batches * size
+    count = ranks * each
+    kinds = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    order = spread(kinds, ranks, mini_batches)
+    for rank in range(ranks):
+        mine = range(rank * each, (rank + 1) * each)
+        assert sorted(order[place] for place in mine) == list(mine)
+    parts = [
+        [kinds[order[rank * each + part * size + place]] for rank in range(ranks) for place in range(size)]
+        for part in range(mini_batches)
+    ]
+    for kind, most in ((0, 1), (1, ranks), (2, ranks)):
+        counts = [part.count(kind) for part in parts]
+        assert max(counts) - min(counts) <= most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.verl.config import OnError, OnResume
-from trainer_hooks.verl.cuts import read_cut
 from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
-from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.session import ReplaySession
-from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreWriteError
 from trajstore.testing.faults import FaultPlan, failing_disk
 
@@ -165,32 +161,6 @@ def test_rollouts_recorded_after_the_checkpoint(
     assert figures["experience_replay/pool_trajectories"] == trajectories
 
 
-def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path: Path) -> None:
-    """A crash left two successes of a group and took its failures: both enter, and what was there stays."""
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
-    session = make_session(**pool)
-    plane.fill(session)
-    folder = tmp_path / "global_step_1"
-    session.save(folder, 1)
-    rows = [fresh_row("second", number, response=3 + number, score=float(number < 2), seed=100) for number in range(N)]
-    plane.train(session, rows, 2)
-    session.close()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as rollouts_store:
-        rollouts_store.evict(rollouts_store.trajectory_ids.tolist()[-2:])
-
-    resumed = make_session(on_resume="keep", **pool)
-    resumed.resume(folder, 1)
-    resumed.save(tmp_path / "global_step_3", 3)
-    cut = read_cut(tmp_path / "global_step_3")
-    assert {task: len(held) for task, held in cut.pool["entries"].items()} == dict(
-        zip(TASKS, (4, 2, 2, 2), strict=True)
-    )
-    assert cut.pool["skip_uid_set"] == []
-    assert not sum(cut.pool["refused"].values()), "what is lost was not refused"
-    # Two of two that are known succeeded: the two that are lost count neither way, and the task is not solved.
-    assert cut.pool["difficulty2task_dict"] == {"2": [*TASKS[1:]], "3": [TASKS[0]]}
-
-
 @pytest.mark.parametrize("checkpoint", [True, False], ids=["checkpoint without a cut", "no checkpoint"])
 @pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
 def test_what_the_pool_had_not_committed_yet(
@@ -206,60 +176,4 @@ def test_what_the_pool_had_not_committed_yet(
     assert sum(map(bool, (one.histories for one in resumed.plan(TASKS, 0.5, 2)))) == tasks
 
 
-def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSession, tmp_path: Path) -> None:
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
-    session = make_session(**pool)
-    plane.fill(session)
-    session.save(tmp_path / "global_step_1", 1)
-    session.close()
-    resumed = make_session(on_resume="keep", **pool)
-    resumed.resume(None, 0)
-    resumed.save(tmp_path / "global_step_2", 2)
-    cuts = [read_cut(tmp_path / f"global_step_{step}") for step in (1, 2)]
-    before, after = [dict(cut.pool or {}) for cut in cuts if cut is not None]
-    for name in ("entries", "skip_uid_set", "difficulty2task_dict"):
-        assert after[name] == before[name]
-
-
 # -- A pool whose file a disk changed under a training --
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_one_damaged_history_costs_one_and_the_step_goes_on(
-    resumed: bool, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pool = tmp_path / "pool"
-    options = {"store": {"path": str(pool)}, "offpolicy_trajectories_per_task": 2}
-    session = make_session(**options)
-    plane.fill(session)
-    session._hook.flush()
-    with TrajectoryReplayBuffer.open(pool) as reader:
-        held = [one for one in map(reader.get, map(int, reader.trajectory_ids)) if one.task_id == TASKS[1]]
-    needle = f'"rollout_id":"{held[0].rollout_id}"'.encode()
-    files = [one for one in sorted(pool.glob("shards/*.pt")) if needle in one.read_bytes()]
-    at = files[0].read_bytes().index(needle)
-    if resumed:
-        session.close()
-    content = bytearray(files[0].read_bytes())
-    content[at] ^= 8  # the document is no JSON then
-    files[0].write_bytes(content)
-    if resumed:
-        session = make_session(**options)
-
-    histories = plane.planned(session)
-    assert {task: len(one) for task, one in histories.items()} == {task: 2 - (task == TASKS[1]) for task in TASKS}
-    uids = {f"second{index}": histories[task] for index, task in enumerate(TASKS)}
-    joining = session.expect(uids)
-    rows = [row for index, uid in enumerate(uids) for row in rollouts(uid, N - joining[uid], index)]
-    joined = session.join(plane.put(rows))
-    assert plane.sessions(joined) == Counter(dict.fromkeys(uids, N)), "a fresh rollout stands where the history was"
-    plane.rate(joined)
-    figures = session.scored(joined, 2)
-    assert figures["experience_replay/unreadable"] == 1.0
-    assert (
-        figures["experience_replay/replayed_rows"]
-        == 7.0
-        == sum(mask.any() for mask in plane.column(joined, EXP_MASK).values())
-    )
-    assert "cannot be read" in caplog.text
-    tq.kv_clear(keys=joined.keys, partition_id=TRAINING)

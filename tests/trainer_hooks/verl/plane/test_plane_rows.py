@@ -28,15 +28,6 @@ from trajstore.experience.entry import DEMONSTRATION
 # ---- a column that one row lacks ----
 
 
-def test_the_plane_drops_a_column_that_one_row_lacks() -> None:
-    """If this fails, verl's data plane has learned to say so, and read_rows may become simpler."""
-    with_bonus = fresh_row("a", 0)
-    with_bonus = Row(with_bonus.key, with_bonus.tag, {**with_bonus.columns, "bonus": torch.ones(4)})
-    batch = plane.put([with_bonus, fresh_row("a", 1)])
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=TRAINING, select_fields=["responses", "bonus"])
-    assert set(data.keys()) == {"responses"}
-
-
 def test_reading_rows_names_the_column_that_one_lacks() -> None:
     first, second = (fresh_row("a", session, response=2 + session) for session in (0, 1))
     more = Row(first.key, first.tag, {**first.columns, "bonus": torch.ones(2), "malus": torch.ones(2)})
@@ -66,17 +57,6 @@ def test_rows_come_in_the_order_of_the_batch() -> None:
     assert read_rows(plane.batch_of([]), ["uid"]) == []
 
 
-def test_a_row_that_nobody_marked_stops_the_step(make_session: MakeSession) -> None:
-    session = make_session()
-    joined = session.join(plane.put(rollouts("a", 3)))
-    late = fresh_row("a", 3)
-    plane.put([late])
-    batch = KVBatchMeta(partition_id=TRAINING, keys=[*joined.keys, late.key], tags=[*joined.tags, dict(late.tag)])
-    plane.rate(batch)
-    with pytest.raises(ConfigurationError, match=rf"no column {EXP_MASK} for these 4 rows"):
-        session.scored(batch, 1)
-
-
 # ---- a uid with an underscore ----
 
 
@@ -90,14 +70,6 @@ def test_verl_loses_the_group_of_a_uid_with_an_underscore_and_we_refuse_it(make_
 
 
 # ---- more rows than n ----
-
-
-def test_verl_fills_up_what_stands_on_top_of_n() -> None:
-    """The trap: four rows more than four prompts of four make twelve rows of padding, and a second optimizer step."""
-    batch = plane.put([row for index in range(4) for row in rollouts(f"u{index}", N + 1, index)])
-    filled = upsample_batch_to_divisible_size(batch, 4 * N, plane.EOS)
-    assert (len(batch), len(filled)) == (20, 32)
-    assert sum(tag.get("is_padding", False) for tag in filled.tags) == 12
 
 
 def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
@@ -317,6 +289,21 @@ def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSessio
             assert not torch.equal(after[key], current)
     assert kept == 4
     assert figures["experience_replay/demonstration_rows"] == 4
+
+
+def test_without_replay_rows_are_recorded_and_left_as_they_are(make_session: MakeSession, tmp_path: Path) -> None:
+    session = make_session(enable=False)
+    assert not session._block.masks_rows, "the loss is verl's own"
+    batch = plane.put(rollouts("a", N))
+    joined = session.join(batch)
+    assert joined.keys == batch.keys
+    plane.rate(joined)
+    before = plane.column(joined, "old_log_probs")
+    assert session.scored(joined, 1)["recording/rollouts"] == N
+    assert all(torch.equal(value, before[key]) for key, value in plane.column(joined, "old_log_probs").items())
+    assert EXP_MASK not in set(tq.kv_batch_get(keys=joined.keys, partition_id=TRAINING).keys())
+    session.close()
+    assert len(plane.recorded(tmp_path)) == N
 
 
 # ---- one session key for two rows ----

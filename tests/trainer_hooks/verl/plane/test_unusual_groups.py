@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,14 @@ import transfer_queue as tq
 from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
-from trainer_hooks.verl.dataplane import write_column
+from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.offers import OFFER
 from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.sampler import ReplaySampler
 from trajstore.experience.rows import rows_of
+from trajstore.guidance import Guidance
 
 # ---- groups that are filtered ----
 
@@ -80,18 +82,6 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
     }
 
 
-def test_successes_that_were_dropped_say_what_they_say_and_are_not_refused(make_session: MakeSession) -> None:
-    """Two of four rollouts of a dropped group succeeded: the task has its difficulty, the pool nothing of them."""
-    session = make_session()
-    session.dropped(plane.put(rollouts("gone", N)), 1)
-    _, figures = plane.train(session, rollouts("other", N, index=1), 1)
-    assert (figures["recording/dropped"], figures["recording/dropped_successes"]) == (N, 2)
-    assert figures["experience_replay/tasks_at_difficulty/2"] == 2
-    assert figures["experience_replay/pool_tasks"] == 1
-    assert figures["experience_replay/refused"] == 0
-    assert figures["recording/rollouts"] == N
-
-
 def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSession) -> None:
     session = make_session()
     sampler = plane.sampler_of_verl()
@@ -100,15 +90,6 @@ def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSessi
 
 
 # ---- rollouts that did not come back, or tell nothing ----
-
-
-def test_what_did_not_come_back_is_unknown(make_session: MakeSession) -> None:
-    session = make_session()
-    plane.fill(session)
-    joined = session.join(plane.put(equal_group("u", 1, 1.0, 0)))  # three of four raised
-    plane.rate(joined)
-    session.scored(joined, 2)
-    assert "sums:0" in {one.task for one in session.plan(TASKS, 0.5, 3) if one.histories}, "one success solves nothing"
 
 
 def test_an_outcome_that_is_missing_is_told_once_and_counted(
@@ -159,25 +140,72 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
 # ---- rollouts that the pool refuses ----
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({}, ""),
-        ({"response_mask": 0.0}, "no_llm_token"),
-        ({"old_log_probs": math.nan}, "log_probs_mismatch"),
-        ({"old_log_probs": 1.0}, "log_probs_above_zero"),
-        ({"rm_scores": math.nan}, "no_outcome"),
-    ],
-)
-def test_what_a_success_lacks_is_named(changed: dict[str, float], reason: str, make_session: MakeSession) -> None:
-    session = make_session()
-    batch = session.join(plane.put(rollouts("first", N)))
-    plane.rate(batch)
-    [key] = [key for key in batch.keys if key.startswith("first_0_")]
-    for name, value in changed.items():
-        old = plane.column(batch, name)[key]
-        write_column([key], TRAINING, name, [torch.full_like(old, value)])
-    figures = session.scored(batch, 1)
-    begin = "experience_replay/refused/"
-    told = {name.removeprefix(begin): value for name, value in figures.items() if name.startswith(begin)}
-    assert told == ({reason: 1.0} if reason else {})
+# -- Texts of rollouts that are recorded, and rollouts that were guided --
+
+
+# ---- texts ----
+
+
+class Words:
+    """A tokenizer."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, one)) for one in ids]
+
+
+def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
+    """The text comes later than the pool decides."""
+    session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
+    plane.fill(session)
+    session.save(tmp_path / "global_step_1", 1)
+    pooled = [one for held in session._hook.manager.task2trajectories.values() for one in held]
+    assert {len(one.messages) for one in pooled} == {1}
+    recorded = {one.rollout_id: one for one in plane.recorded(tmp_path)}
+    assert {one.messages[-1]["author"] for one in recorded.values()} == {"llm"}
+    for one in pooled:
+        other = recorded[one.rollout_id]
+        assert torch.equal(one.input_ids, other.input_ids)
+
+
+# ---- guided rollouts ----
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
+    make_session: MakeSession, tmp_path: Path, replay: bool
+) -> None:
+    guidance = GuidanceConfig(enable_context_generator=True, rollout_expratio=0.5, updated_freq=0)
+    session = make_session(guidance=guidance, enable=replay)
+    if replay:
+        plane.fill(session)
+        session.expect({"a": plane.planned(session)[TASKS[0]][:1]})
+    plain, kept, taken = rollouts("a", 3)
+    plane.put_prompts("a")
+    joined = session.join(plane.put([plain, plane.shown(kept, "keep"), plane.shown(taken, "discard")]))
+    masks = {key: mask.tolist() for key, mask in plane.column(joined, EXP_MASK).items()}
+    assert masks["a_0_0"] == [0, 0]
+    assert masks["a_1_0"] == [0, 0, 0]
+    assert masks["a_2_0"] == [1, 1, 1, 1], "the whole response, what the environment said in it too"
+    assert len(masks) == 3 + replay
+    plane.rate(joined)
+    figures = session.scored(joined, 2)
+    assert figures["guidance/guided_rollouts"] == 2.0
+    engine = plane.column(joined, "rollout_log_probs")
+    assert torch.equal(engine["a_1_0"], kept.columns["rollout_log_probs"])
+    assert torch.equal(engine["a_2_0"], plane.column(joined, "old_log_probs")["a_2_0"]), (
+        "the engine's are of another prompt"
+    )
+    session.close()
+    by_id = {one.rollout_id: one for one in plane.recorded(tmp_path)}
+    assert Guidance.of(by_id["a_0_0"]) is None
+    assert by_id["a_1_0"].messages[0]["content"] == "tip: task 0"
+    assert by_id["a_2_0"].messages[0]["content"] == "task 0"
+    assert by_id["a_1_0"].rollout_log_probs is not None
+    assert by_id["a_2_0"].rollout_log_probs is None
+    assert "extra_fields" not in by_id["a_2_0"].metadata
+    if replay:
+        history = joined.keys[-1]
+        assert masks[history] == plane.column(joined, "response_mask")[history].tolist()
+        assert plane.column(joined, "extra_fields")[history].get(OFFER) is None, (
+            "what the group was shown is not the history's"
+        )
