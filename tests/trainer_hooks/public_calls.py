@@ -285,7 +285,7 @@ EXPERIENCE = (
     " mean_entropy of_earlier_run newest_pool"
 )
 GUIDANCE = (
-    "AllocationRules EMClient Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
+    "AllocationRules EMClient EndpointSummarizer Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
     " LocalMaker RetirementRule Retrieved TaskExpConfig TrajExpConfig UpdateQueue Worth WorthLedger count_worth put_in"
     " take_out with_guidance"
 )

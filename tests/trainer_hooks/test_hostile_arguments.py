@@ -152,6 +152,7 @@ def test_calls_that_read_configurations(tmp_path: Path) -> None:
         ("Experience", {"score": math.nan}),
         ("EMClient", {"retries": -1}),
         ("EMClient", {"rest": math.nan}),
+        ("EndpointSummarizer", {"most_rollouts": 0}),
         ("UpdateQueue", {"capacity": 0}),
         ("ExperienceWorker", {"retrieve_top_k": 0}),
         ("GuidanceManager", {"seed": -1}),
