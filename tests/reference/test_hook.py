@@ -108,7 +108,7 @@ def test_switched_off_the_calls_hand_back_what_they_were_given() -> None:
     replay.close()
 
 
-def test_figures_of_the_loss_are_told_by_age(caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCaptureFixture) -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
     batch, fresh, current = begin_step(replay, 4)
@@ -132,6 +132,7 @@ def test_figures_of_the_loss_are_told_by_age(caplog: pytest.LogCaptureFixture) -
         replay.step_done(batch, [], current, torch.full_like(current, 0.5))
     assert caplog.text.count("have mean 12.2") == 1
     assert metrics["experience_replay/off_clipped_by_age/3"] == 1.0
+    assert metrics["experience_replay/off_clipped_by_difficulty/1"] == 1.0
     assert metrics["experience_replay/off_effective_sample_size_by_age/3"] == pytest.approx(1.0)
     assert metrics["experience_replay/on_ratio_mean"] == pytest.approx(12.18, abs=0.01)
     assert metrics["experience_replay/seconds/step_done"] > 0

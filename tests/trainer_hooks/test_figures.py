@@ -8,6 +8,7 @@ import logging
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
 
@@ -61,6 +62,32 @@ def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplo
     with hook(**options) as mistaken:
         mistaken.resume(None, 2)
     assert "versions up to 9, this is step 2: the count of steps began anew" in caplog.text
+
+
+def test_starving_buckets_are_counted_on_after_a_resume() -> None:
+    """A run that is cut after fifteen steps says in the twentieth what one without a cut says."""
+    name = f"{PREFIX}starving_buckets"
+    replay = hook(replay_difficulty=1)
+    do_step(replay, 1, tasks=["a"], successes=2)
+    for step in range(2, 16):
+        *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
+        assert name not in metrics
+    saved = orjson.dumps(replay.manager.state_dict(), option=orjson.OPT_NON_STR_KEYS)  # as verl's checkpoints have it
+    resumed = hook(replay_difficulty=1)
+    resumed.resume(orjson.loads(saved), 15)
+    for step in range(16, 21):
+        assert name not in metrics
+        *_, metrics = do_step(resumed, step, tasks=["b", "c"], successes=1)
+    assert metrics[name] == 1.0
+    old = {key: value for key, value in replay.state_dict().items() if key != "draws"}
+    hook().resume(old, 15)  # a cut of an earlier version
+
+
+def test_no_bucket_starves_before_replay_begins() -> None:
+    replay = hook(replay_start_ratio=0.9)
+    for step in range(1, 30):
+        *_, metrics = do_step(replay, step)
+    assert f"{PREFIX}starving_buckets" not in metrics
 
 
 def test_demonstrations_are_not_rows_of_unknown_age() -> None:
