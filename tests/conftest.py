@@ -104,4 +104,5 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     """Tell of threads for which the interpreter would wait for ever, and end it."""
+    gc.unfreeze()  # else libraries that count what they gave out call it leaked
     faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
