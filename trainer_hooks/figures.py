@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -55,6 +56,9 @@ EMPTY_STEPS = 10
 ZERO_LOSS_STEPS = 10
 """Steps in a row with a loss of exactly 0 on replayed tokens after which there is a warning."""
 
+STARVING_STEPS = 20
+"""A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
+
 
 @checked
 def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
@@ -100,28 +104,37 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
 
 
 class ReplayFigures:
-    """Gathers what one step shows of replay."""
+    """Gathers what one step shows of replay, and what the last steps drew from the pool."""
 
     def __init__(self, manager: ExperienceManager) -> None:
         self.times = metrics.StepTimes()
         self._manager = manager
         self._figures: list[Mapping[str, float]] = []
         self._losses = StepLosses()
+        self._difficulty: dict[str, int] = {}
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
         self._histories: list[AgentTrajectory] = []
         self._demonstrations = 0
         self._asked = 0.0
 
-    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], asked: float) -> None:
-        """Remember what is replayed in this step.
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool, asked: float) -> None:
+        """Remember what is replayed in this step, which buckets could be, and which were.
 
         Args:
             histories: what was drawn, by task.
+            replaying: whether replay has begun; before, no bucket could be replayed.
             asked: share of the batch's rows that the configuration would have replayed.
         """
         self._asked = asked
         self._histories = [one for held in histories.values() for one in held]
+        buckets = self._manager.difficulty2task_dict
+        self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
+        if replaying:
+            could = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
+            did = Counter(self._difficulty[task] for task, held in histories.items() if held)
+            # With the pool, so that a resumed run goes on counting; plain, since a checkpoint has it.
+            self._manager.draws = [*self._manager.draws, (dict(could), dict(did))][-STARVING_STEPS:]
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Take figures of log-probs; :meth:`take` returns each name's mean."""
@@ -146,11 +159,12 @@ class ReplayFigures:
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
         self._losses.add(loss, response_mask, exp_mask)
-        ages = [self._age(batch.non_tensors["extras"][row]) for row in rows]
-        off_policy = exp_mask * response_mask
-        self._losses.add_ages(
-            label_sums(ages, loss["importance_ratio"], advantages, off_policy, cliprange_low, off_cliprange_high)
-        )
+        ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
+        extras, tasks = batch.non_tensors["extras"], batch.non_tensors["task_ids"]
+        buckets = [self._difficulty.get(tasks[row]) if extras[row]["is_experience_replay"] else None for row in rows]
+        for kind, labels in (("age", [self._age(extras[row]) for row in rows]), ("difficulty", buckets)):
+            sums = label_sums(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high)
+            self._losses.add_labels(kind, sums)
 
     def _age(self, extras: Mapping[str, Any]) -> int | None:
         """Return the age of a replayed row's policy in steps; ``None`` of other rows, and where it is not known."""
@@ -170,6 +184,11 @@ class ReplayFigures:
         result |= metrics.batch_metrics(
             task_ids, is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
         )
+        draws = self._manager.draws
+        if len(draws) == STARVING_STEPS:
+            drawn = {bucket for _, did in draws for bucket in did}
+            starving = {bucket for could, _ in draws for bucket in could if bucket not in drawn}
+            result[f"{metrics.PREFIX}starving_buckets"] = float(len(starving))
         self._figures, self._losses = [], StepLosses()
         return result
 
@@ -213,7 +232,7 @@ class StepLosses:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._by_age: dict[int, LabelSums] = {}
+        self._by: dict[tuple[str, int], LabelSums] = {}
         self._losses: list[float] = []
         self._kl = 0.0
 
@@ -225,10 +244,11 @@ class StepLosses:
         self._kl += kl * (sums["on_tokens"] + sums["off_tokens"])
         self._sums = added([self._sums, sums])
 
-    def add_ages(self, sums: Mapping[int, LabelSums]) -> None:
-        """Take the sums of replayed rows by age."""
-        for age, one in sums.items():
-            self._by_age[age] = self._by_age[age].plus(one) if age in self._by_age else one
+    def add_labels(self, kind: str, sums: Mapping[int, LabelSums]) -> None:
+        """Take the sums of replayed rows by ``kind`` of label: their age, or the difficulty of their task."""
+        for label, one in sums.items():
+            before = self._by.get((kind, label))
+            self._by[kind, label] = one if before is None else before.plus(one)
 
     def figures(self) -> dict[str, float]:
         """Return the figures of all losses so far; nothing if there was none."""
@@ -237,10 +257,10 @@ class StepLosses:
             result[f"{metrics.PREFIX}pg_loss"] = fmean(self._losses)
         if total := self._sums.get("on_tokens", 0.0) + self._sums.get("off_tokens", 0.0):
             result[f"{metrics.PREFIX}ppo_kl"] = self._kl / total
-        for age, one in self._by_age.items():
-            result[f"{metrics.PREFIX}off_clipped_by_age/{age}"] = one.clip_fraction
+        for (kind, label), one in self._by.items():
+            result[f"{metrics.PREFIX}off_clipped_by_{kind}/{label}"] = one.clip_fraction
             if (size := one.effective_sample_size) is not None:
-                result[f"{metrics.PREFIX}off_effective_sample_size_by_age/{age}"] = size
+                result[f"{metrics.PREFIX}off_effective_sample_size_by_{kind}/{label}"] = size
         return result
 
 

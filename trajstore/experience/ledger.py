@@ -291,6 +291,9 @@ def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
     return found
 
 
+Draws = list[tuple[dict[int, int], dict[int, int]]]
+"""Of each step, the tasks that could be drawn and those that were: how many, by difficulty."""
+
 _VERSION = 1
 
 
@@ -312,6 +315,8 @@ class PoolCut:
     """How often each trajectory was drawn; cuts of earlier versions have none."""
     waiting: list[str] = field(default_factory=list)
     """Tasks that gave way to tasks with history; cuts of earlier versions have none."""
+    draws: Draws = field(default_factory=list)
+    """What was drawn in the newest steps; cuts of earlier versions have none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cut as plain containers; inverse of :meth:`from_dict`."""
@@ -340,6 +345,7 @@ class PoolCut:
                 trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
                 uses=uses_from_json(value.get("uses", ())),
                 waiting=[str(task) for task in value.get("waiting", ())],
+                draws=[(_counts(could), _counts(did)) for could, did in value.get("draws", ())],
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
@@ -355,3 +361,8 @@ class PoolCut:
         generator = np.random.Generator(np.random.PCG64())
         set_generator_state(generator, self.generator)
         return generator
+
+
+def _counts(value: Mapping[Any, Any]) -> dict[int, int]:
+    """Return numbers by difficulty; JSON has made texts of the keys."""
+    return {int(difficulty): int(count) for difficulty, count in value.items()}

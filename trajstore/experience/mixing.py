@@ -101,6 +101,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         self.metrics: dict[str, float] = {}
         """What the newest call did: experience tasks, share of them, whether there was nothing to replay, tasks that
         gave way and tasks that wait, unknown tasks; with ``task_sampling: similar`` those that came by similarity."""
+        self.replaying = False
+        """Whether the newest call was one in which replay has begun."""
         self.asked_share = 0.0
         """Share of the batch's rows that the newest call would have replayed from a pool with enough tasks."""
         self._manager = exp_manager
@@ -278,6 +280,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return [task for task in found if task is not None]
 
     def _note(self, experience: int, batch: int, *, replaying: bool, displaced: int = 0) -> None:
+        self.replaying = replaying
         self.metrics = {
             "experience_replay/experience_tasks": float(experience),
             "experience_replay/experience_task_ratio": experience / batch if batch else 0.0,

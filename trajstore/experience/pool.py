@@ -31,7 +31,7 @@ from trajstore.experience.entry import (
     of_earlier_run,
     with_reward_fingerprint,
 )
-from trajstore.experience.ledger import PoolCut, PoolLedger, with_pool_facts
+from trajstore.experience.ledger import Draws, PoolCut, PoolLedger, with_pool_facts
 from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
@@ -107,6 +107,8 @@ class ExperienceManager:
         self.reward_fingerprint = reward_fingerprint
         self.refused: Counter[str] = Counter()
         """How many trajectories were refused so far, by reason (see ``Refusal``)."""
+        self.draws: Draws = []
+        """What the newest steps drew, as a figure needs it; the pool's cut has it."""
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
         self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
         check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
@@ -539,6 +541,7 @@ class ExperienceManager:
             trajectories={} if durable else self._held(),
             uses=self._state.live_uses(),
             waiting=list(self._state.waiting),
+            draws=list(self.draws),
         ).to_dict()
 
     def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
@@ -577,6 +580,7 @@ class ExperienceManager:
             )
         self._go_on_with(fresh, held, "the saved pool", cut.global_steps, cut.make_generator(), refused=cut.refused)
         self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
+        self.draws = cut.draws
 
     def save_experience_pool_to_disk(self, directory: str | Path) -> None:
         """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.

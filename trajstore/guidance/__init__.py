@@ -7,7 +7,7 @@ Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``l
 ``docs/design/self-navigating.md`` draws the data's way.
 """
 
-from trajstore.guidance.client import EMClient
+from trajstore.guidance.client import EMClient, EndpointSummarizer
 from trajstore.guidance.context import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
@@ -34,6 +34,7 @@ __all__ = [
     "EXPERIENCE_TEMPLATE",
     "AllocationRules",
     "EMClient",
+    "EndpointSummarizer",
     "Experience",
     "ExperienceMaker",
     "ExperienceTemplate",

@@ -1,7 +1,7 @@
-"""``EMClient``: a ReMe service as the maker of experience.
+"""``EMClient``: a ReMe service as the maker of experience; ``EndpointSummarizer``: a language model as summarizer.
 
-There are two services under the name, and both answer 200 to most of what goes wrong. An answer is believed only if it
-has the form of a success; no text of a failure is ever given to the caller as an experience.
+There are two services under ReMe's name, and both answer 200 to most of what goes wrong. An answer is believed only if
+it has the form of a success; no text of a failure is ever given to the caller as an experience.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 import weakref
@@ -22,8 +23,9 @@ from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience.outcomes import known_outcome
+from trajstore.guidance.experience import Experience
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
-from trajstore.guidance.summary import text_of, unicode_of
+from trajstore.guidance.summary import query_of, text_of, unicode_of
 from trajstore.interrupts import start_thread
 from trajstore.trajectory import AgentTrajectory
 
@@ -34,6 +36,14 @@ Dialect = Literal["auto", "0.2", "0.4"]
 _RETRIED = ("connection", "server")
 _RESTING = ("connection", "server", "timeout")
 _ROLES = ("system", "user", "assistant")
+
+PROMPT = (
+    "Below are tries of one task with their scores; 1 is a success. Say in a few sentences what the next try should do"
+    ' and what it should avoid. Answer with a JSON object {"when_to_use": "...", "experience": "..."} and nothing else.'
+)
+"""The default instructions of :class:`EndpointSummarizer`."""
+
+_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 _MOST_BYTES = 16 * 1024 * 1024
 """Of an answer."""
@@ -63,20 +73,22 @@ class JsonClient(Closing):
         start_thread(threading.Thread(target=self._loop.run_forever, name="guidance-http", daemon=True))
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
 
-    def post(self, url: str, body: Any, timeout: float) -> Any:
+    def post(self, url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
         """Return the JSON that a POST of JSON is answered with.
 
         Args:
             url: http or https.
             body: sent as JSON.
             timeout: seconds for the whole call.
+            headers: beside the content type.
 
         Raises:
             MakerError: ``timeout``; ``connection`` (refused, reset, no such host); ``server`` (status 5xx); ``refused``
                 (any other status than 200, with the beginning of its text); ``garbage`` (no JSON, or too much);
                 ``closed`` (meanwhile).
         """
-        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout), self._loop)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout, sent), self._loop)
         try:
             status, text = call.result()
         except CancelledError:
@@ -102,14 +114,14 @@ class JsonClient(Closing):
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
 
-    async def _answer(self, url: str, data: bytes, timeout: float) -> tuple[int, bytes]:
+    async def _answer(self, url: str, data: bytes, timeout: float, headers: dict[str, str]) -> tuple[int, bytes]:
         """Return status and body; runs in the loop, as :meth:`_end` does, so that none begins after the end."""
         if self._closed:
             raise MakerError("closed", f"{url}: the client was closed")
         text = bytearray()
         async with (
             asyncio.timeout(timeout),
-            self._client.stream("POST", url, content=data, headers={"Content-Type": "application/json"}) as response,
+            self._client.stream("POST", url, content=data, headers=headers) as response,
         ):
             async for part in response.aiter_bytes():
                 text += part
@@ -151,11 +163,9 @@ class EMClient:
         backoff: float = 0.5,
         rest: float = 5.0,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
+        self._url = _address(base_url)
         if not workspace_id:
             raise ConfigurationError("workspace_id: '', must be a name")
-        self._url = base_url.rstrip("/")
         self._workspace = workspace_id
         self._dialect: Dialect = dialect
         self._timeouts = seconds("retrieve_timeout", retrieve_timeout), seconds("summary_timeout", summary_timeout)
@@ -274,6 +284,99 @@ class EMClient:
             self._failures = self._failures + 1 if failed else 0
             rest = self._rest * 2 ** min(self._failures - 1, 4) if failed else 0.0
             self._rest_until = time.monotonic() + rest
+
+
+@checked
+class EndpointSummarizer(Closing):
+    """One experience for each task, written by a language model behind an OpenAI-compatible endpoint.
+
+    Args:
+        base_url: of the endpoint, ``/v1`` included.
+        model: name of the model there.
+        api_key: sent as a bearer token if not empty.
+        prompt: the instructions; the tries follow.
+        timeout: seconds for one answer.
+        most_rollouts: tries of a task in a prompt: the best half of them, and the worst.
+        most_characters: of each try.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str = "",
+        prompt: str = PROMPT,
+        timeout: float = 60.0,
+        most_rollouts: int = 4,
+        most_characters: int = 4000,
+    ) -> None:
+        self._url = f"{_address(base_url)}/chat/completions"
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._prompt = prompt
+        self._timeout = seconds("timeout", timeout)
+        self._most_rollouts = whole("most_rollouts", most_rollouts, 1)
+        self._most_characters = whole("most_characters", most_characters, 1)
+        self._http = JsonClient()
+
+    def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
+        """Return the experience that the model writes; nothing where no rollout has an outcome.
+
+        Raises:
+            MakerError: the endpoint could not be reached, or its answer holds no such object.
+        """
+        rated = [(outcome, one) for one in rollouts if (outcome := known_outcome(one)) is not None]
+        if not rated:
+            return []
+        rated.sort(key=lambda pair: pair[0], reverse=True)
+        worst = self._most_rollouts // 2
+        if len(rated) > self._most_rollouts:
+            rated[self._most_rollouts - worst : len(rated) - worst] = []
+        tries = "\n\n".join(f"Score {outcome}:\n{self._text(one)}" for outcome, one in rated)
+        message = {"role": "user", "content": f"{self._prompt}\n\n{tries}"}
+        asked = {"model": self._model, "messages": [message], "stream": False}
+        said = self._experience_in(self._http.post(self._url, asked, self._timeout, self._headers))
+        score, best = rated[0]
+        return [
+            Experience(
+                when_to_use=said["when_to_use"],
+                content=said["experience"],
+                query=best.query or query_of(best.messages),
+                task_id=best.task_id,
+                score=score,
+                sources=tuple(one.rollout_id for _, one in rated),
+            )
+        ]
+
+    def close(self) -> None:
+        """End a call that is under way, and refuse others."""
+        self._http.close()
+
+    def _text(self, rollout: AgentTrajectory) -> str:
+        text = "\n".join(f"{message.get('role')}: {text_of(message)}" for message in rollout.messages)
+        return text[: self._most_characters]
+
+    def _experience_in(self, body: Any) -> dict[str, str]:
+        try:
+            found = _OBJECT.search(body["choices"][0]["message"]["content"])
+            said = json.loads(found.group() if found else "")
+            result = {key: said[key] for key in ("when_to_use", "experience")}
+            if not all(isinstance(value, str) and value.strip() for value in result.values()):
+                raise ValueError("when_to_use and experience must be texts")
+            "".join(result.values()).encode()  # halves of surrogate pairs are no text
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            raise MakerError("garbage", f"{self._url}: the answer holds no experience: {error!r}") from error
+        return result
+
+
+def _address(base_url: str) -> str:
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
+    return base_url.rstrip("/")
 
 
 def _memories(answer: Mapping[str, Any], k: int, without: Collection[str]) -> Retrieved:
