@@ -26,7 +26,6 @@ from trainer_hooks.metrics import (
     StepTimes,
     batch_metrics,
     record_metrics,
-    starving_buckets,
 )
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
@@ -341,10 +340,6 @@ def test_batch_metrics() -> None:
     assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
     mixed = batch_metrics(["a", "b", "c"], [True] * 3, [None, None, 11], 10, demonstrations=1)
     assert mixed["experience_replay/age_unknown_rows"] == 2.0
-
-
-def test_starving_buckets() -> None:
-    assert starving_buckets({3: 2, 1: 5, 2: 0, 4: 1}, {1: 7, 4: 0}) == [3, 4]
 
 
 def test_step_times_add_up_and_begin_anew() -> None:
