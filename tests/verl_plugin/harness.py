@@ -5,13 +5,11 @@ Signatures in the order of use (the fixtures ``verl_assets`` and ``verl_session`
     assets = make_assets(folder)                              # assets.py: model, data, reward
     session = VerlSession.start(modules=())                   # Ray, once; modules: more for VERL_USE_EXTERNAL_MODULES
     config = make_config(assets, folder, overrides=())        # Hydra; later overrides win
-    run = session.run(config, inspect=None, prepare=None)     # init, fit, clean up -> Run
+    run = session.run(config, prepare=None)                   # init, fit, clean up -> Run
     session.close()
 
 ``Run.metrics``: one dict per record of verl's "file" tracking (a step, or the validation before training), each with
-``"step"`` added; NaN reads as None. ``Run.trainer``: the trainer after ``fit``; its actors are gone.
-``Run.seconds``: wall clock of "init", "fit" and "clean_up". ``Run.inspected``: what ``inspect(trainer)`` returned,
-called after ``fit`` while the actors still live. ``prepare(trainer)`` is called between construction and ``init``.
+``"step"`` added; NaN reads as None. ``prepare(trainer)`` is called between construction and ``init``.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ import dataclasses
 import gc
 import importlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from .assets import Assets
 
@@ -105,16 +102,13 @@ class Run:
     """What a training left behind; see the top of this module."""
 
     metrics: list[dict[str, Any]]
-    trainer: Any
-    seconds: dict[str, float]
-    inspected: Any
 
 
 class VerlSession:
     """A Ray instance in which trainings run one after another."""
 
-    def __init__(self, environment: dict[str, str | None]) -> None:
-        self._environment = environment
+    def __init__(self) -> None:
+        self._environment = pytest.MonkeyPatch()
 
     @classmethod
     def start(cls, modules: Sequence[str] = ()) -> VerlSession:
@@ -133,9 +127,10 @@ class VerlSession:
             # A worker's start is seconds of imports, and Ray would begin with one for every CPU it is told of.
             "RAY_prestart_worker_first_driver": "0",
         }
-        session = cls({name: os.environ.get(name) for name in variables})
-        os.environ.update(variables)
-        sys.path.insert(0, str(CPU_MODULES))
+        session = cls()
+        for name, value in variables.items():
+            session._environment.setenv(name, value)
+        session._environment.syspath_prepend(CPU_MODULES)
         try:
             importlib.import_module("verl")
             for name in names:  # verl has imported them itself, unless another test imported verl before
@@ -159,62 +154,46 @@ class VerlSession:
             raise
         return session
 
-    def run(
-        self,
-        config: Any,
-        *,
-        inspect: Callable[[Any], Any] | None = None,
-        prepare: Callable[[Any], None] | None = None,
-    ) -> Run:
+    def run(self, config: Any, *, prepare: Callable[[Any], None] | None = None) -> Run:
         """Train as ``config`` says, then end every actor and placement group of the training."""
         import transfer_queue as tq
         from omegaconf import OmegaConf
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
 
         OmegaConf.resolve(config)
-        seconds: dict[str, float] = {}
         log = Path(config.trainer.default_local_dir).parent / f"metrics-{time.monotonic_ns()}.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
         trainer: Any = None
-        inspected = None
         try:
-            with _timed(seconds, "init"):
-                tq.init(config.transfer_queue)
-                trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
-                trainer.replay_buffer.poll_interval = POLL_INTERVAL
-                if prepare is not None:
-                    prepare(trainer)
-                trainer.init()
-                manager = AgentLoopManagerTQ.create(
-                    config=config,
-                    llm_client=trainer.get_llm_client(),
-                    teacher_client=trainer.get_teacher_client(),
-                    reward_loop_worker_handles=trainer.get_reward_handles(),
-                )
-            with _timed(seconds, "fit"), _environment("VERL_FILE_LOGGER_PATH", str(log)):
+            tq.init(config.transfer_queue)
+            trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
+            trainer.replay_buffer.poll_interval = POLL_INTERVAL
+            if prepare is not None:
+                prepare(trainer)
+            trainer.init()
+            manager = AgentLoopManagerTQ.create(
+                config=config,
+                llm_client=trainer.get_llm_client(),
+                teacher_client=trainer.get_teacher_client(),
+                reward_loop_worker_handles=trainer.get_reward_handles(),
+            )
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
                 trainer.fit(manager)
-            if inspect is not None:
-                inspected = inspect(trainer)
         finally:
-            with _timed(seconds, "clean_up"):
-                if hasattr(trainer, "logger"):
-                    trainer.logger.finish()
-                tq.close()
-                _end_actors()
-        return Run(_read_metrics(log), trainer, seconds, inspected)
+            if hasattr(trainer, "logger"):
+                trainer.logger.finish()
+            tq.close()
+            _end_actors()
+        records = [orjson.loads(line) for line in log.read_bytes().splitlines()]
+        return Run([{**record["data"], "step": record["step"]} for record in records])
 
     def close(self) -> None:
         """Stop Ray and give the environment back."""
         import ray
 
         ray.shutdown()
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if str(CPU_MODULES) in sys.path:
-            sys.path.remove(str(CPU_MODULES))
+        self._environment.undo()
 
 
 def _end_actors() -> None:
@@ -241,30 +220,3 @@ def _end_actors() -> None:
                 continue  # ended since it was listed
         time.sleep(0.05)
     gc.collect()  # Ray ends an actor without a name with its last handle
-
-
-def _read_metrics(log: Path) -> list[dict[str, Any]]:
-    records = [orjson.loads(line) for line in log.read_bytes().splitlines()]
-    return [{**record["data"], "step": record["step"]} for record in records]
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[name] = time.monotonic() - start
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -56,17 +56,11 @@ _DEVICE_MODULE = _build_device_module()
 class CpuPlatform(PlatformBase):
     """Every question about the accelerator is answered for one CPU; what only exists on a device has no effect."""
 
-    @property
-    def device_name(self) -> str:
-        return NAME
-
-    @property
-    def vendor_name(self) -> str:
-        return NAME
-
-    @property
-    def device_module(self) -> types.ModuleType:
-        return _DEVICE_MODULE
+    device_name = vendor_name = NAME
+    device_module = _DEVICE_MODULE
+    set_device = synchronize = set_allocator_settings = empty_cache = staticmethod(_nothing)
+    profiler_start = profiler_stop = cudart = staticmethod(_nothing)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     def is_available(self) -> bool:
         return True
@@ -76,24 +70,6 @@ class CpuPlatform(PlatformBase):
 
     def device_count(self) -> int:
         return 1
-
-    def set_device(self, device_index: int) -> None:
-        return None
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        return None
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        return None
-
-    def empty_cache(self) -> None:
-        return None
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -108,12 +84,6 @@ class CpuPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None:
-        return None
-
-    def profiler_stop(self) -> None:
-        return None
-
     def ray_resource_name(self) -> str:
         return "GPU"  # placement groups ask for it; Ray is told a logical number of them
 
@@ -122,9 +92,6 @@ class CpuPlatform(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None
 
 
 class UnpinnedOffloadPolicy(CPUOffloadPolicy):  # type: ignore[misc]  # frozen dataclass of torch
