@@ -280,7 +280,7 @@ def test_in_the_end_the_error_names_the_object(server: Server, status: int, capl
 def test_a_server_that_says_200_to_a_range_is_asked_by_s3fs(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.misbehave = lambda handler: handler.answer(200, handler.wanted())
     objects = objects_of(server)
-    assert fetched(objects) == WANTED
+    assert fetched(objects, PIECES[:1]) == WANTED[:1]  # of several some would still be on their way
     before = len(server.by_obstore())
     assert fetched(objects) == WANTED
     assert len(server.by_obstore()) == before, "obstore is not tried again"
