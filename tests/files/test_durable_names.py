@@ -164,6 +164,23 @@ def test_what_a_killed_save_left_is_removed_and_what_a_live_one_makes_is_not(tmp
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "store"]
 
 
+def test_an_interrupt_does_not_come_while_folders_are_removed(tmp_path: Path) -> None:
+    """In the main thread it would: ``rmtree`` then closes a descriptor twice, and tells of that one."""
+    threads = []
+
+    def removed(*arguments: Any, **options: Any) -> None:
+        threads.append(threading.current_thread())
+        shutil.rmtree(*arguments, **options)
+
+    with mock.patch.object(folders_module, "shutil", mock.Mock(rmtree=removed)):
+        for _ in range(2):
+            with folders_module.publish_folder(tmp_path / "folder") as made:
+                Path(made.url, "inner").mkdir()
+    assert threads
+    assert threading.main_thread() not in threads
+    assert os.listdir(tmp_path) == ["folder"]
+
+
 def test_files_that_cannot_be_linked_are_copied(tmp_path: Path) -> None:
     with opened(tmp_path / "store", trajectory_format="zarr") as buffer:
         buffer.add_trajectories([witness(0)])

@@ -11,11 +11,13 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from trajstore.files.descriptors import Descriptor
 from trajstore.files.held import HeldFolder
 from trajstore.files.local import LocalDirectory
+from trajstore.interrupts import uninterrupted
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
@@ -47,7 +49,7 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
             yield staged
             _swap_in(parent, temporary, where.name)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True, dir_fd=parent.number)
+        _remove(parent, temporary)
 
 
 def put_in_place(made: Path, path: Path) -> None:
@@ -59,7 +61,7 @@ def put_in_place(made: Path, path: Path) -> None:
     where = Path(os.path.realpath(path))
     parent = HeldFolder(where.parent)
     _swap_in(parent, made.name, where.name)
-    shutil.rmtree(made.name, ignore_errors=True, dir_fd=parent.number)
+    _remove(parent, made.name)
     _remove_abandoned(parent, where.name)
 
 
@@ -90,7 +92,12 @@ def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
             raise
     parent.sync()
     if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True, dir_fd=parent.number)
+        _remove(parent, aside)
+
+
+def _remove(parent: HeldFolder, name: str) -> None:
+    """Remove a folder that nobody needs. An interrupt within ``rmtree`` would close a descriptor twice."""
+    uninterrupted(partial(shutil.rmtree, name, ignore_errors=True, dir_fd=parent.number))
 
 
 def _step_aside(parent: HeldFolder, name: str, aside: str) -> None:
@@ -143,4 +150,4 @@ def _remove_abandoned(parent: HeldFolder, name: str) -> None:
             pass  # file systems that lock no folders: as it always was, the last one to come has it
         finally:
             os.close(descriptor)
-        shutil.rmtree(one, ignore_errors=True, dir_fd=parent.number)
+        _remove(parent, one)
