@@ -144,6 +144,18 @@ def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     assert len(other) == 4
 
 
+def test_outcomes_can_be_given_anew() -> None:
+    store = MemoryStore()
+    filled(store)
+    manager = ExperienceManager(PLAIN, store=store, reward_fingerprint="partial:2")
+    assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
+    held = {task: [one.rollout_id for one in found] for task, found in manager.task2trajectories.items()}
+    assert held == {"a": ["a/1"], "b": ["b/2"]}
+    again = ExperienceManager(PLAIN, store=store)
+    marks = {one.metadata["reward_fingerprint"] for found in again.task2trajectories.values() for one in found}
+    assert marks == {"partial:2"}
+
+
 @pytest.mark.parametrize("way", ["rollouts", "restart", "checkpoint", "files"])
 def test_another_tokenizer_is_refused(tmp_path: Path, way: str) -> None:
     store = MemoryStore()

@@ -23,6 +23,7 @@ from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories, task_id_of
 from trajstore.experience.entry import (
+    REWARD_FINGERPRINT,
     Departure,
     PoolEntry,
     Refusal,
@@ -48,7 +49,7 @@ from trajstore.experience.selection import (
     worthy,
 )
 from trajstore.experience.store import MemoryStore, PoolStore
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
     from trajstore.querying import Query
@@ -363,7 +364,7 @@ class ExperienceManager:
 
         The best by ``exp_select_mode`` come (with ``in_turns`` of those that came least often), by the entropy under
         the current policy if the rules want it and :attr:`current_entropy` gives it, else by the saved one. Only those
-        that nothing else decides about are scored (``choice.undecided``): those of a task that has more than come. Each
+        that nothing else decides about are scored (``undecided``): those of a task that has more than come. Each
         call counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
@@ -503,6 +504,33 @@ class ExperienceManager:
         return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
 
     # ---- keeping it ----
+
+    def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
+        """Give every trajectory a new outcome, after the reward function has changed; return how many stay.
+
+        What is no longer worth keeping by ``save_filter`` leaves the pool. Buckets and skip set stay as they are:
+        they are of the steps that were, and the next step of a task corrects them.
+
+        Args:
+            outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was changed.
+        """
+        rated = []
+        for held in self.task2trajectories.values():
+            for one in held:
+                reward = replace(one.reward or Reward(), outcome=outcome(one))
+                metadata = {**one.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
+                rated.append(replace(one, reward=reward, metadata=metadata))
+        state = self._state
+        fresh = journal.PoolState(
+            DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
+        )
+        plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
+        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self._refuse(plan.refused, rated)
+        return len(self)
 
     def flush(self) -> None:
         """Return when every change so far is in the store as durably as the store can make it.
