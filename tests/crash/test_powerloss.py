@@ -19,6 +19,7 @@ from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Pending, Sync, T
 from tools.powerloss.recorder import Recorder
 from tools.powerloss.sessions import record_pools, record_store, write_tree
 from tools.powerloss.states import Case, build, plan
+from trajstore.inspection.verify import verify
 
 
 def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
@@ -76,6 +77,33 @@ def test_a_folder_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> N
     files = build(ops, Case(flushed, 0, frozenset(pending.open), ()))
     write_tree(tmp_path / "left", files)
     assert contents_of(tmp_path / "left" / "store") == [3]
+
+
+def test_a_pin_that_a_killed_writer_removed_does_not_come_back(tmp_path: Path) -> None:
+    """The first writer is killed before the removal is durable; the second one relies on it."""
+    ops: list[Op] = []
+    for life in range(2):
+        place = tmp_path / f"{life}"
+        write_tree(place, tree_of(ops).listing())
+        with Recorder(place, ops).recording(), opened(place / "store") as buffer:
+            if life == 0:
+                add_each(buffer, [3, 4])
+                buffer.points.pin("mine")
+                buffer.evict([0])
+                buffer.points.unpin("mine")
+        if life == 0:
+            removed = [
+                at
+                for at, op in enumerate(ops)
+                if isinstance(op, Entries) and any(name == "mine.json" and not node for _, name, node in op.changes)
+            ]
+            del ops[removed[-1] + 1 :]
+    pending = Pending()
+    for op in ops:
+        pending.add(op)
+    write_tree(tmp_path / "left", build(ops, Case(len(ops), 0, frozenset(pending.open), ())))
+    assert verify(tmp_path / "left" / "store").sound
+    assert contents_of(tmp_path / "left" / "store") == [4]
 
 
 # -- the campaign sees faults ------------------------------------------------------------------------

@@ -277,6 +277,9 @@ class Directory(ABC):
     def clear_failed_appends(self) -> None:  # noqa: B027  # most have none
         """Cut off what failed appends left behind, where they could not do so themselves."""
 
+    def settle(self, folder: str) -> None:  # noqa: B027  # nothing to do where a server keeps the names
+        """Let what was removed from a folder stay removed: who did it may have been killed before it was durable."""
+
     @abstractmethod
     def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
         """Remove files; absent ones are no error.

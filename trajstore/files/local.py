@@ -324,6 +324,10 @@ class LocalDirectory(Directory):
                 with contextlib.suppress(FileNotFoundError):  # there was none, or it was removed just now
                     self._root.sync(folder)
 
+    def settle(self, folder: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._root.sync(check_name(folder))
+
     # -- who uses it -------------------------------------------------------------------------------
 
     def lock_writer(self) -> WriterLock:

@@ -8,6 +8,7 @@ from trajstore.errors import StoreWriteError, written
 from trajstore.files.base import FULL, Directory
 from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import LOG_FOLDER, segment_generation, segment_name
+from trajstore.store.saved_points import PINS_FOLDER
 from trajstore.store.sealed import LAYOUT_VERSION
 from trajstore.writing.fencing import fence
 from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused
@@ -39,6 +40,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
         return catalog, garbage, segment_name(catalog.generation + 1)
     catalog = Catalog.open(directory)
     directory.create(STORE_FOLDERS)
+    directory.settle(PINS_FOLDER)  # a pin that came back would name trajectories that are deleted by then
     if not directory.can_append:
         fence(directory, catalog)  # before anything is judged to be left over
     garbage = Garbage(directory, catalog)
