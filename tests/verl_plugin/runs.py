@@ -66,10 +66,7 @@ GUIDANCE_COLUMNS = (
     ("guided rollouts", "guidance/guided_rollouts"),
     ("outcome guided", "guidance/outcome/guided"),
     ("unguided", "guidance/outcome/unguided"),
-    ("worth: with", "guidance/worth/outcome_with"),
-    ("without", "guidance/worth/outcome_without"),
     ("experiences made", "guidance/update/made"),
-    ("shown", "guidance/worth/experiences_shown"),
     ("off_policy_share", "experience_replay/off_policy_share"),
     ("off_ratio_mean", "experience_replay/off_ratio_mean"),
 )
