@@ -24,7 +24,7 @@ from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, listed
 from trajstore.interrupts import uninterrupted
-from trajstore.reading.batch import Prepared
+from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
@@ -129,7 +129,7 @@ class Choices:
     def _draw(
         self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None
     ) -> Drawn:
-        window = Window.newest(contents.index, window_size, contents.gap, contents.start)
+        window = Window.newest(contents.index, window_size, contents.unavailable, contents.start)
         ids = contents.index.at("trajectory_id", slice(None))
         if sampler is None:
             drawn = self._uniformly(contents, count, window, fits)
@@ -179,7 +179,7 @@ class Choices:
         """
         return nest(self._view.locked(lambda contents: self._prepare(contents, drawn, columns)).read(out))
 
-    def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
+    def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
         index = contents.index
         positions = self._positions(contents, drawn.ids)
         if np.any(others := self._are_others(contents, drawn, positions)):
@@ -233,7 +233,7 @@ class Choices:
             TrajectoryUnavailableError: one of them was in memory only, and has left it.
         """
 
-        def prepare(contents: Contents) -> Prepared | None:
+        def prepare(contents: Contents) -> RowPlan | None:
             index = contents.index
             return contents.prepare(numbers, index.first, index.end, columns) if numbering.holds(index) else None
 
@@ -301,7 +301,7 @@ class Choices:
         """
         _check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
-        def draw(contents: Contents) -> tuple[Drawn, Prepared]:
+        def draw(contents: Contents) -> tuple[Drawn, RowPlan]:
             drawn = self._draw(contents, count, window_size, sampler, None)
             return drawn, self._prepare(contents, drawn, columns)
 

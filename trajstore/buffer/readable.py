@@ -20,7 +20,7 @@ from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.querying import RELATIONS, Facts, Query
 from trajstore.querying.relations import TRAJECTORIES, scan
-from trajstore.reading.batch import Prepared
+from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
@@ -95,8 +95,8 @@ class ReadableBuffer(Moved):
         if sampler is not None:
             return self._internals.sample(num_chunks, self.sample_window_size, sampler, columns, out)
 
-        def draw(contents: Contents) -> Prepared:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
+        def draw(contents: Contents) -> RowPlan:
+            window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             drawn = self._draws.samples(window, num_chunks)
             return contents.prepare(drawn, window.first, window.end, columns)
 
@@ -118,7 +118,7 @@ class ReadableBuffer(Moved):
             return self._internals.trajectories(count, self.sample_window_size, sampler)
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
+            window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
         return self._view.locked(draw)
@@ -252,13 +252,13 @@ class ReadableBuffer(Moved):
         figures = self._backing.figures()
         contents = self._view.contents
         with contents.lock:
-            fetched_bytes, fetched_ranges, fetched_batches = contents.residency.fetched
+            fetched_bytes, fetched_ranges, fetched_batches = contents.addresses.fetched
             return {
                 "num_trajectories": self.size,
                 "total_samples": contents.index.total_samples,
                 "cache_size": 0 if contents.cache is None else len(contents.cache),
                 "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
-                "mapped_shards": contents.residency.mapped,
+                "mapped_shards": contents.addresses.mapped,
                 "fetched_bytes": fetched_bytes,
                 "fetched_ranges": fetched_ranges,
                 "fetched_batches": fetched_batches,

@@ -17,7 +17,7 @@ from trajstore.files.opening import directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.reading.contents import Contents
-from trajstore.reading.picture import Picture
+from trajstore.reading.read_snapshot import ReadSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +56,18 @@ class RestorableBuffer(ReadableBuffer):
         check_target(target, directories_above(target, **self._storage_options))
         self._backing.flush()
 
-        def look(contents: Contents) -> tuple[CheckpointState, Picture]:
+        def look(contents: Contents) -> tuple[CheckpointState, ReadSnapshot]:
             state = CheckpointState(
                 trajectory_format=self.trajectory_format,
                 trajectory_counter=self._backing.intake.counter,
                 seed=self.seed,
                 rng_state=self._draws.rng_state,
             )
-            return state, contents.picture()
+            return state, contents.snapshot()
 
         with self._view.steady, self._backing.keeping_files():
-            state, picture = self._view.locked(look)
-            save_checkpoint(target, picture, state, self._format, layout)
+            state, snapshot = self._view.locked(look)
+            save_checkpoint(target, snapshot, state, self._format, layout)
 
     @property
     def points(self) -> PointsOfBuffer:
