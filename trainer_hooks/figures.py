@@ -16,7 +16,6 @@ from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
 from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_of, label_sums, token_sums
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
 from trajstore.experience.entry import is_demonstration
@@ -60,7 +59,6 @@ STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
 
-@checked
 def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     """Return what is worth a warning in a step's figures (names of ``trainer_hooks.metrics``), by kind.
 

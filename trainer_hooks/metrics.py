@@ -15,7 +15,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from trajstore.checked import Offered, checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import is_success
 from trajstore.experience.outcomes import known_outcome
@@ -53,9 +52,8 @@ def _is_main(name: str) -> bool:
     return figure == name or figure in MAIN or figure.startswith("refused/")
 
 
-@checked
 def rollout_metrics(
-    fresh: Sequence[Offered], replayed: Sequence[AgentTrajectory], success_threshold: float
+    fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory], success_threshold: float
 ) -> dict[str, float]:
     """Return figures of fresh rollouts alone, of replayed ones, and of both together.
 
@@ -96,7 +94,6 @@ def _length_of(rollout: AgentTrajectory) -> int | None:
         return None
 
 
-@checked
 @torch.no_grad()
 def record_metrics(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, off_policy_mask: Tensor
@@ -129,7 +126,6 @@ def record_metrics(
     return result
 
 
-@checked
 def batch_metrics(
     task_ids: Sequence[str],
     is_experience_replay: Sequence[bool],

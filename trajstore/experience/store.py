@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 import torch
 
 from trajstore.arguments import path_or_url, text, whole_or_none
-from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
@@ -71,7 +70,6 @@ class PoolStore(PoolRecords, Protocol):
         """Give up trajectories. Ids that are not kept are no error."""
 
 
-@checked
 class MemoryStore:
     """Keeps records in this process only."""
 
@@ -115,7 +113,6 @@ class MemoryStore:
             self._kept.pop(trajectory_id, None)
 
 
-@checked
 class BufferStore(Closing):
     """The pool's records in a trajectory buffer that writes what it is given.
 
