@@ -26,8 +26,6 @@ from trajstore.feeding import ReplayBufferDataset, ReplayLoader
 from trajstore.sampling import (
     Drawn,
     EpochSampler,
-    FreshestSampler,
-    LeastUsedSampler,
     Priorities,
     WeightedSampler,
     sampler_of,
@@ -115,8 +113,6 @@ FINE: dict[str, dict[str, str]] = {
     },
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
     "EpochSampler": {"unit": "", "epochs": "None"},
-    "FreshestSampler": {"decay": "0 2.5 huge", "max_uses": "None"},
-    "LeastUsedSampler": {"best": "", "max_uses": "None"},
     "GroupSampler": {"least": "", "most": "None", "max_age": "None 0"},
     "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": "", "stratified": "0 True"},
     "Priorities": {"alpha": "0 2.5 huge", "beta": "0 2.5 huge", "eps": "0 2.5 huge", "per": ""},
@@ -194,10 +190,9 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("sampler_of", "recency", lambda b, v: sampler_of({"name": "weighted", "recency": v}), ""),
     ("update", "priorities", lambda b, v: weighted(b).update(b.draw(3).ids, b.draw(3).samples, v), ""),
     ("update", "ids", lambda b, v: weighted(b).update(v, np.zeros(0, np.int64), []), "[]"),
-    ("value", "values", lambda b, v: LeastUsedSampler().value(np.arange(2), v), "tensor"),
     *(
         (type(sampler).__name__, "count", lambda b, v, s=sampler: b.follow(s) or s.draw(v, b._draws.generator), "")  # type: ignore[misc,func-returns-value]
-        for sampler in (EpochSampler(), FreshestSampler(), LeastUsedSampler(), WeightedSampler())
+        for sampler in (EpochSampler(), WeightedSampler())
     ),
 ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from trainer_hooks.batch import GroupOffPolicy
+from trainer_hooks.metrics import Shown
 from trajstore.arguments import finite, share, text_or_none, whole, whole_or_none
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, MissingDependencyError
@@ -64,6 +65,7 @@ class ExperienceReplayConfig(PoolOptions):
         clip_off_policy: whether replayed tokens are clipped at all.
         pool_path: folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read.
         pool_save_freq: steps between two ``step_N``; ``None`` = none is written.
+        figures: which figures a step reports: ``main``, those that somebody acts on, or ``all``.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
@@ -87,6 +89,7 @@ class ExperienceReplayConfig(PoolOptions):
     clip_off_policy: bool = True
     pool_path: Annotated[str | None, text_or_none] = None
     pool_save_freq: Annotated[int | None, partial(whole_or_none, least=1)] = None
+    figures: Shown = "main"
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()

@@ -19,7 +19,6 @@ from trajstore.experience.store import store_options
 from trajstore.guidance.client import Dialect
 from trajstore.guidance.context import EXPERIENCE_TEMPLATE, ExperienceTemplate
 from trajstore.guidance.manager import AllocationRules
-from trajstore.guidance.worth import RetirementRule
 from trajstore.settings import keys_of, names_of, refuse, settle
 
 MAKER = "experience_maker"
@@ -65,10 +64,6 @@ def _template(name: str, value: Any) -> str:
     return str(value)
 
 
-def _gain(name: str, value: Any) -> float | None:
-    return None if value is None else finite(name, value, -1e9, 1e9)
-
-
 @dataclass(frozen=True, kw_only=True)
 class GuidanceConfig(AllocationRules):
     """The keys of ``experience_maker`` and of ``exp_manager``, and their defaults: nothing is guided.
@@ -89,13 +84,11 @@ class GuidanceConfig(AllocationRules):
             the embedded maker, so that experiences come in the order of the rollouts and runs can be repeated.
         retrieve_timeout: seconds that asking the maker for experience may take.
         summary_timeout: seconds that a call of the maker that makes experience may take.
-        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences and of what they were
-            worth; ``None`` = in memory.
+        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences; ``None`` = in
+            memory.
         experience_template: the text in a prompt, with ``{}`` for the experiences.
         init_experience_before_training: whether the pool is filled before the first step.
         init_experience_only: whether the run ends once the pool is filled.
-        retire_below: gain below which an experience is retired; ``None`` = never.
-        retire_least_count: rollouts with it, and without it, that must say so.
         seed: of the generator that draws which rollouts and tasks are guided.
 
     Raises:
@@ -118,8 +111,6 @@ class GuidanceConfig(AllocationRules):
     experience_template: Annotated[str, _template] = EXPERIENCE_TEMPLATE
     init_experience_before_training: bool = False
     init_experience_only: bool = False
-    retire_below: Annotated[float | None, _gain] = None
-    retire_least_count: Annotated[int, partial(whole, least=1)] = 16
     seed: Annotated[int, partial(whole, least=0)] = 1234
 
     def contradictions(self) -> list[str]:
@@ -186,12 +177,6 @@ class GuidanceConfig(AllocationRules):
             values |= {"train_rollout_expmode": "woexp", "val_rollout_expmode": "woexp"}
         return AllocationRules(**values)
 
-    def retirement(self) -> RetirementRule | None:
-        """Return when experiences are retired; ``None`` = never."""
-        if self.retire_below is None:
-            return None
-        return RetirementRule(below=self.retire_below, least_count=self.retire_least_count)
-
     def open_store(self) -> BufferStore | None:
         """Open the store of experiences, to be closed by the caller; ``None`` if it is in memory."""
         return None if self.store is None else BufferStore.open(**self.store)
@@ -199,8 +184,7 @@ class GuidanceConfig(AllocationRules):
 
 _OF_MANAGER = (
     *names_of(AllocationRules),
-    *("experience_template", "init_experience_before_training", "init_experience_only"),
-    *("retire_below", "retire_least_count", "seed"),
+    *("experience_template", "init_experience_before_training", "init_experience_only", "seed"),
 )
 _MAKER_KEYS = [name for name in names_of(GuidanceConfig) if name not in _OF_MANAGER]
 _MANAGER_KEYS = (*_OF_MANAGER, "summary_batch_size")

@@ -328,7 +328,7 @@ class ReplayHook(Closing, Generic[Task]):
             figures |= replay.figures.rollouts(done, replayed)
             replay.files.save_if_due()
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
-        return {**taken, **replay.collate.metrics, **figures}
+        return metrics.shown({**taken, **replay.collate.metrics, **figures}, self.config.figures)
 
     def admit(self, done: Sequence[Offered], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.

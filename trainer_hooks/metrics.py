@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,31 @@ from trajstore.trajectory import AgentTrajectory
 PREFIX = "experience_replay/"
 """Begins every name."""
 
+Shown = Literal["main", "all"]
+"""Which figures a step reports."""
+
+MAIN = frozenset(
+    {
+        *("pool_tasks", "pool_trajectories", "skipped_tasks", "refused_share", "unreadable"),
+        *("nothing_to_replay", "waiting_tasks", "unknown_tasks", "other_prompts", "starving_buckets", "similar_tasks"),
+        *("histories_refused/too_long", "replayed_rows", "demonstration_rows", "age_mean", "age_unknown_rows"),
+        *("fresh_score_mean", "fresh_success_rate", "recorded_difference_mean", "off_policy_share", "off_ratio_mean"),
+        *("off_ratio_near_zero_share", "off_effective_sample_size", "off_pg_loss"),
+    }
+)
+"""Figures that somebody acts on, besides ``refused/<reason>``: the first table of ``docs/howto/replay_figures.md``."""
+
 Label = TypeVar("Label", bound=Hashable)
+
+
+def shown(figures: Mapping[str, float], which: Shown) -> dict[str, float]:
+    """Return the figures of replay to report, and all other figures."""
+    return {name: value for name, value in figures.items() if which == "all" or _is_main(name)}
+
+
+def _is_main(name: str) -> bool:
+    figure = name.removeprefix(PREFIX)
+    return figure == name or figure in MAIN or figure.startswith("refused/")
 
 
 @checked

@@ -51,11 +51,11 @@ TAKES: dict[str, set[str]] = {}
 """Which arguments take a hostile value; no other does."""
 for value, names in (
     (math.nan, "is_success.outcome"),
-    (-1, "outcome score below shown_reward other_reward threshold success_threshold min_reward retire_below not_after"),
+    (-1, "outcome score threshold success_threshold min_reward not_after"),
     (-1, "experience_lbound policy_version TrainerConfig.seed LocalMaker.add.step Experience.to_trajectory.step"),
     (-1, "filled.load_experience_pool_from_disk.global_steps BatchRow.group_id rows_of_rollout.group"),
     (-1, "rows_of_rollout.number"),
-    (2.5, "outcome score below shown_reward other_reward threshold success_threshold min_reward retire_below success"),
+    (2.5, "outcome score threshold success_threshold min_reward success"),
     (2.5, "experience_lbound experience_rbound timeout retrieve_timeout summary_timeout backoff rest epsilon"),
     (2.5, "cliprange cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
     (2.5, "warm_start_learning_rate entropy_coeff max_grad_norm"),
@@ -177,7 +177,6 @@ def test_calls_that_read_configurations(tmp_path: Path) -> None:
         ("ExperienceMixCollateFn", {"offpolicy_trajectories_per_task": 0}),
         ("ExperienceMixCollateFn", {"offpolicy_trajectories_per_task": RULES.n_rollout}),
         ("EMClient", {"base_url": "localhost:8001"}),
-        ("RetirementRule", {"least_count": 0}),
     ],
 )
 def test_what_is_out_of_range_is_refused(
@@ -281,8 +280,8 @@ def test_a_step_is_done_once() -> None:
 def test_a_step_of_guidance_is_done_once() -> None:
     guidance = guidance_hook()
     guidance.step_done(rollouts(), 1)
-    worth = guidance.worth.worth
+    figures = guidance.metrics()
     with pytest.raises(InvalidTrajectoryError, match=r"was handed over already in step 1"):
         guidance.step_done(rollouts(), 1)
-    assert guidance.worth.worth == worth
+    assert guidance.metrics() == figures
     guidance.step_done(rollouts(), 2)

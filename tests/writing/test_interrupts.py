@@ -136,7 +136,7 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
             Tracer(at).run(lambda: buffer.sample(3))
         gc.collect()
         buffer.sample(3)
-        assert buffer.live.contents.residency.copies.idle
+        assert buffer.live.contents.addresses.copies.idle
 
 
 def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:

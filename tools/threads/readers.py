@@ -17,7 +17,7 @@ from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.sampling import EpochSampler, FreshestSampler, Priorities, Recency, Sampler, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
 
@@ -128,7 +128,7 @@ def _rows(values: dict[str, Any]) -> dict[str, Any]:
 def _whole(kind: str) -> Reading:
     def read(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:
         yield {check(kind, one) for one in buffer.sample_trajectories(3)}
-        yield {check(kind, one) for one in buffer.sample_trajectories(2, sampler=FreshestSampler())}
+        yield {check(kind, one) for one in buffer.sample_trajectories(2, sampler=EpochSampler(unit="trajectory"))}
         ids = buffer.trajectory_ids.tolist()
         if len(ids) != len(set(ids)):
             raise WitnessError(f"an id is shown twice: {sorted(ids)}")

@@ -23,6 +23,7 @@ from transfer_queue import KVBatchMeta
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import LossOptions
+from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
@@ -290,7 +291,7 @@ class ReplaySession:
         figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
         figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
-        return figures | (taken or {})
+        return shown(figures | (taken or {}), self._block.experience_replay.figures)
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""

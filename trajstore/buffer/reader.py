@@ -39,9 +39,9 @@ from trajstore.formats import get_format
 from trajstore.querying import RELATIONS, Facts, Query
 from trajstore.querying.facts import KeepFacts
 from trajstore.querying.relations import TRAJECTORIES, late_columns, read_rows, scan
-from trajstore.reading.batch import Prepared
+from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
-from trajstore.reading.picture import Picture
+from trajstore.reading.read_snapshot import ReadSnapshot
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
@@ -201,15 +201,15 @@ class Reader(Closing):
         if sampler is not None:
             check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
-            def choose(contents: Contents) -> tuple[Drawn, Prepared]:
+            def choose(contents: Contents) -> tuple[Drawn, RowPlan]:
                 drawn = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
                 return drawn, self.sampling.prepare(contents, drawn, columns)
 
             drawn, prepared = self.sampling.together(sampler, choose)
             return Batch(nest(prepared.read(out)), drawn)
 
-        def draw(contents: Contents) -> Prepared:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
+        def draw(contents: Contents) -> RowPlan:
+            window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             drawn = self._draws.samples(window, num_chunks)
             return contents.prepare(drawn, window.first, window.end, columns)
 
@@ -236,7 +236,7 @@ class Reader(Closing):
             if sampler is not None:
                 drawn = self.sampling.choose(contents, count, self.sample_window_size, sampler)
                 return [contents.get(position) for position in self.sampling.positions(contents, drawn.ids).tolist()]
-            window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
+            window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
         return self.sampling.together(sampler, draw)
@@ -410,13 +410,13 @@ class Reader(Closing):
         """
         contents = self.live.contents
         with contents.lock:
-            fetched_bytes, fetched_ranges, fetched_batches = contents.residency.fetched
+            fetched_bytes, fetched_ranges, fetched_batches = contents.addresses.fetched
             return {
                 "num_trajectories": self.size,
                 "total_samples": contents.index.total_samples,
                 "cache_size": 0 if contents.cache is None else len(contents.cache),
                 "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
-                "mapped_shards": contents.residency.mapped,
+                "mapped_shards": contents.addresses.mapped,
                 "fetched_bytes": fetched_bytes,
                 "fetched_ranges": fetched_ranges,
                 "fetched_batches": fetched_batches,
@@ -460,18 +460,18 @@ class Reader(Closing):
         one_of("layout", layout, get_args(Layout))
         check_target(target, directories_above(target, **self._storage_options))
 
-        def look(contents: Contents) -> tuple[CheckpointState, Picture]:
+        def look(contents: Contents) -> tuple[CheckpointState, ReadSnapshot]:
             state = CheckpointState(
                 trajectory_format=self.trajectory_format,
                 trajectory_counter=self.trajectory_counter,
                 seed=self.seed,
                 rng_state=self._draws.rng_state,
             )
-            return state, contents.picture()
+            return state, contents.snapshot()
 
         with self.live.steady, self._keeping_files():
-            state, picture = self.live.locked(look)
-            save_checkpoint(target, picture, state, self._format, layout)
+            state, snapshot = self.live.locked(look)
+            save_checkpoint(target, snapshot, state, self._format, layout)
 
     def _keeping_files(self) -> AbstractContextManager[object]:
         """Keep files that are to be linked or copied."""

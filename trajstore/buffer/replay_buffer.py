@@ -393,7 +393,7 @@ class TrajectoryReplayBuffer(Reader):
                 f"{self.auto_save_path}: a buffer that writes stays in its process, as a store has one writer; in the "
                 f"other process make a buffer, load_checkpoint({self.auto_save_path!r}), and refresh() to follow"
             )
-        if self.live.locked(lambda contents: bool(contents.picture().memory)):
+        if self.live.locked(lambda contents: bool(contents.snapshot().memory)):
             raise StoreError(
                 "this buffer has trajectories that are in the memory of this process only; call save_checkpoint, and "
                 "load_checkpoint in the other process"

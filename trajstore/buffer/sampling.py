@@ -24,7 +24,7 @@ from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.interrupts import uninterrupted
-from trajstore.reading.batch import Prepared
+from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
@@ -144,7 +144,7 @@ class Sampling:
         self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None
     ) -> Drawn:
         """Draw rows within :meth:`together`; see :meth:`draw`."""
-        window = Window.newest(contents.index, window_size, contents.gap, contents.start)
+        window = Window.newest(contents.index, window_size, contents.unavailable, contents.start)
         ids = contents.index.at("trajectory_id", slice(None))
         if sampler is None:
             drawn = self._uniformly(contents, count, window, fits)
@@ -183,7 +183,7 @@ class Sampling:
             following = self._following[sampler] = Following(sampler, self._view)
         following.sync(contents)
 
-    def prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
+    def prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
         """Return drawn rows, ready to be copied.
 
         Raises:
@@ -243,7 +243,7 @@ class Sampling:
             TrajectoryUnavailableError: one of them was in memory only, and has left it.
         """
 
-        def prepare(contents: Contents) -> Prepared | None:
+        def prepare(contents: Contents) -> RowPlan | None:
             index = contents.index
             return contents.prepare(numbers, index.first, index.end, columns) if numbering.holds(index) else None
 

@@ -79,7 +79,7 @@ class StoreDatasource(Datasource):
 
     Rows are transitions (``unit="sample"``): each column by its dotted name, ``trajectory_id`` and ``sample``
     (``t * B + b``). Or whole trajectories: arrays ``[T, B, ...]`` or ``[L]``, ``trajectory_id``, and ``document`` (JSON
-    of what is no tensor), which :class:`StoreDatasink` writes back. dtypes that numpy lacks become float32.
+    of what is no tensor). dtypes that numpy lacks become float32.
     ``trajectory_id`` is that of ``TrajectoryReplayBuffer.open(path)``.
 
     What is there when the datasource is made is read. Trajectories that a writer evicts before their task runs are an

@@ -12,7 +12,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
 EXPERIENCE = "experience"
-"""Key of ``metadata`` of a trajectory that is an experience, or says what experiences were worth."""
+"""Key of ``metadata`` of a trajectory that is an experience."""
 
 
 @checked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from trajstore import locks
 from trajstore.arguments import whole
@@ -69,12 +69,12 @@ class LocalMaker:
             logger.warning("experience %s cannot be read, and is left out: %s", name, error)
             return None
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+    def retrieve(self, query: str, k: int) -> Retrieved:
         """Return the up to ``k`` experiences most related to a query; see :class:`ExperienceMaker`."""
         whole("k", k, 0)
         if self._closed:
             raise MakerError("closed", "the maker of experience was closed")
-        hits = self._index.search(query, k, [int(name) for name in without if name.isdecimal()])
+        hits = self._index.search(query, k)
         found = [(str(hit.key), self.get(str(hit.key))) for hit in hits]
         kept = [(name, one) for name, one in found if one is not None]
         if not kept:

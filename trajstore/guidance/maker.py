@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -86,8 +86,8 @@ class Trouble:
 class ExperienceMaker(Protocol):
     """Keeps experiences, finds them, and makes new ones of rollouts. Thread-safe."""
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
-        """Return the up to ``k`` experiences most related to a query, but none of those ``without`` names.
+    def retrieve(self, query: str, k: int) -> Retrieved:
+        """Return the up to ``k`` experiences most related to a query.
 
         Raises:
             MakerError: it could not.

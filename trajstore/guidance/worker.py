@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,6 @@ class ExperienceWorker:
         maker: where experience is asked for; ``None`` = nowhere, and nothing is put in.
         template: the text around it.
         retrieve_top_k: experiences asked for.
-        retired: names of experiences that are not asked for.
         control: tokens that must not stand in an experience; ``None`` = not known, and nothing is changed.
     """
 
@@ -67,14 +66,11 @@ class ExperienceWorker:
         *,
         template: ExperienceTemplate,
         retrieve_top_k: int = 3,
-        retired: Collection[str] = (),
         control: ControlTokens | None = None,
     ) -> None:
         self._maker = maker
         self._template = template
         self._k = whole("retrieve_top_k", retrieve_top_k, 1)
-        self.retired: Collection[str] = retired
-        """Names of experiences that are not asked for; may be set anew at any time."""
         self._control = control
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
@@ -137,7 +133,7 @@ class ExperienceWorker:
             return NOTHING
         query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
         try:
-            found = self._maker.retrieve(query, self._k, tuple(self.retired))
+            found = self._maker.retrieve(query, self._k)
         except MakerError as error:
             self._trouble.failed(error)
             return NOTHING
