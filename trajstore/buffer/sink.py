@@ -176,7 +176,7 @@ class Sink:
         """Keep the present state readable under a name; return its generation."""
         raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
 
-    def unpin(self, name: str) -> None:
+    def remove_snapshot(self, name: str | int) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside."""
 
     def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
@@ -366,8 +366,8 @@ class StoreSink(Sink):
     def pin(self, name: str, state: Mapping[str, object]) -> int:
         return uninterrupted(partial(self.writer.points.pin, name, **state))
 
-    def unpin(self, name: str) -> None:
-        uninterrupted(partial(self.writer.points.unpin, name))
+    def remove_snapshot(self, name: str | int) -> None:
+        uninterrupted(partial(self.writer.points.remove, name))
         self.writer.rewriter.note()
 
     def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:

@@ -159,7 +159,7 @@ def _facts_of(one: Single) -> Iterator[tuple[str, Any]]:
                 yield name, value.tolist() if isinstance(value, torch.Tensor) else value
     yield "model_weights_id", entry.model_weights_id or None
     yield "versions", list(entry.versions) if entry.versions is not None else None
-    late = {note.name: note.value for note in one.notes if note.in_force}
+    late = {note.name: note.value for note in one.notes}
     yield from ((f"late.{name}", value) for name, value in late.items())
 
 

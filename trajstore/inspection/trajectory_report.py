@@ -192,7 +192,7 @@ def _tokens_by_column(
 
 def note_report(note: Note) -> Report:
     """Return a value that came late as JSON values."""
-    return {"name": note.name, "value": note.value, "who": note.who, "time": note.time, "in_force": note.in_force}
+    return {"name": note.name, "value": note.value, "who": note.who, "time": note.time}
 
 
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:

@@ -18,7 +18,7 @@ from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_each, parse_ranges
-from trajstore.store.saved_points import PinHead, pin_name
+from trajstore.store.saved_points import Snapshot, pin_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Picture:
     generation: int
     newest_id: int
     needed: npt.NDArray[np.bool_]
-    pins: Mapping[str, PinHead]
+    pins: Mapping[str, Snapshot]
     pin_files: Mapping[str, bytes]
     whole: tuple[EncodedFile, EncodedFile] | None
 

@@ -11,6 +11,7 @@ from trajstore.files.base import Directory
 from trajstore.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.writing.commit_log import CommitLog
 from trajstore.writing.commits import CommitListener
+from trajstore.writing.inbox import Inbox
 from trajstore.writing.points import Points
 
 _NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing
@@ -49,4 +50,4 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
 def held_points(directory: Directory) -> Iterator[Points]:
     """Yield the saved points of a store, as its one writer; raises what :func:`held_log` does."""
     with held_log(directory) as log:
-        yield Points(log)
+        yield Points(log, Inbox(log))
