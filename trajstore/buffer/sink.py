@@ -29,6 +29,7 @@ from trajstore.errors import (
     PartlyAddedError,
     StoreError,
     TrajectoryUnavailableError,
+    written,
 )
 from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
@@ -169,6 +170,9 @@ class Sink:
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives a crash."""
 
+    def take_in_values(self) -> None:
+        """Apply the late values that other processes have left in the inbox."""
+
     def compact(self) -> None:
         """Give back the disk space of evicted trajectories."""
 
@@ -177,7 +181,7 @@ class Sink:
         raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
 
     def remove_snapshot(self, name: str | int) -> None:
-        """Let go of a pin, a saved point, or what a rollback set aside."""
+        """Remove a snapshot."""
 
     def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
         """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
@@ -359,6 +363,10 @@ class StoreSink(Sink):
 
     def flush(self, timeout: float | None = None) -> None:
         self.writer.flush(timeout)
+
+    def take_in_values(self) -> None:
+        with written(": late values could not be taken in"):
+            uninterrupted(self.writer.inbox.take_in)
 
     def compact(self) -> None:
         self.writer.compact()

@@ -82,7 +82,7 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
 
 
 def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
-    """Return whether the head is equal to a pin, to a head that was left, or to one of some saved points.
+    """Return whether the head is equal to one that was left, or to one of some saved points.
 
     Args:
         catalog: of the store.
@@ -91,7 +91,7 @@ def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
     ids, line = catalog.index["trajectory_id"], tuple(head.name for head in catalog.points())
     ranges, notes, counts = id_ranges(ids), catalog.notes.kept(ids), set(reachable)
     for head in catalog.snapshots():
-        if head.kind == "point" and head.name not in counts:
+        if head.kind == "pin" or (head.kind == "point" and head.name not in counts):
             continue
         if np.array_equal(head.ids, ranges) and catalog.present_line(head) == line:
             theirs = catalog.values_of(head)

@@ -289,17 +289,16 @@ class Points:
             self._release(catalog.unfinished_asides())
             change = plan_change(catalog, catalog.snapshot(name))
             state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
-            if change.is_empty:
-                return Gone(change, None, state, said)
             left = None
-            if aside and not has_a_name(catalog, change.line):
-                left = aside_name(catalog.generation + 1)
-                self._publish("was changed", *self._taken(left, {}, {"left_for": change.to.name}).files())
-                catalog.load_pins()
-            change.notes.sources.update(catalog.notes.sources)
-            self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
-            if not aside:
-                self._release(self._on_no_line(change.points))
+            if not change.is_empty:
+                if aside and not has_a_name(catalog, change.line):
+                    left = aside_name(catalog.generation + 1)
+                    self._publish("was changed", *self._taken(left, {}, {"left_for": change.to.name}).files())
+                    catalog.load_pins()
+                change.notes.sources.update(catalog.notes.sources)
+                self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
+            if not aside:  # also those that a crash has left the last time
+                self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
         return Gone(change, left, state, said)
 
     def _claim(self) -> None:
