@@ -17,7 +17,7 @@ from tests.stores import add_each, flip, opened
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.inspect import inspect
-from trajstore.inspection.points import roll_back
+from trajstore.inspection.points import go_to
 from trajstore.inspection.verify import verify
 from trajstore.reading import shard_access
 from trajstore.testing.copies import copy_live, tell_ids
@@ -130,7 +130,7 @@ def test_a_rank_that_is_not_there_or_cannot_be_read_is_told_and_the_run_can_be_r
     assert "rank_2" in inspect(run)["integrity"]["problems"][0]
     if how == "gone":
         with pytest.raises(errors.ConfigurationError, match="rank_2 is absent"):
-            roll_back(run, 1)
+            go_to(run, 1)
     repaired = repair_store(run, tmp_path / "new")
     assert (repaired.is_whole, repaired.left_out) == (False, 1)
     assert "an empty store takes its place" in str(repaired.problems)
