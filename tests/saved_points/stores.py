@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.files.held import HeldFolder
-from trajstore.files.opening import open_directory
-from trajstore.store.catalog import Catalog
+from trajstore.core.files.held import HeldFolder
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
 
 
 def block(key: int, steps: int = 4) -> Trajectory:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
 from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore.core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreWriteError
-from trajstore.files.remote import RemoteDirectory
-from trajstore.inspection.points import go_to
-from trajstore.inspection.verify import verify
-from trajstore.writing.commit_log import CommitLog
+from trajstore.operations.points import go_to
+from trajstore.operations.verify import verify
+from trajstore.remote.directory import RemoteDirectory
 
 THEN = {number: number for number in range(4)}
 

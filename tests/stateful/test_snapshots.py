@@ -21,9 +21,9 @@ from tests.saved_points.stores import moments
 from tests.stateful.machines import long, short
 from tests.stores import writer_to
 from trajstore import Mirror, TrajectoryReplayBuffer, WriterOptions, annotate
-from trajstore.formats import FORMATS
-from trajstore.inspection.verify import verify
-from trajstore.mirroring.restoring import restore
+from trajstore.core.formats import FORMATS
+from trajstore.operations.verify import verify
+from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import check_trajectory, witness
 
 # -- the model ------------------------------------------------------------------------------------------

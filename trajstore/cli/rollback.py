@@ -9,7 +9,7 @@ from trajstore.cli.command import Command
 from trajstore.cli.output import Output, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.inspection.points import WentTo
+    from trajstore.operations.points import WentTo
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.points import go_to
+    from trajstore.operations.points import go_to
 
     name = options.step if options.to is None else options.to
     done = go_to(options.path, name, aside=not options.delete, dry_run=options.dry_run)

@@ -1,0 +1,247 @@
+"""Saved points of a buffer: store, generator and whatever else a loop needs to go on, at one step of its model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trajstore.core.base.arguments import check_kind, path_or_url, text, truth, whole, whole_or_none
+from trajstore.core.base.interrupts import uninterrupted
+from trajstore.core.buffer.checkpoint import CheckpointState
+from trajstore.core.buffer.sink import Sink, StoreSink
+from trajstore.core.buffer.view import View
+from trajstore.core.files.opening import check_options, open_directory
+from trajstore.core.sampling.draws import Draws
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.saved_points import SavedPoint
+from trajstore.core.store.states import asked
+from trajstore.core.writing.points import Gone
+from trajstore.core.writing.writer import StoreWriter
+from trajstore.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEPT = 3
+"""Saved points that stay unless saving is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointsOfBuffer:
+    """``buffer.points``: moments of a buffer's store: what is committed, and what is kept as saved points and pins.
+
+    Args:
+        _sink: its store; in memory only it saves no points.
+        _view: what it shows.
+        _draws: its generator.
+    """
+
+    _sink: Sink
+    _view: View
+    _draws: Draws
+
+    def _own(self, call: str) -> StoreWriter:
+        """Return the writer of a buffer that shows its own store alone.
+
+        Raises:
+            StoreError: it has no store, or shows what was loaded from elsewhere.
+        """
+        if not isinstance(self._sink, StoreSink):
+            raise StoreError(f"points.{call}: this buffer has no store of its own; use auto_save=True")
+        request = self._view.request
+        if request is not None:
+            raise StoreError(
+                f"points.{call}: this buffer shows what was loaded from {request.directory.url}, and a saved point "
+                f"names trajectories of its own store {self._sink.writer.directory.url} alone; to have both in one "
+                "store, save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
+            )
+        return self._sink.writer
+
+    @property
+    def committed(self) -> int:
+        """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
+        return self._sink.committed
+
+    @property
+    def saved(self) -> list[SavedPoint]:
+        """The saved points of the current line, lowest step first; :func:`trajstore.saved_points` reads any store's.
+
+        The current line is what led to the present state. Points that were saved after one to which the store went
+        back are not on it: :attr:`snapshots` has them.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+        """
+        return self._own("saved").points.saved()
+
+    @property
+    def snapshots(self) -> list[SavedPoint]:
+        """Everything that :meth:`go_to` accepts: saved points of all lines, pins, and heads that were left.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+        """
+        return self._own("snapshots").points.snapshots()
+
+    def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
+        """Mark what the store holds now with the model's step, so that :meth:`go_to` can go back to it.
+
+        Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
+        checkpoint of the model has its point.
+
+        Args:
+            step: of the model; a point of the same step is replaced.
+            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
+                a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
+            keep: points of the current line that stay, those of the highest steps; older ones are removed, with the
+                trajectories that only they held. None = all.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            ConfigurationError: there is a point of a later step; or ``state`` has what cannot be saved; says where.
+            StoreWriteError: it could not be written; an earlier point of this step is still there.
+        """
+        return self._save(step, state, keep)
+
+    def _save(
+        self, step: int, state: Mapping[str, Any] | None, keep: int | None, ranks: int | None = None
+    ) -> SavedPoint:
+        """See :meth:`save`; ``ranks``: how many ranks of a run save it together."""
+        step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
+        check_kind("state", state, Mapping, "a dict")
+        writer = self._own("save")
+        writer.flush()
+
+        def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+            # First the parts, then the generator that they draw from: parts bring their own state of it.
+            parts = asked(state or {})
+            said = CheckpointState.rng_json(self._draws.seed, self._draws.rng_state)
+            return parts, said if ranks is None else {**said, "ranks": ranks}
+
+        return uninterrupted(partial(writer.points.save, step, capture, keep))
+
+    def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
+        """Show what a snapshot showed: its trajectories, late values and saved points; draws go on from there.
+
+        Trajectories that were evicted since come back; those that were added since are no longer shown. The state that
+        is left becomes a snapshot itself, ``aside-...``, unless a snapshot has it already: going to that undoes this.
+        No id is given twice.
+
+        Args:
+            name: of a snapshot; or step of a saved point of the current line.
+            aside: False deletes the state that is left, with the saved points that no other state needs.
+
+        Returns:
+            The state that was saved with a point, what had a ``state_dict`` as what that returned; else empty.
+
+        Raises:
+            StoreNotFoundError: there is no such snapshot; names those that there are.
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            CorruptStoreError: the snapshot is damaged; nothing was changed.
+            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
+        """
+        name = text("name", name) if isinstance(name, str) else whole("name", name, 0)
+        aside, writer = truth("aside", aside), self._own("go_to")
+
+        def change() -> Gone:
+            gone = writer.points.go_to(name, aside=aside)
+            if not gone.change.is_empty:
+                logger.warning("%s: went to %s: %s", writer.directory.url, gone.change.to.name, _left(gone))
+            return gone
+
+        gone = self._while_nothing_is_added(writer, change)
+        restored = CheckpointState.from_json(gone.said)
+        self._draws.take_up(restored.seed, restored.rng_state)
+        return dict(gone.state)
+
+    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
+        """Go to the saved point of a step of the current line, see :meth:`go_to`."""
+        return self.go_to(whole("step", step, 0), aside=aside)
+
+    def pin(self, name: str) -> int:
+        """Keep the present state under a name of its own; return the store's generation.
+
+        ``load_checkpoint(path, pin=name)`` reads it and :meth:`go_to` goes back to it, whatever is added, evicted or
+        annotated later.
+
+        Raises:
+            StoreError: the buffer has no store (``auto_save=False``).
+            ConfigurationError: the name cannot be that of a file, or is one that saved points have.
+        """
+        name = text("name", name)
+        self._sink.flush()
+        return self._sink.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
+
+    def remove(self, name: str | int) -> None:
+        """Remove a pin, a saved point (its step, or ``step-750``), or a head that was left (``aside-12``).
+
+        With a head that was left go the saved points that are on its line alone. Evicted trajectories that only it
+        named are deleted. Where there is no such snapshot a warning says so.
+        """
+        self._sink.remove_snapshot(text("name", name) if isinstance(name, str) else whole("name", name, 0))
+
+    def _while_nothing_is_added(self, writer: StoreWriter, change: Callable[[], T]) -> T:
+        with self._view.steady:
+
+            def run() -> T:
+                with self._sink.lock:
+                    writer.flush()
+                    return change()
+
+            result = uninterrupted(run)
+        writer.rewriter.note()
+        return result
+
+
+def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
+    """Return the saved points of a store's current line, lowest step first, without opening it for writing.
+
+    Args:
+        path: directory or URL.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        StoreNotFoundError: there is no store.
+        CorruptStoreError: it is damaged.
+    """
+    check_options(path, storage_options)
+    catalog = Catalog.open(open_directory(path_or_url("path", path), **storage_options))
+    return [SavedPoint.of(head) for head in catalog.points()]
+
+
+def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str, Any]:
+    """Return the state that was saved with a point: for readers of a store, of which another process is the writer.
+
+    Args:
+        path: directory or URL of the store.
+        step: of the point.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        StoreNotFoundError: there is no store, or no such point; names those that there are.
+        CorruptStoreError: the state is missing or damaged.
+    """
+    check_options(path, storage_options)
+    directory = open_directory(path_or_url("path", path), **storage_options)
+    return Catalog.open(directory).read_state(whole("step", step, 0))
+
+
+def _left(gone: Gone) -> str:
+    """Return what going to a snapshot changed, in words."""
+    change = gone.change
+    counted = (
+        (len(change.leaving), f"trajectories ({change.nbytes} bytes) are no longer shown"),
+        (len(change.returning), "are shown again"),
+        (change.values, "late values do not count any more"),
+        (change.values_back, "late values count again"),
+        (len(change.points), "saved points are on another line now"),
+    )
+    parts = [f"{count} {what}" for count, what in counted if count]
+    if gone.aside is not None:
+        parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
+    return "; ".join(parts)

@@ -1,0 +1,122 @@
+"""Going to a snapshot: what leaves, what comes back, and the index afterwards. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.log_records import id_ranges
+from trajstore.core.store.notes import Notes
+from trajstore.core.store.saved_points import Snapshot
+from trajstore.errors import CorruptStoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What going to a snapshot changes.
+
+    Attributes:
+        to: the snapshot.
+        notes: its late values.
+        line: names of the saved points on its line that are there.
+        leaving: ids of trajectories that are live and not in the snapshot, ascending.
+        returning: ids of trajectories of the snapshot that are not live, ascending.
+        points: saved points of the current line that are not on the snapshot's.
+        nbytes: of the trajectories that leave.
+        values: late values that are in force and not in the snapshot.
+        values_back: late values of the snapshot that are not in force.
+    """
+
+    to: Snapshot
+    notes: Notes
+    line: tuple[str, ...]
+    leaving: npt.NDArray[np.int64]
+    returning: npt.NDArray[np.int64]
+    points: tuple[Snapshot, ...]
+    nbytes: int
+    values: int
+    values_back: int
+    _line_differs: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the store shows the snapshot already."""
+        return not (len(self.leaving) or len(self.returning) or self.values or self.values_back or self._line_differs)
+
+
+def plan_change(catalog: Catalog, to: Snapshot) -> Change:
+    """Return what going to a snapshot would change.
+
+    Raises:
+        CorruptStoreError: the store lacks trajectories or values of the snapshot.
+    """
+    notes = catalog.values_of(to)
+    stays = catalog.index.positions_in(to.ids)
+    back = catalog.pinned.positions_in(to.ids)
+    if len(stays) + len(back) != to.count:
+        raise CorruptStoreError(
+            f"{catalog.directory.url}: the snapshot {to.name} names {to.count} trajectories, of which "
+            f"{to.count - len(stays) - len(back)} are not in the store; go to another one"
+        )
+    leaves = np.ones(len(catalog.index), np.bool_)
+    leaves[stays - catalog.index.first] = False
+    present, line = catalog.points(), catalog.present_line(to)
+    mine = catalog.notes.kept(catalog.index["trajectory_id"])
+    return Change(
+        to,
+        notes,
+        line,
+        np.sort(catalog.index["trajectory_id"][leaves]),
+        np.sort(catalog.pinned.at("trajectory_id", back)),
+        tuple(head for head in present if head.name not in line),
+        int(catalog.index["nbytes"][leaves].sum()),
+        mine.count_not_in(notes),
+        notes.count_not_in(mine),
+        tuple(head.name for head in present) != line,
+    )
+
+
+def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
+    """Return whether the head is equal to one that was left, or to one of some saved points.
+
+    Args:
+        catalog: of the store.
+        reachable: names of the saved points that count.
+    """
+    ids, line = catalog.index["trajectory_id"], tuple(head.name for head in catalog.points())
+    ranges, notes, counts = id_ranges(ids), catalog.notes.kept(ids), set(reachable)
+    for head in catalog.snapshots():
+        if head.kind == "pin" or (head.kind == "point" and head.name not in counts):
+            continue
+        if np.array_equal(head.ids, ranges) and catalog.present_line(head) == line:
+            theirs = catalog.values_of(head)
+            if not notes.count_not_in(theirs) and not theirs.count_not_in(notes):
+                return True
+    return False
+
+
+def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[TrajectoryIndex, TrajectoryIndex]:
+    """Return index and pinned entries of a catalog in which the trajectories in these ranges alone are live.
+
+    Args:
+        catalog: stays as it is.
+        ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
+    """
+    live, pinned = TrajectoryIndex(), TrajectoryIndex()
+    live.texts, pinned.texts = catalog.index.texts.copy(), catalog.pinned.texts.copy()
+    for source in (catalog.index, catalog.pinned):
+        inside = np.zeros(source.end, np.bool_)
+        inside[source.positions_in(ranges)] = True
+        outside = ~inside
+        outside[: source.first] = False
+        outside[source.first :] &= catalog.pins.named(source["trajectory_id"])
+        for target, chosen, home in ((live, inside, catalog.index), (pinned, outside, catalog.pinned)):
+            columns = source.take(np.flatnonzero(chosen))
+            target.append(columns if source is home else target.translated(columns, source.texts))
+    live.replace(live.take(np.argsort(live["trajectory_id"], kind="stable")))
+    return live, pinned
