@@ -39,7 +39,10 @@ def _shards_in(path: Path) -> Any:
     with suppress(*forgery._SPOILT):
         (log,) = (path / "log").iterdir()
         records = decode_lines(log.read_bytes(), log.name).records
-        said = [{name: value for name, value in record.items() if name != "entries"} for record in records]
+        said = [
+            [{name: value for name, value in shard.items() if name != "entries"} for shard in record.get("shards", ())]
+            for record in records
+        ]
         return unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")["shards"], said
     return None
 
@@ -219,7 +222,7 @@ def test_ids_in_ranges_agree_with_a_loop() -> None:
 )
 def test_entries_of_the_log_of_the_wrong_kind(path: Path, change: dict[str, Any]) -> None:
     with forged_log(path) as (record, *_):
-        record["entries"].update(change)
+        record["shards"][0]["entries"].update(change)
     with pytest.raises(errors.CorruptStoreError, match=rf"\.log: generation {record['generation']}: "):
         TrajectoryReplayBuffer().load_checkpoint(path)
     assert not verify(path).sound

@@ -13,7 +13,6 @@ import torch
 from trajstore.arguments import check_instance, check_kind, columns_or_none, one_of, whole
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.internals import Internals
-from trajstore.buffer.moved import OF_BUFFERS, Moved
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.columns.limits import shown
@@ -29,7 +28,7 @@ from trajstore.store.run_ids import id_from
 from trajstore.trajectory import AnyTrajectory
 
 
-class ReadableBuffer(Moved):
+class ReadableBuffer:
     """Trajectories that can be looked at and drawn from. Users make a ``TrajectoryReplayBuffer``.
 
     Args:
@@ -39,14 +38,12 @@ class ReadableBuffer(Moved):
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
     """
 
-    _MOVED = OF_BUFFERS
-
     def __init__(self, view: View, draws: Draws, backing: Backing, sample_window_size: int) -> None:
         self._view = view
         self._draws = draws
         self._backing = backing
         self._internals = Internals(view, draws, backing)
-        self._facts = Facts(view.locked, backing.keep_facts)
+        self._facts = Facts(view.locked)
         self.sample_window_size = sample_window_size
 
     @property
@@ -187,7 +184,7 @@ class ReadableBuffer(Moved):
     def query(self, relation: str = "trajectories") -> Query:
         """Ask about the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
 
-        The index has the facts of rollouts; those of earlier layouts are read with the first question, and kept.
+        The index has the facts of rollouts.
         Messages, tokens and steps are read from the trajectories of which the conditions on facts hold.
         Needs Polars (extra ``query``).
 

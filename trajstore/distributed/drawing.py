@@ -16,7 +16,6 @@ import torch
 from trajstore import locks
 from trajstore.arguments import columns_or_none, whole
 from trajstore.buffer.choices import Batch
-from trajstore.buffer.moved import OF_HANDLES, Moved
 from trajstore.columns.fields import nest
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.census import Census
@@ -38,7 +37,7 @@ _PAUSE = 0.05  # seconds before a store that did not answer is asked again; doub
 _LONGEST_PAUSE = 1.0
 
 
-class DrawingHandle(Moved):
+class DrawingHandle:
     """Trajectories of many stores that can be looked at and drawn from. Users make a ``DistributedReplayBuffer``.
 
     Args:
@@ -46,8 +45,6 @@ class DrawingHandle(Moved):
         routes: hears which of them answer.
         options: of this handle.
     """
-
-    _MOVED = OF_HANDLES
 
     def __init__(self, stores: Stores, routes: Routes, options: HandleOptions) -> None:
         self._stores = stores

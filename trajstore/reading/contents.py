@@ -19,9 +19,7 @@ import torch
 
 from trajstore import locks
 from trajstore.clock import microseconds
-from trajstore.columns.conversion import parse_document, trajectory_of
-from trajstore.columns.facts import facts_of
-from trajstore.columns.fields import Axis
+from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.flat import Block
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import TrajectoryUnavailableError
@@ -38,7 +36,7 @@ from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at, whole_rows
 from trajstore.store.committed import Change, Evicted
-from trajstore.store.facts import NOTE_ROWS, TOLD
+from trajstore.store.facts import NOTE_ROWS
 from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.moves import Moved
@@ -426,21 +424,9 @@ class Contents:
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
 
     def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
-        """Return the task of the trajectory at each position; an empty text for one that names none.
-
-        Raises:
-            TrajectoryUnavailableError, CorruptStoreError: the index does not know it, and the rollout cannot be read.
-        """
+        """Return the task of the trajectory at each position; an empty text for one that names none."""
         with self.lock:
             index, at = self.index, positions - self.index.first
-            untold = positions[index.fact(TOLD)[at] == 0]
-            for position in untold[index.at("document", untold) > 0].tolist():
-                schema, tensors = self._rows_of(position)
-                if schema.kind == "agent":
-                    document = tensors[[column.axis for column in schema.columns].index(Axis.DOCUMENT)]
-                    one = np.array([position])
-                    facts = facts_of(parse_document(document))
-                    index.tell(index.at("trajectory_id", one), index.at("uuid", one), [facts])
             numbers, which = np.unique(index.fact("task")[at], return_inverse=True)
             texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
             return [texts[one] for one in which.tolist()]

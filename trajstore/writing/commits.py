@@ -14,7 +14,7 @@ import orjson
 
 from trajstore.columns.schema import Extent, Schema
 from trajstore.formats.base import ShardManifest
-from trajstore.store.additions import added_to_json, by_id
+from trajstore.store.additions import by_id
 from trajstore.store.catalog import Catalog
 from trajstore.store.given import Said
 from trajstore.store.log_records import encode_line, manifest_to_json
@@ -121,17 +121,15 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]], now: int)
                     "generation": catalog.generation + 1 + offset,
                     "operation": "add",
                     "time": time,
-                    **added_to_json(
-                        schemas.news(),
-                        [
-                            {
-                                "number": shard.number,
-                                "shard": manifest_to_json(shard.manifest, schema),
-                                "entries": orjson.Fragment(shard.record),
-                            }
-                            for shard, schema in zip(shards, numbers, strict=True)
-                        ],
-                    ),
+                    "schemas": schemas.news(),
+                    "shards": [
+                        {
+                            "number": shard.number,
+                            "shard": manifest_to_json(shard.manifest, schema),
+                            "entries": orjson.Fragment(shard.record),
+                        }
+                        for shard, schema in zip(shards, numbers, strict=True)
+                    ],
                 }
             )
         )
