@@ -201,6 +201,11 @@ def test_a_reader_follows_and_reads_no_rollout(tmp_path: Path, trajectory_format
     assert read == []
 
 
+def _without_times(buffer: TrajectoryReplayBuffer) -> list[dict[str, Any]]:
+    table = buffer.query().table()
+    return table.drop("committed", "trajectory_id").to_dicts()
+
+
 def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)

@@ -153,7 +153,7 @@ def test_an_index_that_claims_more_entries_than_fit_is_refused_before_it_is_unpa
         name: {"dtype": np.dtype(dtype).str, "shape": [rows], "data": data[16 if name == "uuid" else 8]}
         for name, dtype in COLUMNS.items()
     }
-    value = {"columns": columns, "weights": StringTable().to_json()}
+    value = {"columns": columns, "facts": {}, "weights": StringTable().to_json()}
     _refused_before_unpacking(lambda: index_from_json(value, 1), "claims 10000000 entries")
     columns["steps"]["shape"] = [3]
     _refused_before_unpacking(lambda: index_from_json(value, 1), "index column steps has 3 entries, not 10000000")

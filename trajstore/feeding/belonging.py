@@ -12,7 +12,7 @@ from trajstore.buffer.internals import internals_of
 from trajstore.errors import ConfigurationError, listed
 from trajstore.feeding.options import Replay
 from trajstore.sampling.base import Drawn, IntArray
-from trajstore.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.sampling.states import array_in, check_names, check_state, tensor_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     """
     check_state(then, ("stores", "trajectories", "ids", "names"))
     ids, here = np.asarray(then["ids"], np.int64), len(buffer)
-    names = names_in(then, len(ids))
+    names = array_in(then, "names", np.int64, len(ids))
     check_names(what, ids, names, internals_of(buffer).names_of(ids))
     left = int(np.count_nonzero(np.isin(ids, buffer.trajectory_ids)))
     shown_now = internals_of(buffer).store_ids
@@ -83,13 +83,6 @@ def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
-def tell_unnamed() -> list[str]:
-    """Return what is said of a state that does not say what it belongs to."""
-    return [
-        "it does not say which trajectories and batches it is of (an earlier version wrote it), so nothing is compared"
-    ]
-
-
 def tell(sentences: Sequence[str]) -> None:
     """Warn of what is not as it was when a state was taken."""
     for sentence in sentences:
@@ -109,8 +102,8 @@ def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | N
 
 def rows_of(state: Mapping[str, Any]) -> Drawn:
     """Return the rows that :func:`rows_state` described."""
-    weights, names = (None if state.get(name) is None else state[name].numpy() for name in ("weights", "names"))
-    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=names)
+    weights = None if state.get("weights") is None else state["weights"].numpy()
+    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=state["names"].numpy())
 
 
 def check_rows(state: Any, buffer: Replay) -> None:
@@ -119,6 +112,8 @@ def check_rows(state: Any, buffer: Replay) -> None:
     Raises:
         ConfigurationError: an id stands for another trajectory here.
     """
-    check_state(state, ("ids", "samples"))
+    check_state(state, ("ids", "samples", "names"))
     ids: IntArray = np.asarray(state["ids"], np.int64)
-    check_names("a batch under way", ids, names_in(state, len(ids)), internals_of(buffer).names_of(ids))
+    check_names(
+        "a batch under way", ids, array_in(state, "names", np.int64, len(ids)), internals_of(buffer).names_of(ids)
+    )

@@ -22,7 +22,6 @@ from trajstore.feeding.belonging import (
     check_rows,
     rows_of,
     rows_state,
-    tell_unnamed,
 )
 from trajstore.feeding.options import (
     Layout,
@@ -35,7 +34,7 @@ from trajstore.feeding.options import (
 from trajstore.feeding.packing import Room, lay_out
 from trajstore.feeding.source import Source, still_there
 from trajstore.sampling.base import Drawn
-from trajstore.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.sampling.states import array_in, check_names, check_state, tensor_of
 
 logger = logging.getLogger(__name__)
 
@@ -242,15 +241,13 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
-        check_state(state, ("buffer", "sampler", "waiting", "skipped", "batches"))
+        check_state(state, ("buffer", "sampler", "waiting", "waiting_names", "skipped", "batches", "of"))
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
                 f" {'none' if self._sampler is None else 'one'}"
             )
         check_batches(state["batches"], self.told)
-        if "of" not in state:
-            return tell_unnamed()
         waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
         then = np.asarray(state["waiting_names"], np.int64)
         check_names("what waits for a pack", waiting, then, internals_of(self._buffer).names_of(waiting))
@@ -263,7 +260,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             self._sampler.load_state_dict(state["sampler"])
         self._buffer.load_state_dict(state["buffer"])
         self._skipped = int(state["skipped"])
-        names = names_in({"names": state.get("waiting_names")}, len(state["waiting"])).tolist()
+        names = array_in(state, "waiting_names", np.int64, len(state["waiting"])).tolist()
         rows = zip(state["waiting"], names, strict=True)
         waiting = [_Waiting(int(number), int(tokens), weight, name, None) for (number, tokens, weight), name in rows]
         self._waiting = [one for one in waiting if self._is_fit(one.number, one.tokens)]
