@@ -321,18 +321,6 @@ def test_an_entry_out_of_range_does_not_hide_its_neighbours(
     assert TrajectoryReplayBuffer().load_checkpoint(tmp_path / "mended") == 0
 
 
-def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.columns.agents._check_document", lambda values, document: None)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([AgentTrajectory(reward=1.0, task_id="t")])  # type: ignore[arg-type]
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(tmp_path)
-    got = buffer.get(0)
-    assert isinstance(got, AgentTrajectory)
-    assert got.reward == Reward(outcome=1.0)
-    assert verify(tmp_path).sound
-
-
 # -- From a trajectory to its columns: what is taken for a tensor, and what is told of the versions --
 
 
