@@ -20,15 +20,12 @@ import trajstore.sampling
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_n_step
 from trajstore.errors import TrajstoreError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader
 from trajstore.sampling import (
     Drawn,
     EpochSampler,
-    FreshestSampler,
-    LeastUsedSampler,
     Priorities,
     WeightedSampler,
     sampler_of,
@@ -60,12 +57,10 @@ FINE: dict[str, dict[str, str]] = {
     "sample_trajectories": {"count": "", "sampler": "None"},
     "draw": {"num_chunks": "", "sampler": "None"},
     "read": {"drawn": "", "columns": "None", "out": "None {}"},
-    "internals.readable": {"trajectory_ids": "[]"},
-    "internals.names_of": {"trajectory_ids": "[]"},
-    "internals.extents": {"trajectory_ids": "[]"},
-    "internals.token_rows": {"trajectory_ids": "[]", "columns": "None [x]"},
-    "internals.add_flattened": {"flats": "[]", "uuids": ""},
-    "internals.share_ids": {"rank": "0", "ranks": ""},
+    "sampling.readable": {"trajectory_ids": "[]"},
+    "sampling.names_of": {"trajectory_ids": "[]"},
+    "sampling.extents": {"trajectory_ids": "[]"},
+    "sampling.token_rows": {"trajectory_ids": "[]", "columns": "None [x]"},
     "follow": {"sampler": ""},
     "update_priorities": {"sampler": "", "drawn": "", "priorities": ""},
     "get": {"trajectory_id": "0 -1 3"},
@@ -118,8 +113,6 @@ FINE: dict[str, dict[str, str]] = {
     },
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
     "EpochSampler": {"unit": "", "epochs": "None"},
-    "FreshestSampler": {"decay": "0 2.5 huge", "max_uses": "None"},
-    "LeastUsedSampler": {"best": "", "max_uses": "None"},
     "GroupSampler": {"least": "", "most": "None", "max_age": "None 0"},
     "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": "", "stratified": "0 True"},
     "Priorities": {"alpha": "0 2.5 huge", "beta": "0 2.5 huge", "eps": "0 2.5 huge", "per": ""},
@@ -159,8 +152,7 @@ def calling(name: str, argument: str) -> Call:
     def call(buffer: TrajectoryReplayBuffer, value: Any) -> Any:
         found = next((getattr(module, name) for module in MODULES if hasattr(module, name)), None)
         if found is None:
-            owner = internals_of(buffer) if name.startswith("internals.") else buffer
-            found = attrgetter(name.removeprefix("internals."))(owner)
+            found = attrgetter(name)(buffer)
         given = dict(ALSO.get(name, {}))
         for one in inspect.signature(found).parameters.values():
             if one.default is one.empty and one.kind is not one.VAR_KEYWORD and one.name not in (*given, argument):
@@ -198,10 +190,9 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("sampler_of", "recency", lambda b, v: sampler_of({"name": "weighted", "recency": v}), ""),
     ("update", "priorities", lambda b, v: weighted(b).update(b.draw(3).ids, b.draw(3).samples, v), ""),
     ("update", "ids", lambda b, v: weighted(b).update(v, np.zeros(0, np.int64), []), "[]"),
-    ("value", "values", lambda b, v: LeastUsedSampler().value(np.arange(2), v), "tensor"),
     *(
         (type(sampler).__name__, "count", lambda b, v, s=sampler: b.follow(s) or s.draw(v, b._draws.generator), "")  # type: ignore[misc,func-returns-value]
-        for sampler in (EpochSampler(), FreshestSampler(), LeastUsedSampler(), WeightedSampler())
+        for sampler in (EpochSampler(), WeightedSampler())
     ),
 ]
 

@@ -7,7 +7,7 @@ One step, beside the calls of ``ReplayHook``::
     messages = guidance.context(messages, configs[i])     # what the model reads
     fresh[i] = guidance.finished(trajectory, configs[i])  # the messages to train on, what was shown
     ...
-    metrics |= guidance.step_done(fresh, step)            # worth counted, rollouts on their way to be summarized
+    metrics |= guidance.step_done(fresh, step)            # hand rollouts over to be summarized
 
 A loop that makes token ids gives the hook its tokenizer: the prompt of a discarded rollout is tokenized again.
 """
@@ -24,7 +24,6 @@ from trainer_hooks.completion import HandedOver
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.plan import PlannedTask
 from trajstore.arguments import seconds, whole
-from trajstore.checked import checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.contract import task_id_of
@@ -43,14 +42,12 @@ from trajstore.guidance import (
     with_guidance,
 )
 from trajstore.guidance.manager import GuidanceManager, RolloutMode
-from trajstore.guidance.worth import WorthLedger
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
 
 @of_no_use_when_closed(but=("metrics",))
-@checked
 class GuidanceHook(Closing):
     """Guided rollouts for one training loop. :meth:`context` may be called from many threads, the rest from the loop's.
 
@@ -84,7 +81,6 @@ class GuidanceHook(Closing):
         self._store = config.open_store() if config.is_on else None
         try:
             self.maker = self._make(maker)
-            self.worth = WorthLedger(self._store, config.retirement())
         except BaseException:
             if self._store is not None:
                 self._store.close()
@@ -191,7 +187,7 @@ class GuidanceHook(Closing):
         return with_prompt(trajectory, messages, self._tokens)
 
     def step_done(self, fresh: Sequence[AgentTrajectory], global_steps: int) -> dict[str, float]:
-        """Count what experiences were worth, hand rollouts over to become experience; return the metrics.
+        """Hand rollouts over to become experience; return the metrics.
 
         Nothing is waited for.
 
@@ -208,8 +204,6 @@ class GuidanceHook(Closing):
             return {}
         self._handed_over.check(global_steps, fresh)
         guided = [Guidance.of(one) is not None for one in fresh]
-        self.worth.note(fresh)
-        self._worker.retired = self.worth.retired
         self.manager.update_experience_pool(fresh, global_steps)
         self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
@@ -247,7 +241,7 @@ class GuidanceHook(Closing):
 
     def metrics(self) -> dict[str, float]:
         """Return all figures since the beginning."""
-        figures = self._worker.metrics() | self.worth.metrics() | {"guidance/discard_refused": float(self._refused)}
+        figures = self._worker.metrics() | {"guidance/discard_refused": float(self._refused)}
         return figures if self._updates is None else figures | self._updates.metrics()
 
     # ---- checkpoint and end ----

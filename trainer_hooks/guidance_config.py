@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, get_args
 
-from trajstore.arguments import finite, one_of, text, whole, whole_or_none
+from msgspec import Meta
+
+from trajstore.arguments import one_of
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.experience import BufferStore
@@ -19,8 +20,7 @@ from trajstore.experience.store import store_options
 from trajstore.guidance.client import Dialect
 from trajstore.guidance.context import EXPERIENCE_TEMPLATE, ExperienceTemplate
 from trajstore.guidance.manager import AllocationRules
-from trajstore.guidance.worth import RetirementRule
-from trajstore.settings import keys_of, names_of, refuse, settle
+from trajstore.settings import Count, Text, Whole, keys_of, names_of, refuse, settle
 
 MAKER = "experience_maker"
 MANAGER = "exp_manager"
@@ -39,17 +39,7 @@ TODAY = {
 OF_REPLAY = ("experience_replay", "recording", "outcome", "on_resume")
 """Keys of ``exp_manager`` that are read elsewhere."""
 
-_MOST_WORKERS = 256
-_SECONDS = partial(finite, least=1e-3, most=86400)
-
-
-def _url(name: str, value: Any) -> str | None:
-    if value is None or (isinstance(value, str) and value.startswith(("http://", "https://"))):
-        return value
-    raise ConfigurationError(
-        f"{name}: {shown(value)}, must be an address that begins with http:// or https://, or null for the embedded"
-        " maker"
-    )
+_Timeout = Annotated[float, Meta(ge=1e-3, le=86400)]
 
 
 def _dialect(name: str, value: Any) -> str:
@@ -63,10 +53,6 @@ def _template(name: str, value: Any) -> str:
     except ConfigurationError:
         raise ConfigurationError(f"{name}: {shown(value)}, must be a text with one {{}} for the experience") from None
     return str(value)
-
-
-def _gain(name: str, value: Any) -> float | None:
-    return None if value is None else finite(name, value, -1e9, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,38 +75,34 @@ class GuidanceConfig(AllocationRules):
             the embedded maker, so that experiences come in the order of the rollouts and runs can be repeated.
         retrieve_timeout: seconds that asking the maker for experience may take.
         summary_timeout: seconds that a call of the maker that makes experience may take.
-        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences and of what they were
-            worth; ``None`` = in memory.
+        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences; ``None`` = in
+            memory.
         experience_template: the text in a prompt, with ``{}`` for the experiences.
         init_experience_before_training: whether the pool is filled before the first step.
         init_experience_only: whether the run ends once the pool is filled.
-        retire_below: gain below which an experience is retired; ``None`` = never.
-        retire_least_count: rollouts with it, and without it, that must say so.
         seed: of the generator that draws which rollouts and tasks are guided.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
-    base_url: Annotated[str | None, _url] = None
+    base_url: Annotated[str, Meta(pattern="^https?://")] | None = None
     dialect: Annotated[Dialect, _dialect] = "auto"
-    workspace_id: Annotated[str, text] = "default"
+    workspace_id: Text = "default"
     enable_summarizer: bool = False
     enable_context_generator: bool = False
-    retrieve_top_k: Annotated[int, partial(whole, least=1)] = 3
-    updated_freq: Annotated[int, partial(whole, least=0)] = 0
+    retrieve_top_k: Count = 3
+    updated_freq: Whole = 0
     val_summarizer_save: bool = False
-    summary_batch_size: Annotated[int, partial(whole, least=1)] = 8
-    summary_workers: Annotated[int | None, partial(whole_or_none, least=1, most=_MOST_WORKERS)] = None
-    retrieve_timeout: Annotated[float, _SECONDS] = 10.0
-    summary_timeout: Annotated[float, _SECONDS] = 120.0
+    summary_batch_size: Count = 8
+    summary_workers: Annotated[int, Meta(ge=1, le=256)] | None = None
+    retrieve_timeout: _Timeout = 10.0
+    summary_timeout: _Timeout = 120.0
     store: Annotated[Mapping[str, Any] | None, store_options] = None
     experience_template: Annotated[str, _template] = EXPERIENCE_TEMPLATE
     init_experience_before_training: bool = False
     init_experience_only: bool = False
-    retire_below: Annotated[float | None, _gain] = None
-    retire_least_count: Annotated[int, partial(whole, least=1)] = 16
-    seed: Annotated[int, partial(whole, least=0)] = 1234
+    seed: Whole = 1234
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -186,12 +168,6 @@ class GuidanceConfig(AllocationRules):
             values |= {"train_rollout_expmode": "woexp", "val_rollout_expmode": "woexp"}
         return AllocationRules(**values)
 
-    def retirement(self) -> RetirementRule | None:
-        """Return when experiences are retired; ``None`` = never."""
-        if self.retire_below is None:
-            return None
-        return RetirementRule(below=self.retire_below, least_count=self.retire_least_count)
-
     def open_store(self) -> BufferStore | None:
         """Open the store of experiences, to be closed by the caller; ``None`` if it is in memory."""
         return None if self.store is None else BufferStore.open(**self.store)
@@ -199,8 +175,7 @@ class GuidanceConfig(AllocationRules):
 
 _OF_MANAGER = (
     *names_of(AllocationRules),
-    *("experience_template", "init_experience_before_training", "init_experience_only"),
-    *("retire_below", "retire_least_count", "seed"),
+    *("experience_template", "init_experience_before_training", "init_experience_only", "seed"),
 )
 _MAKER_KEYS = [name for name in names_of(GuidanceConfig) if name not in _OF_MANAGER]
 _MANAGER_KEYS = (*_OF_MANAGER, "summary_batch_size")

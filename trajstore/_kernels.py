@@ -223,11 +223,18 @@ def row_addresses(
 
 
 @compiled("int32[::1]", _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _TABLE, nogil=False)
-def set_homes(slots: Array, samples: Array, extra: Array, document: Array, positions: Array, homes: Array) -> None:
-    """Set slot and first rows of index entries, ``homes`` of ``[positions, 4]``; no interrupt comes in between."""
+def set_locations(
+    slots: Array, samples: Array, extra: Array, document: Array, positions: Array, locations: Array
+) -> None:
+    """Set slot and first rows of index entries, ``locations`` of ``[positions, 4]``; no interrupt comes in between."""
     for i in range(len(positions)):
         at = positions[i]
-        slots[at], samples[at], extra[at], document[at] = homes[i, 0], homes[i, 1], homes[i, 2], homes[i, 3]
+        slots[at], samples[at], extra[at], document[at] = (
+            locations[i, 0],
+            locations[i, 1],
+            locations[i, 2],
+            locations[i, 3],
+        )
 
 
 @compiled(_TABLE, _NUMBERS, _NUMBERS, _TABLE, _TABLE, "int64", nogil=False)

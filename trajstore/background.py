@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trajstore import locks
 from trajstore.errors import StoreClosedError
-from trajstore.interrupts import Parking, seconds_until, start_thread
+from trajstore.interrupts import WaitList, seconds_until, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Background:
         self._most = most
         self._pid = os.getpid()
         self._lock = locks.rlock("Background._lock")  # a signal handler may wait while its thread is in here
-        self._parking = Parking()
+        self._wait_list = WaitList()
         self._calls: deque[_Call] = deque()
         """Those that wait and those that run."""
         self._error: BaseException | None = None
@@ -80,7 +80,7 @@ class Background:
             if self._calls and self._most is not None and weights > self._most:
                 return False
             self._calls.append(call)
-            self._parking.wake()
+            self._wait_list.wake()
             return True
 
         self._until(taken)
@@ -120,13 +120,13 @@ class Background:
             return 0, 0
         with self._lock:
             self._closing = True
-            self._parking.wake()
+            self._wait_list.wake()
         self.wait(timeout)
         with self._lock:
             left = [one for one in self._calls if not one.begun]
             for one in left:
                 self._calls.remove(one)
-            self._parking.wake()
+            self._wait_list.wake()
             return sum(one.weight for one in left), len(self._calls)
 
     def _until(self, reached: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -144,8 +144,8 @@ class Background:
                     break
                 if deadline is not None and time.monotonic() >= deadline:
                     return False
-                gate = self._parking.gate()
-            self._parking.wait(gate, seconds_until(deadline))
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate, seconds_until(deadline))
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
@@ -160,7 +160,7 @@ class Background:
                 self._keep(error)
             with self._lock:
                 self._calls.remove(call)
-                self._parking.wake()
+                self._wait_list.wake()
             del call  # with all that it holds, while nothing comes
 
     def _next(self) -> _Call | None:
@@ -173,8 +173,8 @@ class Background:
                     return call
                 if self._closing:
                     return None
-                gate = self._parking.gate()
-            self._parking.wait(gate)
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate)
 
     def _keep(self, error: BaseException) -> None:
         with self._lock:

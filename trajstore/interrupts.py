@@ -21,7 +21,7 @@ CHANGE_THREAD = "trajstore-change"
 """Name of the threads in which changes run that an interrupt must not stop half-way."""
 
 
-class Parking:
+class WaitList:
     """Where threads wait for a change. Unlike a condition's, their wait holds no lock and needs none afterwards."""
 
     def __init__(self) -> None:

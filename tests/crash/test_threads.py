@@ -23,7 +23,7 @@ from trajstore.columns.memory import Arena
 from trajstore.columns.schema import Schema
 from trajstore.files.local import LocalDirectory
 from trajstore.formats import FORMATS
-from trajstore.reading.residency import MappedShard, Residency
+from trajstore.reading.address_table import AddressTable, MappedShard
 
 _SHORT = 1.0
 _LONG = 600.0
@@ -60,10 +60,10 @@ def _waiting(_: Path) -> tuple[object, int]:
 
 
 def _decoded(_: Path) -> tuple[object, int]:
-    residency = Residency(1)
-    slot = residency.add_memory(MappedShard(Schema("step", ()), [], [torch.ones(64)]), 1)
-    address = residency._rows[slot].addresses[0]
-    residency.leave(np.array([slot]))
+    addresses = AddressTable(1)
+    slot = addresses.add_memory(MappedShard(Schema("step", ()), [], [torch.ones(64)]), 1)
+    address = addresses._rows[slot].addresses[0]
+    addresses.leave(np.array([slot]))
     return None, address
 
 

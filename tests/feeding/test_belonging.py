@@ -18,7 +18,7 @@ from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
 from trajstore.inspection.copying import copy_store
-from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
+from trajstore.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.testing.waiting import wait_until
 
 OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
@@ -173,7 +173,6 @@ def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: 
     [
         (lambda: WeightedSampler(priorities=Priorities()), EpochSampler, "'weighted', this one is 'epochs'"),
         (lambda: EpochSampler(unit="trajectory"), EpochSampler, r"unit 'trajectory' \(here 'sample'\)"),
-        (SAMPLERS["freshest"], SAMPLERS["least used"], "'freshest', this one is 'least_used'"),
         (
             lambda: WeightedSampler(priorities=Priorities(alpha=0.5)),
             lambda: WeightedSampler(priorities=Priorities(alpha=0.6)),
@@ -191,7 +190,7 @@ def test_samplers_of_another_kind(then: Callable[[], Sampler], here: Callable[[]
         here().load_state_dict(then().state_dict())
 
 
-@pytest.mark.parametrize("name", ["epochs", "freshest", "least used", "uses"])
+@pytest.mark.parametrize("name", ["epochs", "uses"])
 def test_a_samplers_state_of_another_store(tmp_path: Path, name: str) -> None:
     make = SAMPLERS[name]
     fill(tmp_path / "here", range(6)).close()
@@ -228,7 +227,7 @@ def test_what_is_no_state(tmp_path: Path, state: Any, caplog: pytest.LogCaptureF
         TokenLoader(buffer, 4),
         ReplayBufferDataset(buffer, None, 4, 1, 1),
         EpochSampler(),
-        SAMPLERS["least used"](),
+        GroupSampler(),
         WeightedSampler(),
     ]
     for taker in takers:

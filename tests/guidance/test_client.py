@@ -59,7 +59,6 @@ def test_task_memories_are_sent_and_read(dialect: Any) -> None:
         found = client.retrieve("where is the cup", 1)
         assert found.text == "Memory 1 :\n When to use: when looking for a cup\n Content: go kitchen"
         assert found.names == ("m1",)
-        assert client.retrieve("where is the cup", 1, without=["m1"]).names == ("m2",)
         assert client.retrieve("nothing of the kind", 3).text == ""
         assert client.retrieve(" ", 3).text == "", "an empty query fails in the service; it is not sent"
         assert client.summarize([rollout("cup", "go kitchen"), rollout("cup", "?", None)]) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -123,7 +123,7 @@ def test_record_of_a_trajectory_says_what_was_shown() -> None:
 class Finds:
     """A maker that finds something for every query."""
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+    def retrieve(self, query: str, k: int) -> Retrieved:
         return Retrieved("tip", ("0",))
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,7 +20,7 @@ class SlowMaker:
         self.free = threading.Event()
         self.batches: list[list[str]] = []
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+    def retrieve(self, query: str, k: int) -> Retrieved:
         raise NotImplementedError
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:

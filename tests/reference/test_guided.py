@@ -98,7 +98,7 @@ def test_discarded_rows_hold_no_experience_and_kept_rows_train_on_it(mode: str, 
         assert guided == len(shown)
         assert (replayed > 0) == replay
         assert trainer.metrics["guidance/retrieve/guided"] == guided
-        assert {"guidance/outcome/unguided", "guidance/worth/outcome_with"} <= set(trainer.metrics)
+        assert "guidance/outcome/unguided" in trainer.metrics
 
 
 FILLED: dict[str, Any] = {"init_experience_before_training": True, "updated_freq": 0}

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 
 from trajstore.sampling import (
     EpochSampler,
-    FreshestSampler,
     GroupSampler,
-    LeastUsedSampler,
     Priorities,
     Recency,
     Sampler,
@@ -26,12 +24,10 @@ SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "recency and priorities": lambda: WeightedSampler([Recency(half_life=3)], priorities=Priorities()),
     "uses": lambda: WeightedSampler([UseLimit(max_uses=9, cooldown=1)], unit="trajectory"),
     "epochs": EpochSampler,
-    "freshest": lambda: FreshestSampler(decay=2.0),
-    "least used": LeastUsedSampler,
 }
 
 WITH_ALL: Mapping[str, Callable[[], Sampler]] = {
-    **{name: SAMPLERS[name] for name in ("epochs", "freshest", "least used")},
+    "epochs": EpochSampler,
     "all that rows can have": lambda: WeightedSampler([Recency(3.0), UseLimit(9, cooldown=1)], Priorities()),
     "all that trajectories can have": lambda: WeightedSampler(
         [Recency(2.0, by="versions"), Staleness(5)], Priorities(per="trajectory"), unit="trajectory"

@@ -14,7 +14,7 @@ import torch
 from tests.sampling.makers import WITH_ALL
 from tests.sampling.told import told
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
-from trajstore.sampling import LeastUsedSampler, Sampler, WeightedSampler
+from trajstore.sampling import Sampler, WeightedSampler
 from trajstore.sampling.draws import Draws
 
 WRONG: tuple[Any, ...] = (None, "text", -1, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), [], {}, object(), True)
@@ -36,8 +36,6 @@ def running(make: Callable[[], Sampler]) -> Sampler:
         drawn = sampler.draw(3, generator)
     if isinstance(sampler, WeightedSampler):
         sampler.update(drawn.ids, drawn.samples, np.arange(3.0))
-    if isinstance(sampler, LeastUsedSampler):
-        sampler.value(np.arange(3), [0.5, 0.25, 4.0])
     return sampler
 
 

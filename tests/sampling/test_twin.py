@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,9 +16,7 @@ from trajstore.sampling import (
     Additions,
     Drawn,
     EpochSampler,
-    FreshestSampler,
     GroupSampler,
-    LeastUsedSampler,
     Priorities,
     Recency,
     Staleness,
@@ -129,87 +125,8 @@ class WeightedTwin(SamplerTwin):
         assert np.isclose(all_seen, tree.leaves.sum())
 
 
-class FreshestTwin(SamplerTwin):
-    @initialize()
-    def begin(self) -> None:
-        self.make = lambda: FreshestSampler(decay=1.5, max_uses=3)
-        self.sampler = self.make()
-
-    def told(self, numbers: list[int]) -> Additions:
-        return told(dict.fromkeys(numbers, 1), [self.rows[number][0] for number in numbers])
-
-    @rule(versions=st.lists(st.integers(0, 6), min_size=1, max_size=8))
-    def add(self, versions: list[int]) -> None:
-        numbers = self.next_numbers(len(versions))
-        rows = {number: [version, 0] for number, version in zip(numbers, versions, strict=True)}
-        self.note(told(dict.fromkeys(numbers, 1), versions), rows)
-
-    @precondition(lambda self: self.rows)
-    @rule(count=st.integers(1, 4), data=st.data())
-    def draw(self, count: int, data: st.DataObject) -> None:
-        first = data.draw(st.sampled_from(sorted(self.rows)))
-        good = [number for number, (_, uses) in self.rows.items() if uses < 3 and number >= first]
-        wanted = sorted(good, key=lambda number: (-(self.rows[number][0] - 1.5 * self.rows[number][1]), number))[:count]
-        try:
-            drawn = self.sampler.draw(count, torch.Generator(), first).ids.tolist()
-        except EmptyBufferError:
-            drawn = []
-        assert drawn == wanted
-        for number in drawn:
-            self.rows[number][1] += 1
-
-
-class LeastUsedTwin(SamplerTwin):
-    @initialize(best=st.sampled_from(["lowest", "highest"]))
-    def begin(self, best: Any) -> None:
-        self.best = best
-        self.make = lambda: LeastUsedSampler(best, max_uses=3)
-        self.sampler = self.make()
-
-    def told(self, numbers: list[int]) -> Additions:
-        return told(dict.fromkeys(numbers, 1))
-
-    @rule(count=st.integers(1, 6))
-    def add(self, count: int) -> None:
-        numbers = self.next_numbers(count)
-        self.note(told(dict.fromkeys(numbers, 1)), {number: [0, 0.0] for number in numbers})
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), value=st.sampled_from([-1.0, 0.0, 2.0]))
-    def value(self, data: st.DataObject, value: float) -> None:
-        rated = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True, min_size=1))
-        self.sampler.value(np.array(rated), [value] * len(rated))
-        for number in rated:
-            self.rows[number][1] = value
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), uses=st.integers(0, 3))
-    def used(self, data: st.DataObject, uses: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.rows)))
-        self.sampler.used(np.array([number]), np.array([uses]))
-        self.rows[number][0] = uses
-
-    @precondition(lambda self: self.rows)
-    @rule(count=st.integers(1, 4))
-    def draw(self, count: int) -> None:
-        sign = 1 if self.best == "lowest" else -1
-        good = [number for number, (uses, _) in self.rows.items() if uses < 3]
-        wanted = sorted(good, key=lambda number: (self.rows[number][0], sign * self.rows[number][1], number))[:count]
-        try:
-            drawn = self.sampler.draw(count, torch.Generator()).ids.tolist()
-        except EmptyBufferError:
-            drawn = []
-        assert drawn == wanted
-        for number in drawn:
-            self.rows[number][0] += 1
-
-
-TestLeastUsedTwin = LeastUsedTwin.TestCase
-TestLeastUsedTwin.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
 TestWeightedTwin = WeightedTwin.TestCase
 TestWeightedTwin.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
-TestFreshestTwin = FreshestTwin.TestCase
-TestFreshestTwin.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
 
 
 # -- Epochs and groups against plain twins: additions, evictions, reloads and draws in any order --
@@ -312,21 +229,3 @@ def test_fewer_groups_than_asked_for_are_told_once(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         assert len(sampler.draw(16, generator).ids) == 5
     assert caplog.messages == ["groups: 16 tasks asked for, 2 of 4 have 2 rollouts to draw, so that many are drawn"]
-
-
-@pytest.mark.parametrize("make", [FreshestSampler, LeastUsedSampler])
-def test_what_a_ranked_sampler_keeps_sorted_is_as_long_as_its_window(
-    make: type[FreshestSampler] | type[LeastUsedSampler],
-) -> None:
-    """Else a draw from a narrow window passes over all that is older, and what was drawn or evicted stays for ever."""
-    sampler, generator = make(), torch.Generator()
-    sampler.added(told(dict.fromkeys(range(2000), 1), range(2000)))
-    most = 64 + 4 * 50
-    for number in range(2000, 2400):
-        sampler.added(told({number: 1}, [number]))
-        drawn = sampler.draw(4, generator, number - 49)
-        assert min(drawn.ids) >= number - 49
-        assert len(sampler._heap) <= most
-    sampler.evicted(range(2390))
-    assert len(sampler.draw(20, generator)) == 10
-    assert len(sampler._heap) <= 64 + 4 * 10

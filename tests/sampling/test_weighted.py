@@ -129,7 +129,7 @@ def test_samplers_from_configuration() -> None:
     assert isinstance(sampler, WeightedSampler)
     assert [factor.name for factor in sampler.factors] == ["staleness"]
     for wrong, message in (
-        ({"name": "wieghted"}, "must be one of weighted, epochs, freshest, least_used, groups"),
+        ({"name": "wieghted"}, "must be one of weighted, epochs, groups"),
         ({"name": "epochs", "unti": "sample"}, "has no option 'unti'; there are unit, epochs"),
         ({"name": "weighted", "staleness": 3}, "must be a dict of options"),
         ({"name": "weighted", "recency": {}}, "half_life"),

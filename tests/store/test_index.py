@@ -14,11 +14,11 @@ from trajstore.columns.conversion import flatten
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.store.entry_checks import in_blocks, shape_faults
-from trajstore.store.home import Home
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.index_file import index_from_json, index_to_json
 from trajstore.store.new_entries import NewEntries, columns_of, starts_of
 from trajstore.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.store.row_location import RowLocation
 from trajstore.testing.witness import witness
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -139,9 +139,9 @@ def test_positions_stay_when_the_oldest_leave_and_a_column_counts_from_the_oldes
 def test_where_the_rows_of_an_entry_are_is_changed_at_once() -> None:
     index = index_of([3, 5, 8])
     index.drop_oldest(1)
-    index.point(index.find_many([8, 5]), [Home(4, 1, 2, 3), Home(6)])
-    assert index.home(index.position_of(8)) == (4, 1, 2, 3)
-    assert index.home(index.position_of(5)) == (6, 0, 0, 0)
+    index.point(index.find_many([8, 5]), [RowLocation(4, 1, 2, 3), RowLocation(6)])
+    assert index.location(index.position_of(8)) == (4, 1, 2, 3)
+    assert index.location(index.position_of(5)) == (6, 0, 0, 0)
     assert index["shard"].tolist() == [6, 4]
 
 
@@ -154,7 +154,7 @@ def test_an_index_of_slots_has_the_same_entries_and_changes_by_itself() -> None:
     assert shown.total_samples == index.total_samples
     assert shown.entry(shown.position_of(8)) == index.entry(index.position_of(8))
     shown.note_extent(shown.position_of(5), Extent(1, 2, 3, 4))
-    shown.point(shown.find_many([5]), [Home(9, 1, 1, 1)])
+    shown.point(shown.find_many([5]), [RowLocation(9, 1, 1, 1)])
     shown.texts.add("new")
     assert (index["shard"].tolist(), index["start_samples"].tolist()) == ([0, 0], [0, 0])
     assert len(index.texts) < len(shown.texts)
@@ -176,16 +176,16 @@ def test_indexes_that_share_their_arrays_change_homes_for_themselves() -> None:
     index = index_of([3, 5, 8])
     part = index.slice(1, 3)
     shown = part.in_slots(np.array([7, -1], np.int32))
-    before = [index.home(at) for at in range(3)]
-    shown.point(np.array([0]), [Home(9, 1, 2, 3)])
+    before = [index.location(at) for at in range(3)]
+    shown.point(np.array([0]), [RowLocation(9, 1, 2, 3)])
     shown.note_extent(1, Extent(1, 1, 77, 88))
-    assert [index.home(at) for at in range(3)] == before == [before[0], *(part.home(at) for at in range(2))]
-    assert (shown.home(0), shown.entry(1).extent.extra) == (Home(9, 1, 2, 3), 77)
-    index.point(np.array([2]), [Home(4, 5, 6, 7)])
+    assert [index.location(at) for at in range(3)] == before == [before[0], *(part.location(at) for at in range(2))]
+    assert (shown.location(0), shown.entry(1).extent.extra) == (RowLocation(9, 1, 2, 3), 77)
+    index.point(np.array([2]), [RowLocation(4, 5, 6, 7)])
     again = index.in_slots(np.array([7, 7, 7, 7, 7, -1], np.int32))
-    index.point(np.array([2]), [Home(0)])
+    index.point(np.array([2]), [RowLocation(0)])
     index.note_extent(2, Extent(1, 1, 66, 66))
-    assert (shown.home(1)[1:], again.home(2)) == (before[2][1:], Home(7, 5, 6, 7))
+    assert (shown.location(1)[1:], again.location(2)) == (before[2][1:], RowLocation(7, 5, 6, 7))
     assert [one.entry(one.end - 1).extent.extra for one in (index, shown)] == [66, 77]
     assert again.entry(2).extent == part.entry(1).extent
 

@@ -184,7 +184,6 @@ def good(folder: Path) -> dict[str, Any]:
         "traj_config": guidance.TrajExpConfig(),
         "trajectory": rollouts()[0],
         "value": None,
-        "worth": guidance.Worth(),
     }
 
 
@@ -213,7 +212,6 @@ METHODS: dict[Callable[[], Any], str] = {
     manager: "allocate_train_mode allocate_add_exp get_complete_exp_configs update_experience_pool load_state_dict",
     guidance.LocalMaker: "get retrieve summarize add",
     RetrievalIndex: "add remove search",
-    guidance.WorthLedger: "note",
     client: "retrieve summarize",
 }
 
@@ -259,7 +257,7 @@ EXPERIENCE = (
 )
 GUIDANCE = (
     "AllocationRules EMClient EndpointSummarizer Experience ExperienceTemplate ExtractiveSummarizer Guidance Insertion"
-    " LocalMaker RetirementRule Retrieved TaskExpConfig TrajExpConfig UpdateQueue Worth WorthLedger count_worth put_in"
+    " LocalMaker Retrieved TaskExpConfig TrajExpConfig UpdateQueue put_in"
     " take_out with_guidance"
 )
 
@@ -299,7 +297,7 @@ def calls_of_functions(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]
             guidance.Guidance.of_json,
         ),
         *(import_pool, TranscriptReader),
-        *(guidance.RetirementRule(below=0.0).retires, BatchRow, MixedTasks, PlannedTask, assign_group_ids, build_batch),
+        *(BatchRow, MixedTasks, PlannedTask, assign_group_ids, build_batch),
         *(to_tensordict, rows_of_plan, rows_of_rollout, completed_rollouts, compute_response_mask, regularizer_masks),
         *(replace_recorded_old_log_probs, compute_grpo_outcome_advantage),
     )

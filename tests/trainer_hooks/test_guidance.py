@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_both_sets_of_names_are_understood() -> None:
     [
         (
             {"experience_maker": {"summary_workers": 0}},
-            ["summary_workers: 0, must be at least 1 and at most 256"],
+            ["summary_workers: 0, must be `int` >= 1"],
         ),
         ({"experience_maker": {"dialect": 0.3}}, ["dialect: '0.3', must be one of 'auto', '0.2', '0.4'"]),
         ({"exp_manager": {"rollout_ratio": 0.1, "rollout_expratio": 0.1}}, ["is the same option as exp_manager"]),
@@ -157,7 +157,6 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
         assert metrics["guidance/update/made"] == 2.0
         assert metrics["guidance/outcome/guided"] == 1.0
     with GuidanceHook(config) as again:
-        assert again.worth.worth
         assert Guidance.of(rolled_out(again, 4)[0][0]) is not None
 
 
@@ -257,7 +256,7 @@ class Speaking:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+    def retrieve(self, query: str, k: int) -> Retrieved:
         return Retrieved(self.text, ("a\ud800",))
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:

@@ -25,6 +25,7 @@ REPLAY = (
     "+exp_manager.outcome.key=hit",
     "+exp_manager.experience_replay.enable=true",
     "+exp_manager.experience_replay.replay_start_ratio=0.0",
+    "+exp_manager.experience_replay.figures=all",
 )
 # Each worker gets half of the 16 rows, and verl wants whole micro-batches.
 TWO_WORKERS = (
@@ -66,10 +67,7 @@ GUIDANCE_COLUMNS = (
     ("guided rollouts", "guidance/guided_rollouts"),
     ("outcome guided", "guidance/outcome/guided"),
     ("unguided", "guidance/outcome/unguided"),
-    ("worth: with", "guidance/worth/outcome_with"),
-    ("without", "guidance/worth/outcome_without"),
     ("experiences made", "guidance/update/made"),
-    ("shown", "guidance/worth/experiences_shown"),
     ("off_policy_share", "experience_replay/off_policy_share"),
     ("off_ratio_mean", "experience_replay/off_ratio_mean"),
 )

@@ -33,8 +33,6 @@ SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "priorities per trajectory": lambda: WeightedSampler(priorities=Priorities(per="trajectory")),
     "priorities per transition": lambda: WeightedSampler(priorities=Priorities()),
     "epochs": sampling.EpochSampler,
-    "freshest": sampling.FreshestSampler,
-    "least used": sampling.LeastUsedSampler,
     "groups of 10": lambda: sampling.GroupSampler(most=10),
 }
 
@@ -89,7 +87,7 @@ def _reading(rows: int, times: int) -> Callable[[], object]:
 
 def sampler_draws_rows(name: str) -> bool:
     """Return whether a sampler draws a thousand rows, also of ten trajectories."""
-    return name not in ("freshest", "least used", "groups of 10", "uses with a pause")
+    return name not in ("groups of 10", "uses with a pause")
 
 
 def _filled(sampler: Sampler, trajectories: int, samples: int = SAMPLES) -> Sampler:

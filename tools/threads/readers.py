@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.sampling import EpochSampler, FreshestSampler, Priorities, Recency, Sampler, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
 
@@ -129,7 +128,7 @@ def _rows(values: dict[str, Any]) -> dict[str, Any]:
 def _whole(kind: str) -> Reading:
     def read(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:
         yield {check(kind, one) for one in buffer.sample_trajectories(3)}
-        yield {check(kind, one) for one in buffer.sample_trajectories(2, sampler=FreshestSampler())}
+        yield {check(kind, one) for one in buffer.sample_trajectories(2, sampler=EpochSampler(unit="trajectory"))}
         ids = buffer.trajectory_ids.tolist()
         if len(ids) != len(set(ids)):
             raise WitnessError(f"an id is shown twice: {sorted(ids)}")
@@ -160,7 +159,7 @@ def _check_tokens(ids: Any, starts: Any, columns: dict[str, torch.Tensor]) -> li
 def _tokens(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:
     ids = buffer.trajectory_ids
     try:
-        rows = internals_of(buffer).token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
+        rows = buffer.sampling.token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
     except TrajectoryUnavailableError:  # let go of since it was listed
         return
     with ExitStack() as ending:

@@ -19,7 +19,7 @@ import torch
 
 from trajstore.columns.memory import Arena, Lease
 from trajstore.files.filemap import FileMap
-from trajstore.reading.residency import MappedShard, Residency, Rows
+from trajstore.reading.address_table import AddressTable, MappedShard, Rows
 from trajstore.reading.slots import SlotTable
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,7 +86,7 @@ def released_is_unreadable() -> Iterator[None]:
 
     Numbers of slots are not given out again either: what a late copy finds under one is memory that was given back.
     """
-    add_memory = Residency.add_memory
+    add_memory = AddressTable.add_memory
 
     def unmap(self: FileMap) -> None:
         withdraw(self.address, self.nbytes)
@@ -95,7 +95,7 @@ def released_is_unreadable() -> Iterator[None]:
     def take(_: Arena, nbytes: int) -> tuple[Lease, int]:
         return Lease(_pages(nbytes)), 0
 
-    def add_moved(self: Residency, rows: Rows, entries: int) -> int:
+    def add_moved(self: AddressTable, rows: Rows, entries: int) -> int:
         if isinstance(rows, MappedShard):
             tensors = [_moved(tensor) for tensor in rows.keep]
             rows = replace(rows, addresses=[tensor.data_ptr() for tensor in tensors], keep=tensors)
@@ -104,6 +104,6 @@ def released_is_unreadable() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(FileMap, "__del__", unmap))
         patches.enter_context(patch.object(Arena, "take", take))
-        patches.enter_context(patch.object(Residency, "add_memory", add_moved))
+        patches.enter_context(patch.object(AddressTable, "add_memory", add_moved))
         patches.enter_context(patch.object(SlotTable, "free", lambda self, slots: None))
         yield

@@ -157,7 +157,7 @@ class GuidedRollouts:
 
         Args:
             made: changed: messages as the model read them, where the experience was kept.
-            trained: whether they are trained on; others only say what experiences were worth.
+            trained: whether they are trained on; others only become experience.
         """
         for one in made:
             guidance = Guidance.of(one)
@@ -169,9 +169,9 @@ class GuidedRollouts:
             self._untrained += made
 
     def step_done(self, made: Sequence[AgentTrajectory], step: int) -> dict[str, float]:
-        """Count what experiences were worth, hand rollouts over to become experience; return figures.
+        """Hand rollouts over to become experience, those of dropped groups too; return figures.
 
-        Those of groups that were dropped count too. Nothing is waited for.
+        Does not wait for the summaries.
         """
         if not self.is_on:
             return {}

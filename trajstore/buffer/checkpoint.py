@@ -1,4 +1,4 @@
-"""Checkpoints: one consistent picture, linked or copied, published with one rename."""
+"""Checkpoints: one consistent snapshot, linked or copied, published with one rename."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from trajstore.files.parallel import in_order
 from trajstore.formats import FORMATS
 from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, ShardReader, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import encoded_shard
-from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf, store_above
+from trajstore.reading.read_snapshot import ReadSnapshot
 from trajstore.reading.shard_access import flat_of
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
 from trajstore.store.facts import NOTE_ROWS
-from trajstore.store.home import STARTS
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.new_entries import starts_of
 from trajstore.store.notes import Notes
 from trajstore.store.rlinf_layout import INDEX_NAMES
+from trajstore.store.row_location import STARTS
 from trajstore.store.run_ids import ID_LIMIT
 from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 Layout = Literal["trajstore", "rlinf"]
 Loose = list[tuple[int, FlatTrajectory]]
-"""Trajectories that have no shard to link, each with its position in the picture."""
+"""Trajectories that have no shard to link, each with its position in the snapshot."""
 
 _SHARD_BYTES = 16 << 20
 
@@ -98,18 +98,18 @@ class CheckpointState:
 
 def save_checkpoint(
     target: Directory,
-    picture: Picture,
+    snapshot: ReadSnapshot,
     state: CheckpointState,
     trajectory_format: TrajectoryFormat,
     layout: Layout,
     *,
     converted: bool = False,
 ) -> None:
-    """Write a picture of a buffer to a directory of its own; what has ids of a run's ranks is numbered anew there.
+    """Write a snapshot of a buffer to a directory of its own; what has ids of a run's ranks is numbered anew there.
 
     Args:
         target: where to.
-        picture: what.
+        snapshot: what.
         state: of the buffer.
         trajectory_format: of the shards that are written.
         layout: of the directory.
@@ -121,13 +121,13 @@ def save_checkpoint(
     """
     if layout not in ("trajstore", "rlinf"):
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
-    ids = picture.index["trajectory_id"]
+    ids = snapshot.index["trajectory_id"]
     if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are those of that run alone
-        picture.index.renumber(np.arange(len(ids)))
+        snapshot.index.renumber(np.arange(len(ids)))
     write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
-        write(staged, picture, state, trajectory_format)
+        write(staged, snapshot, state, trajectory_format)
 
 
 def check_target(target: Directory, above: Iterable[Directory]) -> None:
@@ -161,21 +161,21 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
 
 def _write_store(
     target: Directory,
-    picture: Picture,
+    snapshot: ReadSnapshot,
     state: CheckpointState,
     trajectory_format: TrajectoryFormat,
     *,
     converted: bool,
 ) -> None:
     catalog = Catalog.create(target)
-    rows = np.zeros(len(picture.index), np.int32)
+    rows = np.zeros(len(snapshot.index), np.int32)
     files: dict[Source, list[tuple[str, str, int]]] = {}
     known: dict[tuple[int, int], int] = {}
     loose: list[int] = []
 
     def linked(place: tuple[int, int]) -> int | None:
         """Return the row of a shard that was linked here; None if it must be written in another format."""
-        source = picture.sources[place[0]]
+        source = snapshot.sources[place[0]]
         old = source.manifest(place[1])
         if converted and old.format != trajectory_format.name:
             return None
@@ -185,8 +185,8 @@ def _write_store(
         )
         return catalog.shards.add(len(catalog.shards), manifest)
 
-    for at, shard in enumerate(picture.shards):
-        if shard is None or not picture.sources[shard[0]].linkable:
+    for at, shard in enumerate(snapshot.shards):
+        if shard is None or not snapshot.sources[shard[0]].linkable:
             loose.append(at)
             continue
         row = known.get(shard)
@@ -198,8 +198,8 @@ def _write_store(
         rows[at] = known[shard] = row
     taken: dict[int, int] = {}
     decoded: list[int] = []
-    for at in _values_in(picture):
-        row = linked(picture.values[at])
+    for at in _values_in(snapshot):
+        row = linked(snapshot.values[at])
         if row is None:
             decoded.append(at)
         else:
@@ -218,17 +218,17 @@ def _write_store(
 
     for at in decoded:
         number = len(catalog.shards)
-        taken[at] = catalog.shards.add(number, write(number, _values_at(picture, at)))
-    for manifest, group in in_order(write_group, enumerate(_loose_groups(picture, loose), start=len(catalog.shards))):
+        taken[at] = catalog.shards.add(number, write(number, _values_at(snapshot, at)))
+    for manifest, group in in_order(write_group, enumerate(_loose_groups(snapshot, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
-        _set_homes(picture.index, row, [at for at, _ in group], [flat for _, flat in group])
+        _set_locations(snapshot.index, row, [at for at, _ in group], [flat for _, flat in group])
         rows[[at for at, _ in group]] = row
-    columns = picture.index.take(np.arange(picture.index.first, picture.index.end))
+    columns = snapshot.index.take(np.arange(snapshot.index.first, snapshot.index.end))
     columns["shard"] = rows
-    for name in picture.index.row_notes:
+    for name in snapshot.index.row_notes:
         column = columns[NOTE_ROWS + name]
         columns[NOTE_ROWS + name] = np.array([taken.get(at, UNAVAILABLE) for at in column.tolist()], np.int32)
-    catalog.index.texts = picture.index.texts
+    catalog.index.texts = snapshot.index.texts
     catalog.index.append(columns)
     catalog.notes = Notes.of(catalog.index, catalog.shards, microseconds())
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
@@ -242,16 +242,16 @@ def _write_store(
         target.publish([file])
 
 
-def _values_in(picture: Picture) -> list[int]:
-    """Return the places, in ``picture.values``, of the shards whose values one of its trajectories has."""
-    index = picture.index
+def _values_in(snapshot: ReadSnapshot) -> list[int]:
+    """Return the places, in ``snapshot.values``, of the shards whose values one of its trajectories has."""
+    index = snapshot.index
     tables = [np.unique(index[NOTE_ROWS + name]) for name in index.row_notes]
     return [at for at in np.unique(np.concatenate([np.zeros(0, np.int32), *tables])).tolist() if at >= 0]
 
 
-def _values_at(picture: Picture, at: int) -> ShardContent:
+def _values_at(snapshot: ReadSnapshot, at: int) -> ShardContent:
     """Return the values by row of a shard as a whole, decoded."""
-    source, row = picture.sources[picture.values[at][0]], picture.values[at][1]
+    source, row = snapshot.sources[snapshot.values[at][0]], snapshot.values[at][1]
     manifest, reader = source.manifest(row), source.reader(row)
     pieces = [[raw_bytes(reader.rows(number, 0, rows))] for number, rows in enumerate(manifest.rows)]
     rows_on = {column.axis: rows for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True)}
@@ -259,11 +259,11 @@ def _values_at(picture: Picture, at: int) -> ShardContent:
     return ShardContent(manifest.schema, [extent], pieces)
 
 
-def _set_homes(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
+def _set_locations(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
     """Set where trajectories are within the shard that was made of them."""
     starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
-    homes = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
-    index.point(np.array(entries, np.int64), homes)
+    locations = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
+    index.point(np.array(entries, np.int64), locations)
     for at, flat in zip(entries, flats, strict=True):
         index.note_extent(at, flat.extent)
         index.note_nbytes(at, flat.nbytes)
@@ -276,9 +276,9 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def _loose_groups(picture: Picture, loose: Sequence[int]) -> Iterator[Loose]:
+def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[Loose]:
     """Yield trajectories that have no shard to link: of as many as a shard holds, those of each schema together."""
-    flats = ((at, _flat_at(picture, at)) for at in loose)
+    flats = ((at, _flat_at(snapshot, at)) for at in loose)
     for portion, _ in portions(flats, _SHARD_BYTES, lambda item: item[1].nbytes):
         groups: dict[Schema, Loose] = {}
         for at, flat in portion:
@@ -286,28 +286,28 @@ def _loose_groups(picture: Picture, loose: Sequence[int]) -> Iterator[Loose]:
         yield from groups.values()
 
 
-def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
+def _flat_at(snapshot: ReadSnapshot, at: int) -> FlatTrajectory:
     """Return a trajectory as columns, from memory or decoded from its shard."""
-    entry, shard = picture.index.entry(at), picture.shards[at]
+    entry, shard = snapshot.index.entry(at), snapshot.shards[at]
     reader: Block | ShardReader
     if shard is None:
-        reader = picture.memory[at]
+        reader = snapshot.memory[at]
         schema, extent = reader.schema, entry.extent
     else:
-        source, row = picture.sources[shard[0]], shard[1]
+        source, row = snapshot.sources[shard[0]], shard[1]
         reader = source.reader(row)
         schema, extent = source.manifest(row).schema, source.extent(row) or entry.extent
-    return flat_of(reader, schema, extent, picture.index.home(at), entry)
+    return flat_of(reader, schema, extent, snapshot.index.location(at), entry)
 
 
 def _write_rlinf(
-    target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat
+    target: Directory, snapshot: ReadSnapshot, state: CheckpointState, trajectory_format: TrajectoryFormat
 ) -> None:
-    if _values_in(picture):
+    if _values_in(snapshot):
         logger.warning(
             "%s: RLinf's layout has no place for values by row (%s); they are not in the checkpoint",
             target.url,
-            ", ".join(picture.index.row_notes),
+            ", ".join(snapshot.index.row_notes),
         )
-    flats = ((picture.index.entry(at), _flat_at(picture, at)) for at in range(len(picture.index)))
+    flats = ((snapshot.index.entry(at), _flat_at(snapshot, at)) for at in range(len(snapshot.index)))
     write_rlinf(target, flats, state.trajectory_counter, state.seed, trajectory_format.name)

@@ -53,18 +53,18 @@ class Following:
         self._givers: tuple[frozenset[str], bool] = frozenset(), True
         self._revision = -1
         self._first = self._end = 0
-        self._gap = range(0)
+        self._unavailable = range(0)
 
     def is_behind(self, contents: Contents) -> bool:
         """Return whether there is something to tell the sampler."""
-        return self._is_replaced(contents.index) or self._shown(contents) != (self._first, self._end, self._gap)
+        return self._is_replaced(contents.index) or self._shown(contents) != (self._first, self._end, self._unavailable)
 
     def _is_replaced(self, index: TrajectoryIndex) -> bool:
         return self._index is None or self._index() is not index or self._revision != index.revision
 
     @staticmethod
     def _shown(contents: Contents) -> tuple[int, int, range]:
-        return max(contents.index.first, contents.start), contents.index.end, contents.gap
+        return max(contents.index.first, contents.start), contents.index.end, contents.unavailable
 
     def sync(self, contents: Contents) -> None:
         """Tell the sampler what has changed since the last time."""
@@ -72,10 +72,10 @@ class Following:
             return
         index = contents.index
         ids = index.at("trajectory_id", slice(None))
-        first, end, gap = self._shown(contents)
+        first, end, unavailable = self._shown(contents)
         if self._is_replaced(index):
             self._forget_others(contents)
-            positions = _without(np.arange(first, end), gap)
+            positions = _without(np.arange(first, end), unavailable)
             known, wanted = self._sampler.ids, ids[positions]
             self._sampler.evicted(np.setdiff1d(known, wanted))
             stay = known[np.isin(known, wanted)]
@@ -88,11 +88,11 @@ class Following:
             if state is not None:
                 self._sampler.load_state_dict(state)
         else:
-            lost = _without(np.arange(gap.start, min(gap.stop, self._end)), self._gap)
+            lost = _without(np.arange(unavailable.start, min(unavailable.stop, self._end)), self._unavailable)
             self._sampler.evicted(np.concatenate([ids[self._first : min(first, self._end)], ids[lost]]))
-            self._add(contents, _without(np.arange(max(self._end, first), end), gap))
+            self._add(contents, _without(np.arange(max(self._end, first), end), unavailable))
         self._index, self._revision = weakref.ref(index), index.revision
-        self._first, self._end, self._gap = first, end, gap
+        self._first, self._end, self._unavailable = first, end, unavailable
         self._givers = self._view.givers(contents)
 
     def _forget_others(self, contents: Contents) -> None:
@@ -111,5 +111,5 @@ class Following:
         self._sampler.added(Additions(ids, samples, versions, tasks, self._view.names_at(contents, positions)))
 
 
-def _without(positions: npt.NDArray[np.intp], gap: range) -> npt.NDArray[np.intp]:
-    return positions[(positions < gap.start) | (positions >= gap.stop)] if gap else positions
+def _without(positions: npt.NDArray[np.intp], unavailable: range) -> npt.NDArray[np.intp]:
+    return positions[(positions < unavailable.start) | (positions >= unavailable.stop)] if unavailable else positions

@@ -20,9 +20,6 @@ KINDS = {
 }
 
 
-MOST_EXPERIENCES = 10
-"""Experiences whose worth is written for people, those that helped most."""
-
 MOST_READERS = 5
 MOST_REFUSED = 10
 """Live readers that are written for people."""
@@ -299,7 +296,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         *_readers(report.get("readers") or []),
         *_waiting(report.get("waiting")),
         *_agents(report, note),
-        *_experiences(report.get("experiences"), note),
+        ("experiences", f"{report['experiences']:,}{note}" if report.get("experiences") else ""),
     ]
     rewards = report.get("rewards")
     if rewards is not None:
@@ -349,22 +346,6 @@ def _responses(report: dict[str, Any]) -> str:
     known, held = report.get("response_tokens_known"), (report.get("pool") or report)["trajectories"]
     text = format_range(report.get("response_tokens"))
     return text + (f" (of {known:,} rollouts)" if text and known is not None and known < held else "")
-
-
-def _experiences(held: dict[str, Any] | None, note: str) -> list[tuple[str, str]]:
-    if held is None:
-        return []
-    shown, retired = held["shown"], held["retired"]
-    rows = [("experiences", f"{held['count']:,}{note}"), ("  shown, retired", f"{len(shown):,}, {len(retired):,}")]
-    known = [(one["gain"], name, one) for name, one in shown.items() if one["gain"] is not None]
-    for gain, name, one in sorted(known, key=lambda item: -item[0])[:MOST_EXPERIENCES]:
-        sides = f"outcome {one['outcome_with']:.3g} in {one['rollouts_with']:,} rollouts with it, "
-        sides += f"{one['outcome_without']:.3g} in {one['rollouts_without']:,} without"
-        sides += ", retired" if name in retired else ""
-        rows.append((f"  experience {name}", f"gain {gain:+.3g}: {sides}"))
-    if len(known) > MOST_EXPERIENCES:
-        rows.append(("", f"{len(known) - MOST_EXPERIENCES:,} more; --json has all"))
-    return rows
 
 
 def _episodes(episodes: dict[str, Any] | None, note: str) -> list[tuple[str, str]]:

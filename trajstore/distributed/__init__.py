@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from trajstore.distributed.dataset import StoreDatasource, read_store
     from trajstore.distributed.handle import DistributedReplayBuffer
     from trajstore.distributed.receipts import Receipt
-    from trajstore.distributed.sink import StoreDatasink
 
 __all__ = [
     "Channel",
     "DistributedReplayBuffer",
     "Receipt",
-    "StoreDatasink",
     "StoreDatasource",
     "read_store",
     "receive",
@@ -31,7 +29,6 @@ _MODULES = {
     "Channel": "channel",
     "DistributedReplayBuffer": "handle",
     "Receipt": "receipts",
-    "StoreDatasink": "sink",
     "StoreDatasource": "dataset",
     "read_store": "dataset",
     "receive": "channel",

@@ -1,8 +1,8 @@
-"""Whole trajectories as rows of a table, and back. Pure; no I/O, nothing of Ray."""
+"""Whole trajectories as rows of a table. Pure; no I/O, nothing of Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -10,9 +10,8 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore.columns.fields import join_name, nest, walk
-from trajstore.errors import InvalidTrajectoryError
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory
+from trajstore.columns.fields import join_name, walk
+from trajstore.trajectory import AnyTrajectory, Reward, Trajectory
 
 DOCUMENT = "document"
 """Column with what is no tensor, as JSON: ``kind``, ``values`` by dotted name, ``dtypes`` that numpy lacks."""
@@ -54,41 +53,3 @@ def row_of(trajectory: AnyTrajectory, columns: Collection[str] | None = None) ->
         kind = "step" if isinstance(trajectory, Trajectory) else "agent"
         row[DOCUMENT] = orjson.dumps({"kind": kind, "values": values, "dtypes": dtypes}).decode()
     return row
-
-
-def trajectory_of(row: Mapping[str, Any]) -> AnyTrajectory:
-    """Return the trajectory that a row has. ``trajectory_id`` is passed over, for a store gives its own.
-
-    Without ``document`` it is an agent's if there are ``input_ids``, else one of steps.
-
-    Raises:
-        InvalidTrajectoryError: a column is no field of such a trajectory, or has no array; names it.
-    """
-    said = orjson.loads(row[DOCUMENT]) if row.get(DOCUMENT) is not None else {}
-    kind = said.get("kind", "agent" if row.get("input_ids") is not None else "step")
-    made = AgentTrajectory if kind == "agent" else Trajectory
-    known = {item.name for item in fields(made)}
-    values = dict(said.get("values", {}))
-    for name, value in row.items():
-        if name in (DOCUMENT, ID) or value is None:
-            continue
-        field = name.split(".", 1)[0]
-        if name == SAMPLE:
-            raise InvalidTrajectoryError(
-                "column sample: the rows are single transitions, a store takes whole trajectories; read them with "
-                "unit='trajectory'"
-            )
-        if field not in known:
-            raise InvalidTrajectoryError(
-                f"column {name}: {made.__name__} has no field {field!r}; drop_columns([{name!r}]) before writing"
-            )
-        array = np.asarray(value)
-        if array.dtype == object:
-            raise InvalidTrajectoryError(f"column {name}: its values are no array of numbers")
-        dtype = said.get("dtypes", {}).get(name)
-        tensor = torch.from_numpy(np.array(array, order="C"))  # a copy: what Ray gives must not be written to
-        values[name] = tensor if dtype is None else tensor.to(getattr(torch, dtype))
-    nested = nest(values)
-    if isinstance(nested.get("reward"), dict):
-        nested["reward"] = Reward(**nested["reward"])
-    return made(**nested)

@@ -165,11 +165,6 @@ class ObjectStore:
                 return False
             return True
 
-    def copy(self, name: str, target: str) -> None:
-        """Let the store copy an object to another name below this URL."""
-        with self._at(name) as (fs, path):
-            fs.cp_file(path, path.removesuffix(name) + target)
-
     def info(self, name: str) -> ObjectInfo:
         """Return what the store says about an object."""
         with self._at(name, fresh=True) as (fs, path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -266,17 +266,6 @@ class RemoteDirectory(Directory):
             return self._objects.read(name)
         except FileNotFoundError:
             return None
-
-    def copy_files(self, names: Mapping[str, str]) -> None:
-        """Let the server copy files of this directory to other names, several at once; what is there is replaced.
-
-        Args:
-            names: new name by name.
-        """
-        for name, target in names.items():
-            check_name(name)
-            check_name(target)
-        _for_each(lambda pair: self._objects.copy(*pair), list(names.items()))
 
     def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
         checked = [check_name(name) for name in names]

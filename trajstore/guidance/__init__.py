@@ -2,7 +2,7 @@
 
 Floor 7 of ``docs/design/house.md``: imports from lower floors only.
 
-Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client`` →
+Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` →
 ``summary`` → ``maker``, ``experience`` → ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
@@ -27,7 +27,6 @@ from trajstore.guidance.manager import AllocationRules, GuidanceManager, Rollout
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig
-from trajstore.guidance.worth import RetirementRule, Worth, WorthLedger, count_worth
 from trajstore.retrieval import Hit, RetrievalIndex
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "Insertion",
     "LocalMaker",
     "MakerError",
-    "RetirementRule",
     "RetrievalIndex",
     "Retrieved",
     "RolloutExpMode",
@@ -56,10 +54,7 @@ __all__ = [
     "TrainMode",
     "TrajExpConfig",
     "UpdateQueue",
-    "Worth",
-    "WorthLedger",
     "as_text",
-    "count_worth",
     "plain_messages",
     "put_in",
     "strip_template",

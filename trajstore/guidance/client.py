@@ -13,13 +13,12 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trajstore import locks
-from trajstore.arguments import seconds, whole
-from trajstore.checked import checked
+from trajstore.arguments import one_of, seconds, whole
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience.outcomes import known_outcome
@@ -130,7 +129,6 @@ class JsonClient(Closing):
         return response.status_code, bytes(text)
 
 
-@checked
 class EMClient:
     """Speaks to a ReMe service. Thread-safe.
 
@@ -167,6 +165,7 @@ class EMClient:
         if not workspace_id:
             raise ConfigurationError("workspace_id: '', must be a name")
         self._workspace = workspace_id
+        one_of("dialect", dialect, get_args(Dialect))
         self._dialect: Dialect = dialect
         self._timeouts = seconds("retrieve_timeout", retrieve_timeout), seconds("summary_timeout", summary_timeout)
         self._retries = whole("retries", retries, 0)
@@ -178,14 +177,14 @@ class EMClient:
         self._closed = threading.Event()
         self._http = JsonClient()
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+    def retrieve(self, query: str, k: int) -> Retrieved:
         """Return the up to ``k`` experiences that the service finds; see ``ExperienceMaker``."""
         whole("k", k, 0)
         if not query.strip() or k < 1:
             return NOTHING  # the service answers an empty query as if it had failed
         if self._known_dialect() == "0.2":
-            body = {"query": query, "top_k": k + len(without), "workspace_id": self._workspace}
-            return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k, without)
+            body = {"query": query, "top_k": k, "workspace_id": self._workspace}
+            return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k)
         body = {"query": query, "limit": k, "min_score": 0.0}
         return _notes(self._success("/search", body, self._timeouts[0]))
 
@@ -286,7 +285,6 @@ class EMClient:
             self._rest_until = time.monotonic() + rest
 
 
-@checked
 class EndpointSummarizer(Closing):
     """One experience for each task, written by a language model behind an OpenAI-compatible endpoint.
 
@@ -379,7 +377,7 @@ def _address(base_url: str) -> str:
     return base_url.rstrip("/")
 
 
-def _memories(answer: Mapping[str, Any], k: int, without: Collection[str]) -> Retrieved:
+def _memories(answer: Mapping[str, Any], k: int) -> Retrieved:
     """Return the memories of an answer of dialect 0.2: those that its list holds, not what its text says."""
     memories = answer["metadata"].get("memory_list")
     if not isinstance(memories, list):
@@ -389,7 +387,7 @@ def _memories(answer: Mapping[str, Any], k: int, without: Collection[str]) -> Re
     for memory in memories:
         content = memory.get("content") if isinstance(memory, Mapping) else None
         name = unicode_of(str(memory.get("memory_id") or "")) if isinstance(memory, Mapping) else ""
-        if not isinstance(content, str) or not content.strip() or (name and name in without) or len(parts) == k:
+        if not isinstance(content, str) or not content.strip() or len(parts) == k:
             continue
         when = memory.get("when_to_use")
         said = f" When to use: {when}\n" if isinstance(when, str) and when.strip() else ""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from trajstore import locks
 from trajstore.arguments import whole
-from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
 from trajstore.experience import MemoryStore, PoolStore
@@ -20,7 +19,6 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
-@checked
 def as_text(experiences: Sequence[Experience]) -> str:
     """Return experiences as they go into the template, best first."""
     return "\n\n".join(
@@ -28,7 +26,6 @@ def as_text(experiences: Sequence[Experience]) -> str:
     )
 
 
-@checked
 class LocalMaker:
     """Experiences in a trajectory store, or in memory. Thread-safe.
 
@@ -69,12 +66,12 @@ class LocalMaker:
             logger.warning("experience %s cannot be read, and is left out: %s", name, error)
             return None
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+    def retrieve(self, query: str, k: int) -> Retrieved:
         """Return the up to ``k`` experiences most related to a query; see :class:`ExperienceMaker`."""
         whole("k", k, 0)
         if self._closed:
             raise MakerError("closed", "the maker of experience was closed")
-        hits = self._index.search(query, k, [int(name) for name in without if name.isdecimal()])
+        hits = self._index.search(query, k)
         found = [(str(hit.key), self.get(str(hit.key))) for hit in hits]
         kept = [(name, one) for name, one in found if one is not None]
         if not kept:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from trajstore import locks
-from trajstore.checked import checked
 from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Retrieved:
     """What a maker found for a query.
@@ -86,8 +84,8 @@ class Trouble:
 class ExperienceMaker(Protocol):
     """Keeps experiences, finds them, and makes new ones of rollouts. Thread-safe."""
 
-    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
-        """Return the up to ``k`` experiences most related to a query, but none of those ``without`` names.
+    def retrieve(self, query: str, k: int) -> Retrieved:
+        """Return the up to ``k`` experiences most related to a query.
 
         Raises:
             MakerError: it could not.

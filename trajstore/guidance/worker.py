@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from trajstore import locks
-from trajstore.arguments import whole
-from trajstore.checked import checked
+from trajstore.arguments import one_of, whole
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience.control_tokens import ControlTokens
 from trajstore.guidance.context import ExperienceTemplate, Guidance, Insertion, TrainMode, put_in, take_out
@@ -21,7 +20,6 @@ from trajstore.guidance.summary import text_of, unicode_of
 logger = logging.getLogger(__name__)
 
 
-@checked
 @dataclass(kw_only=True)
 class TrajExpConfig:
     """What guidance has decided for one rollout, and what it did to its messages so far.
@@ -42,6 +40,9 @@ class TrajExpConfig:
     names: list[str] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        one_of("train_mode", self.train_mode, get_args(TrainMode))
+
     def guidance(self, *, taken_out: bool = False) -> Guidance | None:
         """Return what the trajectory is to say of it; ``None`` if nothing was put in."""
         if not self.insertions:
@@ -49,7 +50,6 @@ class TrajExpConfig:
         return Guidance(self.train_mode, tuple(self.names), tuple(self.insertions), taken_out)
 
 
-@checked
 class ExperienceWorker:
     """Puts experience into messages and takes it out. Thread-safe; every rollout has a ``TrajExpConfig`` of its own.
 
@@ -57,7 +57,6 @@ class ExperienceWorker:
         maker: where experience is asked for; ``None`` = nowhere, and nothing is put in.
         template: the text around it.
         retrieve_top_k: experiences asked for.
-        retired: names of experiences that are not asked for.
         control: tokens that must not stand in an experience; ``None`` = not known, and nothing is changed.
     """
 
@@ -67,14 +66,11 @@ class ExperienceWorker:
         *,
         template: ExperienceTemplate,
         retrieve_top_k: int = 3,
-        retired: Collection[str] = (),
         control: ControlTokens | None = None,
     ) -> None:
         self._maker = maker
         self._template = template
         self._k = whole("retrieve_top_k", retrieve_top_k, 1)
-        self.retired: Collection[str] = retired
-        """Names of experiences that are not asked for; may be set anew at any time."""
         self._control = control
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
@@ -137,7 +133,7 @@ class ExperienceWorker:
             return NOTHING
         query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
         try:
-            found = self._maker.retrieve(query, self._k, tuple(self.retired))
+            found = self._maker.retrieve(query, self._k)
         except MakerError as error:
             self._trouble.failed(error)
             return NOTHING

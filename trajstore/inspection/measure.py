@@ -14,7 +14,6 @@ import torch
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, Schema
 from trajstore.errors import CorruptStoreError
-from trajstore.guidance.worth import GuidanceRecords
 from trajstore.inspection.statistics import RewardStatistics, Seam, agents_report
 from trajstore.inspection.verification import Progress
 from trajstore.reading.late import outcomes_given
@@ -96,7 +95,7 @@ class _Measurement:
         self._responses: list[int] = []
         self._messages = 0
         self._agents = 0
-        self._guidance = GuidanceRecords()
+        self._experiences = 0
 
     def add(self, access: ShardAccess, index: TrajectoryIndex, position: int, count: int) -> None:
         """Take trajectories from a position on, which are alike if they are several."""
@@ -130,7 +129,8 @@ class _Measurement:
         trajectory = access.trajectory(index, position, (DOCUMENT, "response_mask"))
         if not isinstance(trajectory, AgentTrajectory):
             return
-        if self._guidance.add(trajectory):
+        if "experience" in trajectory.metadata:  # the store of guided rollouts
+            self._experiences += 1
             return
         self._agents += 1
         if trajectory.task_id:
@@ -155,7 +155,7 @@ class _Measurement:
             "rewards": self._rewards.rewards_report(),
             "episodes": self._rewards.episodes_report(),
             "agents": agents_report(*counted) if self._agents else None,
-            "experiences": self._guidance.report(),
+            "experiences": self._experiences,
             "response_lengths": np.array(self._responses, np.int64),
         }
 

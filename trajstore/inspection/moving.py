@@ -1,6 +1,6 @@
 """New stores of the trajectories of others: several merged, one split, one in another format.
 
-All three show what is whole of the sources under the ids of one run, and save pictures of it as checkpoints. So a shard
+All three show what is whole of the sources under the ids of one run, and save snapshots of it as checkpoints. A shard
 is linked or copied as it is wherever it can be, and what is written appears whole or not at all.
 """
 
@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from trajstore.arguments import one_of, whole
 from trajstore.buffer.checkpoint import CheckpointState, check_target, save_checkpoint
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.loading import LoadRequest
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
 from trajstore.files.base import Directory
 from trajstore.files.folders import publish_folder
@@ -28,14 +27,14 @@ from trajstore.inspection.copying import Copied, damaged_shards, verified
 from trajstore.inspection.points import absent_ranks
 from trajstore.inspection.verification import Progress
 from trajstore.inspection.verify import verify_place
-from trajstore.reading.picture import Picture
 from trajstore.reading.places import Place, find_place, is_of_rank, rank_of
+from trajstore.reading.read_snapshot import ReadSnapshot
 from trajstore.reading.sources import StoreSource
 from trajstore.sampling.draws import Draws
 from trajstore.store.partition import share_of
 from trajstore.store.run_ids import in_run
 
-_Part = tuple[Picture, CheckpointState]
+_Part = tuple[ReadSnapshot, CheckpointState]
 
 
 def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress | None = None) -> Copied:
@@ -58,7 +57,7 @@ def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress 
     places = _places(sources, target)
     result = _result(places, target)
     with _shown(_stores(places, result), result, progress) as reader:
-        return _write(result, {"": (_picture(reader), _state(reader))}, progress)
+        return _write(result, {"": (_snapshot(reader), _state(reader))}, progress)
 
 
 def split(
@@ -87,10 +86,10 @@ def split(
             :func:`merge`, as are the other errors.
     """
 
-    def select(reader: TrajectoryReplayBuffer, picture: Picture) -> Mapping[str, npt.NDArray[np.intp]]:
-        entries = np.arange(len(picture.index))
+    def select(reader: Reader, snapshot: ReadSnapshot) -> Mapping[str, npt.NDArray[np.intp]]:
+        entries = np.arange(len(snapshot.index))
         if where is not None:
-            matching = np.isin(picture.index["trajectory_id"], reader.query().where(where).ids())
+            matching = np.isin(snapshot.index["trajectory_id"], reader.query().where(where).ids())
             return {"matching": entries[matching], "rest": entries[~matching]}
         if ranks is not None:
             edges = [share_of(len(entries), rank, ranks) for rank in range(ranks)]
@@ -104,10 +103,10 @@ def split(
     places = _places([source], target)
     result = _result(places, target)
     with _shown(_stores(places, result), result, progress) as reader:
-        picture = _picture(reader)
+        snapshot = _snapshot(reader)
         parts = {
-            name: (picture.only(entries), _state(reader, Draws(number)))  # no two draw alike
-            for number, (name, entries) in enumerate(select(reader, picture).items())
+            name: (snapshot.only(entries), _state(reader, Draws(number)))  # no two draw alike
+            for number, (name, entries) in enumerate(select(reader, snapshot).items())
         }
         if not parts:
             raise ConfigurationError(f"{places[0].url}: has no trajectories that could be split")
@@ -137,7 +136,7 @@ def convert(source: str | Path, target: str | Path, trajectory_format: str, prog
         for number, store in _stores(places, result).items():
             reader = shown.enter_context(_shown({0: store}, result, progress))
             name = "" if store is places[0] else f"rank_{number}" if is_of_rank(store.name) else store.name
-            parts[name] = _picture(reader), _state(reader, trajectory_format=trajectory_format)
+            parts[name] = _snapshot(reader), _state(reader, trajectory_format=trajectory_format)
         return _write(result, parts, progress, trajectory_format)
 
 
@@ -177,7 +176,7 @@ def _leaves(place: Place) -> list[Place]:
 
 
 @contextmanager
-def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[TrajectoryReplayBuffer]:
+def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[Reader]:
     """Yield a reader of what is whole of stores; notes in ``result`` what is not. Every checksum is compared."""
     lost = []
     damaged: set[tuple[str, str]] = set()
@@ -190,11 +189,10 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
     first = next(iter(united.values()))
-    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
-        reader._load(LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True))
-        reader.evict(np.intersect1d(reader.trajectory_ids, np.array(lost, np.int64)).tolist())
-        reader._view.locked(lambda contents: contents.forget_rows(damaged))
-        sources = [source for source in reader._view.contents.sources if isinstance(source, StoreSource)]
+    with Reader.of(LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True), cache=False) as reader:
+        reader.live.forget(lost)
+        reader.live.locked(lambda contents: contents.forget_rows(damaged))
+        sources = [source for source in reader.live.contents.sources if isinstance(source, StoreSource)]
         uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
         doubled = len(uuids) - len(np.unique(uuids))
         if doubled:
@@ -202,15 +200,13 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         yield reader
 
 
-def _picture(reader: TrajectoryReplayBuffer) -> Picture:
-    return reader._view.locked(lambda contents: contents.picture())
+def _snapshot(reader: Reader) -> ReadSnapshot:
+    return reader.live.locked(lambda contents: contents.snapshot())
 
 
-def _state(
-    reader: TrajectoryReplayBuffer, draws: Draws | None = None, trajectory_format: str | None = None
-) -> CheckpointState:
+def _state(reader: Reader, draws: Draws | None = None, trajectory_format: str | None = None) -> CheckpointState:
     draws = draws or reader._draws
-    counter = internals_of(reader).trajectory_counter
+    counter = reader.trajectory_counter
     return CheckpointState(trajectory_format or reader.trajectory_format, counter, draws.seed, draws.rng_state)
 
 
@@ -238,10 +234,10 @@ def _write(
     else:
         check_target(target, directories_above(target))
         with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
-            for name, (picture, state) in parts.items():
+            for name, (snapshot, state) in parts.items():
                 form = get_format(state.trajectory_format)
                 to = made.inner(name) if name else made
-                save_checkpoint(to, picture, state, form, "trajstore", converted=trajectory_format is not None)
+                save_checkpoint(to, snapshot, state, form, "trajstore", converted=trajectory_format is not None)
     found = verified(result.target, "what was written", progress)
     result.trajectories, result.nbytes = found.trajectories, found.nbytes
     return result
@@ -257,11 +253,11 @@ def _holds(target: Directory, parts: Mapping[str, _Part], trajectory_format: str
     files, folders = target.listing()
     if "" not in parts and (files or sorted(folders) != sorted(parts)):
         return False
-    for name, (picture, _) in parts.items():
+    for name, (snapshot, _) in parts.items():
         place = target.inner(name) if name else target
         try:
-            with TrajectoryReplayBuffer.open(place.url) as reader:
-                if not np.array_equal(internals_of(reader).trajectory_uuids, picture.index["uuid"]):
+            with Reader.open(place.url) as reader:
+                if not np.array_equal(reader.trajectory_uuids, snapshot.index["uuid"]):
                     return False
                 if trajectory_format not in (None, reader.trajectory_format):
                     return False

@@ -20,7 +20,7 @@ from trajstore import locks
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError
 from trajstore.files.base import Directory, EncodedFile, ReaderLease
 from trajstore.files.opening import nested, open_directory
-from trajstore.interrupts import Parking, start_thread
+from trajstore.interrupts import WaitList, start_thread
 from trajstore.mirroring.ledger import as_text
 from trajstore.mirroring.options import MIRRORED_NAME, Mirror, MirrorState
 from trajstore.mirroring.replica import Replica
@@ -59,7 +59,7 @@ class StoreMirror:
         self._told_at = 0.0
         self._untold = False
         self._lock = locks.lock("StoreMirror._lock")
-        self._parking = Parking()
+        self._wait_list = WaitList()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._pid = os.getpid()
@@ -129,13 +129,13 @@ class StoreMirror:
         self._wake.set()
         while True:
             with self._lock:
-                gate = self._parking.gate()
+                gate = self._wait_list.gate()
             if done():
                 return True
             left = None if until is None else until - time.monotonic()
             if (left is not None and left <= 0) or not self._thread.is_alive():
                 return False
-            self._parking.wait(gate, left)
+            self._wait_list.wait(gate, left)
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class StoreMirror:
 
     def _wake_waiters(self) -> None:
         with self._lock:
-            self._parking.wake()
+            self._wait_list.wake()
 
     def _tell(self, state: MirrorState) -> None:
         """Keep what is known, and write it beside the store for tools, at most once a second."""

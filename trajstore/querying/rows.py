@@ -13,7 +13,7 @@ import torch
 
 from trajstore.querying.engine import polars
 from trajstore.querying.readable import IntArray, Locked, positions_of
-from trajstore.reading.batch import Prepared
+from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
 from trajstore.reading.late import COLUMNS, without_notes
 from trajstore.reading.late_rows import column_named
@@ -179,7 +179,7 @@ def read_steps(
     return _in_runs(locked, ids, [n for n in _stored_as(names, late) if n not in ("step", "environment")], read)
 
 
-def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[IntArray, IntArray, Prepared | None]:
+def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[IntArray, IntArray, RowPlan | None]:
     """Return samples and B of blocks, and the rows of all of their samples; with the lock held."""
     index = contents.index
     sizes, batches = (index.at(name, positions).astype(np.int64) for name in ("num_samples", "batch"))

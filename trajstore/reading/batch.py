@@ -15,10 +15,10 @@ from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import SchemaMismatchError, listed
 from trajstore.files.partial import fetched
 from trajstore.machine_code import kernels
+from trajstore.reading.address_table import AddressTable, HeldRows
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.gather import Located, allocate, gather
 from trajstore.reading.late import Late
-from trajstore.reading.residency import HeldRows, Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class RowPlan:
     """A batch that only has to be copied, with :meth:`read`."""
 
     located: Located
@@ -94,12 +94,12 @@ class BatchColumns:
     """Chooses the columns of batches. ``Contents.lock`` guards it.
 
     Args:
-        residency: knows the columns of resident slots.
+        addresses: knows the columns of resident slots.
         sources: know the columns of those that cannot be read in place.
     """
 
-    def __init__(self, residency: Residency, sources: Sequence[Source]) -> None:
-        self._residency = residency
+    def __init__(self, addresses: AddressTable, sources: Sequence[Source]) -> None:
+        self._addresses = addresses
         self._sources = sources
         self._undecoded: tuple[int, int | None] = (UNAVAILABLE, None)
         self._told: set[tuple[int, int]] = set()
@@ -118,25 +118,25 @@ class BatchColumns:
         Raises:
             SchemaMismatchError: the trajectories differ in their columns, or are agent trajectories.
         """
-        of_each = self._residency.table.signature[located.slot]
+        of_each = self._addresses.table.signature[located.slot]
         signatures = np.unique(of_each).tolist()
-        if any(self._residency.columns.kind(signature) == "agent" for signature in signatures):
+        if any(self._addresses.columns.kind(signature) == "agent" for signature in signatures):
             raise SchemaMismatchError(
                 "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
                 "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
             )
-        kinds = [self._residency.columns.sampled(signature) for signature in signatures]
+        kinds = [self._addresses.columns.sampled(signature) for signature in signatures]
         oldest = self._signature_of(index, first, located.slot)
         if names is None and len(kinds) == 1 and oldest in (None, signatures[0]):
             return list(kinds[0]), []
-        like = () if oldest is None else self._residency.columns.sampled(oldest)
+        like = () if oldest is None else self._addresses.columns.sampled(oldest)
 
         def who(at: Sequence[int]) -> str:
             theirs = np.isin(of_each, [signatures[number] for number in at])
             ids = np.unique(index.at("trajectory_id", located.position[theirs])).tolist()
             return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
 
-        agreed = agree(kinds, like, names, self._residency.columns.specs, who)
+        agreed = agree(kinds, like, names, self._addresses.columns.specs, who)
         if all(found == agreed.wanted for found in agreed.found):
             return agreed.wanted, []
         self._tell_casts(agreed)
@@ -153,19 +153,19 @@ class BatchColumns:
         slot = int(index.at("slot", position))
         if slot == UNAVAILABLE:
             return None
-        known = int(self._residency.table.signature[slot])
+        known = int(self._addresses.table.signature[slot])
         if known >= 0 or self._undecoded[0] == slot:
             return known if known >= 0 else self._undecoded[1]
         # The needed ones are resident, so that only this one can be found to have extra rows.
-        if self._residency.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
-            source, row = self._residency.shard_of(slot)
+        if self._addresses.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
+            source, row = self._addresses.shard_of(slot)
             schema = self._sources[source].manifest(row).schema
-            self._undecoded = slot, self._residency.columns.of(schema)[1]
+            self._undecoded = slot, self._addresses.columns.of(schema)[1]
             return self._undecoded[1]
-        return int(self._residency.table.signature[slot])
+        return int(self._addresses.table.signature[slot])
 
     def _tell_casts(self, agreed: Agreement) -> None:
-        specs = self._residency.columns.specs
+        specs = self._addresses.columns.specs
         for found in agreed.found:
             for number, wanted in zip(found, agreed.wanted, strict=True):
                 if number != wanted and (number, wanted) not in self._told:

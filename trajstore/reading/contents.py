@@ -1,6 +1,6 @@
 """What a buffer holds: its index over all sources, and where each trajectory's rows are now.
 
-A trajectory's rows are in its shard on disk (its *home*) or in memory: pending (not committed yet), or
+A trajectory's rows are in its shard on disk (its *location*) or in memory: pending (not committed yet), or
 cached. The ``slot`` column of the index says which is read, the ``start_*`` columns from which row on.
 Changes happen under ``lock``; copies run outside it, on addresses that stay valid until they end.
 """
@@ -24,24 +24,24 @@ from trajstore.columns.flat import Block
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.machine_code import begin_kernels
-from trajstore.reading.batch import BatchColumns, Prepared
+from trajstore.reading.address_table import AddressTable, HeldRows, MappedShard
+from trajstore.reading.batch import BatchColumns, RowPlan
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
 from trajstore.reading.late import Late, late_columns, with_notes, without_notes
 from trajstore.reading.late_rows import late_rows, split_late
-from trajstore.reading.picture import Picture, picture_of
-from trajstore.reading.residency import HeldRows, MappedShard, Residency
+from trajstore.reading.read_snapshot import ReadSnapshot, snapshot_of
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at, whole_rows
 from trajstore.store.committed import Change, Evicted
 from trajstore.store.facts import NOTE_ROWS
-from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.moves import Moved
 from trajstore.store.new_entries import NewEntries, columns_of, starts_of
 from trajstore.store.notes import Noted
+from trajstore.store.row_location import STARTS, RowLocation
 from trajstore.store.run_ids import shown_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
@@ -60,8 +60,8 @@ class Contents:
         self.index = TrajectoryIndex("slot")
         self.sources: list[Source] = []
         self.cache = cache
-        self.residency = Residency(map_limit)
-        self.gap = range(0)
+        self.addresses = AddressTable(map_limit)
+        self.unavailable = range(0)
         """Positions of unavailable trajectories: one run, as they leave memory in order."""
         self.start = 0
         """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
@@ -69,10 +69,10 @@ class Contents:
         """Trajectories that were added here, which no source had."""
         self._pending: set[int] = set()
         """Ids of what is not committed yet."""
-        self._homes: dict[int, Home] = {}
+        self._on_disk: dict[int, RowLocation] = {}
         """Homes, by id, of what is in memory and on disk; after an interrupt also of what has just left memory."""
         self._decoded: list[int] = []
-        self._columns = BatchColumns(self.residency, self.sources)
+        self._columns = BatchColumns(self.addresses, self.sources)
         stop_at_forks(self)
 
     # -- taking in --------------------------------------------------------------------------------
@@ -80,17 +80,17 @@ class Contents:
     def attach(self, source: Source) -> int:
         """Take in a source without its trajectories; return its number."""
         self.sources.append(source)
-        return self.residency.add_source(source)
+        return self.addresses.add_source(source)
 
     def show(self, number: int, part: TrajectoryIndex) -> None:
-        """Append entries of a source's index; their homes are found for all at once."""
+        """Append entries of a source's index; their locations are found for all at once."""
         rows = part["shard"]
         entries = np.zeros(self.sources[number].shards, np.int64)
         for table in (rows, *(part[NOTE_ROWS + name] for name in part.row_notes)):
             np.add.at(entries, table[table != UNAVAILABLE], 1)
         needed = np.flatnonzero(entries)
         slots = np.full(len(entries) + 1, UNAVAILABLE, np.int32)  # the last one stands for UNAVAILABLE
-        slots[needed] = self.residency.add_shards(number, needed, entries[needed])
+        slots[needed] = self.addresses.add_shards(number, needed, entries[needed])
         if len(self.index) == 0:
             self.index = part.in_slots(slots)
         else:
@@ -120,7 +120,7 @@ class Contents:
         columns = dict(change.columns)
         rows, which, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
         pairs = zip(rows.tolist(), counts.tolist(), strict=True)
-        slots = np.array([self.residency.add_shard(number, row, count) for row, count in pairs], np.int32)
+        slots = np.array([self.addresses.add_shard(number, row, count) for row, count in pairs], np.int32)
         columns["slot"] = slots[which]
         self._append(self.index.translated(columns, change.texts))
 
@@ -132,15 +132,15 @@ class Contents:
             positions, ids = positions[known], moved.ids[known].tolist()
             if not ids:
                 return
-            slot = self.residency.add_shard(source, moved.row, len(ids))
-            homes = moved.homes(slot)[known]
+            slot = self.addresses.add_shard(source, moved.row, len(ids))
+            locations = moved.locations(slot)[known]
             before = self.index.at("slot", positions)
-            elsewhere = self.residency.are_memory(before)
+            elsewhere = self.addresses.are_memory(before)
             for at in np.flatnonzero(elsewhere).tolist():
-                before[at] = self._homes[ids[at]].table
-                self._homes[ids[at]] = Home(*homes[at].tolist())
-            self.index.point(positions[~elsewhere], homes[~elsewhere])
-            self.residency.leave(before)
+                before[at] = self._on_disk[ids[at]].table
+                self._on_disk[ids[at]] = RowLocation(*locations[at].tolist())
+            self.index.point(positions[~elsewhere], locations[~elsewhere])
+            self.addresses.leave(before)
 
     def noted(self, source: int, noted: Noted, first_id: int) -> None:
         """Show values of trajectories of a source that came late; ids below ``first_id`` are of others."""
@@ -153,7 +153,7 @@ class Contents:
             columns[name] = self._slots_of(source, columns[name])
         self.index.note(noted.ids[mine], columns, noted.texts)
         for slots in left:
-            self.residency.leave(slots[slots != UNAVAILABLE])
+            self.addresses.leave(slots[slots != UNAVAILABLE])
 
     def forget_rows(self, damaged: Collection[tuple[str, str]]) -> None:
         """Show no values by row of damaged shards.
@@ -166,20 +166,20 @@ class Contents:
                 slots = self.index[NOTE_ROWS + name]
                 bad = np.zeros(len(slots), np.bool_)
                 for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
-                    number, row = self.residency.shard_of(slot)
+                    number, row = self.addresses.shard_of(slot)
                     source = self.sources[number]
                     if (source.directory.url, source.manifest(row).name) in damaged:
                         bad |= slots == slot
                 of_bad, left = self.index["trajectory_id"][bad], slots[bad].copy()
                 none = {NOTE_ROWS + name: np.full(len(of_bad), UNAVAILABLE, np.int32)}
                 self.index.note(of_bad, none, self.index.texts)
-                self.residency.leave(left)
+                self.addresses.leave(left)
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return slots of shards of a source, each with as many entries as name it; -1 stays."""
         slots = tables.copy()
         for row, count in zip(*np.unique(tables[tables >= 0], return_counts=True), strict=True):
-            slots[tables == row] = self.residency.add_shard(source, int(row), int(count))
+            slots[tables == row] = self.addresses.add_shard(source, int(row), int(count))
         return slots
 
     def _append(self, columns: Mapping[str, Any]) -> None:
@@ -189,7 +189,11 @@ class Contents:
         lower = first - self.index.first
         if lower:
             self.start -= lower
-            self.gap = range(self.gap.start - lower, self.gap.stop - lower) if self.gap else self.gap
+            self.unavailable = (
+                range(self.unavailable.start - lower, self.unavailable.stop - lower)
+                if self.unavailable
+                else self.unavailable
+            )
 
     def _note_listed(self) -> None:
         """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
@@ -211,7 +215,7 @@ class Contents:
         """
         with self.lock:
             columns = columns_of(entries, ids, uuids, self.index.texts, microseconds())
-            slots = [slot for block in blocks for slot in [self.residency.add_memory(block, len(block))] * len(block)]
+            slots = [slot for block in blocks for slot in [self.addresses.add_memory(block, len(block))] * len(block)]
             columns |= {"slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
             if pending:
                 self._pending.update(ids)
@@ -227,7 +231,7 @@ class Contents:
         with self.lock:
             found = self.index.find_many(ids)
             self.drop(found[found >= 0])
-            self.residency.withdraw(blocks)  # what the index does not have yet
+            self.addresses.withdraw(blocks)  # what the index does not have yet
             self._pending.difference_update(ids)
             if self.cache is not None:
                 for number in ids:
@@ -241,12 +245,12 @@ class Contents:
                 return
             numbers, positions = np.array(ids)[here].tolist(), self.index.find_many(ids)[here]
             self.index.note_committed(positions, columns["committed"][here])
-            slot = self.residency.add_shard(source, row, len(numbers))
-            homes = np.stack([np.full(len(numbers), slot), *(columns[name][here] for name in STARTS)], axis=1)
+            slot = self.addresses.add_shard(source, row, len(numbers))
+            locations = np.stack([np.full(len(numbers), slot), *(columns[name][here] for name in STARTS)], axis=1)
             kept = np.array([self.cache is not None and number in self.cache for number in numbers])
             for at in np.flatnonzero(kept).tolist():
-                self._homes[numbers[at]] = Home(*homes[at].tolist())
-            self._point(positions[~kept], homes[~kept])
+                self._on_disk[numbers[at]] = RowLocation(*locations[at].tolist())
+            self._point(positions[~kept], locations[~kept])
             self._pending.difference_update(numbers)
 
     # -- memory -----------------------------------------------------------------------------------
@@ -260,29 +264,29 @@ class Contents:
         going = [number for number in dict.fromkeys(ids) if number not in self._pending]
         if not going:
             return
-        homes = np.array([self._homes.get(number) or Home(UNAVAILABLE) for number in going], np.int64)
+        locations = np.array([self._on_disk.get(number) or RowLocation(UNAVAILABLE) for number in going], np.int64)
         positions = self.index.find_many(going)
         there = positions >= 0
-        there[there] = self.residency.are_memory(self.index.at("slot", positions[there]))
-        lost = positions[there & (homes[:, 0] == UNAVAILABLE)]
+        there[there] = self.addresses.are_memory(self.index.at("slot", positions[there]))
+        lost = positions[there & (locations[:, 0] == UNAVAILABLE)]
         if len(lost):
-            self.gap = range(self.gap.start if self.gap else int(lost[0]), int(lost[-1]) + 1)
-        self._point(positions[there], homes[there])
+            self.unavailable = range(self.unavailable.start if self.unavailable else int(lost[0]), int(lost[-1]) + 1)
+        self._point(positions[there], locations[there])
         for number in going:
-            self._homes.pop(number, None)
+            self._on_disk.pop(number, None)
 
-    def _point(self, positions: npt.NDArray[np.int64], homes: npt.NDArray[np.int64]) -> None:
+    def _point(self, positions: npt.NDArray[np.int64], locations: npt.NDArray[np.int64]) -> None:
         """Let trajectories that are in memory be read from elsewhere."""
         left = self.index.at("slot", positions)
-        self.index.point(positions, homes)
-        self.residency.leave(left)
+        self.index.point(positions, locations)
+        self.addresses.leave(left)
 
     def clear_cache(self) -> None:
         """Drop what is cached. What is nowhere else stays."""
         with self.lock:
             if self.cache is None:
                 return
-            going = [number for number in self.cache if number in self._homes]
+            going = [number for number in self.cache if number in self._on_disk]
             for number in going:
                 self.cache.discard(number)
             self._send_home(going)
@@ -292,11 +296,11 @@ class Contents:
         with self.lock:
             slots = self.index.at("slot", positions)
             of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
-            in_memory, homes = self.residency.are_memory(slots).tolist(), []
+            in_memory, locations = self.addresses.are_memory(slots).tolist(), []
             for at, number in enumerate(self.index.at("trajectory_id", positions).tolist()):
-                home = self._homes.pop(number, None)
-                if home is not None and in_memory[at]:
-                    homes.append(home.table)
+                location = self._on_disk.pop(number, None)
+                if location is not None and in_memory[at]:
+                    locations.append(location.table)
                 self._pending.discard(number)
                 if self.cache is not None:
                     self.cache.discard(number)
@@ -304,23 +308,23 @@ class Contents:
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)
             self.start = self.index.first + listed
-            if self.gap:
+            if self.unavailable:
                 lost = self.start + np.flatnonzero(self.index["slot"][listed:] == UNAVAILABLE)
-                self.gap = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
-            left = np.concatenate([slots, np.array(homes, np.int32), *of_rows])
-            self.residency.leave(left[left != UNAVAILABLE])
+                self.unavailable = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
+            left = np.concatenate([slots, np.array(locations, np.int32), *of_rows])
+            self.addresses.leave(left[left != UNAVAILABLE])
 
     def is_pending(self, trajectory_id: int) -> bool:
         """Return whether a trajectory is not committed yet."""
         return trajectory_id in self._pending
 
-    def picture(self) -> Picture:
-        """Return a picture of everything that can be saved; with ``lock`` held, and quickly."""
-        return picture_of(self.index, self.residency, self.sources, self._homes)
+    def snapshot(self) -> ReadSnapshot:
+        """Return a snapshot of everything that can be saved; with ``lock`` held, and quickly."""
+        return snapshot_of(self.index, self.addresses, self.sources, self._on_disk)
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> Prepared:
+    def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> RowPlan:
         """Find the rows of samples, counted from the first sample of the window ``[first, end)``.
 
         With ``lock`` held. What it returns must be read, or dropped.
@@ -333,17 +337,17 @@ class Contents:
         located = self._locate(samples, first, end)
         stored, late = without_notes(columns)
         numbers, parts = self._columns.choose(self.index, located, first, stored)
-        specs = self.residency.columns.specs
+        specs = self.addresses.columns.specs
         of_each, by_row = split_late(self.index, late)
         # First: what they bring in may send out what nobody holds yet.
-        rows = late_rows(self.residency, self.sources, self.index, located, by_row) if by_row else []
+        rows = late_rows(self.addresses, self.sources, self.index, located, by_row) if by_row else []
         every: list[Late] = [*late_columns(self.index, located.position, of_each), *rows]
         given = {one.spec.name: one for one in every}
-        prepared = Prepared(
+        prepared = RowPlan(
             located,
             np.array(numbers, np.int64),
             [specs[number] for number in numbers],
-            HeldRows(self.residency, located.slot),
+            HeldRows(self.addresses, located.slot),
             [(part, [specs[number] for number in part.numbers]) for part in parts],
             [given[name] for name in late],
         )
@@ -376,9 +380,9 @@ class Contents:
                     f"trajectory {shown_id(number)} was kept in memory only and has left it; "
                     "use auto_save=True to keep all"
                 )
-            if self.residency.table.signature[located.slot].min() >= 0:
+            if self.addresses.table.signature[located.slot].min() >= 0:
                 break
-            undecoded = self.residency.ensure(located.slot, partial(self._note_extent, located))
+            undecoded = self.addresses.ensure(located.slot, partial(self._note_extent, located))
             if undecoded:
                 self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
             located = locate(samples, self.index, first, end)
@@ -393,11 +397,11 @@ class Contents:
         order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
             schema, tensors = self._rows_of(position)
-            slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors), 1)
+            slot = self.addresses.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors), 1)
             number = int(self.index.at("trajectory_id", position))
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._homes[number] = self.index.home(position)
-            self.index.point(np.array([position], np.int64), [Home(slot)])
+            self._on_disk[number] = self.index.location(position)
+            self.index.point(np.array([position], np.int64), [RowLocation(slot)])
             if self.cache is not None:
                 self.cache.put(number, nbytes)
             self._decoded.append(number)
@@ -419,7 +423,7 @@ class Contents:
                 max_episode_length=entry.max_episode_length,
                 model_weights_id=entry.model_weights_id,
             )
-            rows = whole_rows(self.index, self.residency, self.sources, position)
+            rows = whole_rows(self.index, self.addresses, self.sources, position)
             found = replace(found, notes=rows) if rows else found
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
 
@@ -433,10 +437,10 @@ class Contents:
 
     def schema_of(self, slot: int) -> Schema:
         """Return the schema of a slot's trajectories, without reading them; with ``lock`` held."""
-        known = self.residency.known_schema(slot)
+        known = self.addresses.known_schema(slot)
         if known is not None:
             return known
-        source, row = self.residency.shard_of(slot)
+        source, row = self.addresses.shard_of(slot)
         return self.sources[source].manifest(row).schema
 
     def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
@@ -448,7 +452,7 @@ class Contents:
                     f"trajectory {shown_id(number)} is listed and counted, but its file is not there"
                 )
             raise TrajectoryUnavailableError(f"trajectory {shown_id(number)} was kept in memory only and has left it")
-        return rows_at(self.index, self.residency, self.sources, position)
+        return rows_at(self.index, self.addresses, self.sources, position)
 
 
 def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from trajstore.locks import Lock
-from trajstore.reading.residency import Residency
+from trajstore.reading.address_table import AddressTable
 
 
 class Standing(Protocol):
@@ -20,10 +20,10 @@ class Standing(Protocol):
 
     @property
     def lock(self) -> Lock:
-        """Guards the residency too, all but its running copies."""
+        """Guards the addresses too, all but its running copies."""
 
     @property
-    def residency(self) -> Residency:
+    def addresses(self) -> AddressTable:
         """Where rows are, and which copies are running."""
 
 
@@ -43,7 +43,7 @@ def _before_fork() -> None:
         contents.lock.acquire()
         _locked.append(contents)
     for contents in _locked:
-        contents.residency.copies.stop()
+        contents.addresses.copies.stop()
         _still.append(contents)
 
 
@@ -57,7 +57,7 @@ def _all() -> list[Standing]:
 
 def _after_fork(*, in_child: bool = False) -> None:
     while _still:
-        _still.pop().residency.copies.go_on(in_child=in_child)
+        _still.pop().addresses.copies.go_on(in_child=in_child)
     while _locked:
         _locked.pop().lock.release()
 

@@ -19,7 +19,7 @@ from trajstore.columns.limits import shown
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
-from trajstore.reading.residency import HeldRows
+from trajstore.reading.address_table import HeldRows
 from trajstore.store.index import TrajectoryIndex
 
 _SPLIT_BYTES = 4 << 20

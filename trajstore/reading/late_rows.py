@@ -15,10 +15,10 @@ import torch
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import ColumnSpec, Schema
 from trajstore.errors import SchemaMismatchError
-from trajstore.reading.batch import Prepared
+from trajstore.reading.address_table import AddressTable, HeldRows, MappedShard
+from trajstore.reading.batch import RowPlan
 from trajstore.reading.gather import Located
 from trajstore.reading.late import COLUMNS
-from trajstore.reading.residency import HeldRows, MappedShard, Residency
 from trajstore.reading.sources import Source
 from trajstore.store.facts import NOTE_ROWS, NOTE_START
 from trajstore.store.index import TrajectoryIndex
@@ -33,17 +33,17 @@ def split_late(index: TrajectoryIndex, names: Sequence[str]) -> tuple[list[str],
     return [name for name in names if name not in rows], [name for name in names if name in rows]
 
 
-def make_resident(residency: Residency, sources: Sequence[Source], slots: IntArray) -> None:
+def make_resident(addresses: AddressTable, sources: Sequence[Source], slots: IntArray) -> None:
     """Let values by row be read in place, and what is resident already in others of these slots still.
 
     Raises:
         CorruptStoreError: a file is missing or damaged.
     """
-    for slot in residency.ensure(slots, lambda *_: None):
-        source, row = residency.shard_of(slot)
+    for slot in addresses.ensure(slots, lambda *_: None):
+        source, row = addresses.shard_of(slot)
         manifest, reader = sources[source].manifest(row), sources[source].reader(row)
         tensors = [reader.rows(number, 0, rows) for number, rows in enumerate(manifest.rows)]
-        residency.keep(slot, MappedShard(manifest.schema, [tensor.data_ptr() for tensor in tensors], tensors))
+        addresses.keep(slot, MappedShard(manifest.schema, [tensor.data_ptr() for tensor in tensors], tensors))
 
 
 def homes_of(index: TrajectoryIndex, positions: IntArray, name: str) -> tuple[IntArray, IntArray]:
@@ -71,7 +71,7 @@ class GivenRows:
 
 
 def given_rows(
-    residency: Residency,
+    addresses: AddressTable,
     sources: Sequence[Source],
     index: TrajectoryIndex,
     positions: IntArray,
@@ -81,7 +81,7 @@ def given_rows(
     """Find values by row, which can be read in place then; return them, and all slots that they and the caller need.
 
     Args:
-        residency: of the slots.
+        addresses: of the slots.
         sources: of the shards.
         index: of the trajectories.
         positions: of those wanted, ``[n]``.
@@ -96,15 +96,15 @@ def given_rows(
         return [], beside
     homes = [homes_of(index, positions, name) for name in names]
     needed = np.concatenate([*(slots[slots >= 0] for slots, _ in homes), beside])
-    make_resident(residency, sources, needed)
+    make_resident(addresses, sources, needed)
     found = []
     for name, (slots, starts) in zip(names, homes, strict=True):
         telling = slots[slots >= 0]
         if not len(telling):  # none at all: those of another trajectory tell what they are
             others = index[NOTE_ROWS + name.removeprefix(COLUMNS)]
             telling = others[others >= 0][:1].astype(np.int64)
-            make_resident(residency, sources, np.concatenate([telling, needed]))
-        column = _column_in(residency, name, telling)
+            make_resident(addresses, sources, np.concatenate([telling, needed]))
+        column = _column_in(addresses, name, telling)
         lacking = positions[slots < 0]
         if len(lacking) and not (column.torch_dtype.is_floating_point or column.torch_dtype.is_complex):
             number = int(index.at("trajectory_id", lacking[0]))
@@ -116,13 +116,13 @@ def given_rows(
     return found, needed
 
 
-def _column_in(residency: Residency, name: str, slots: IntArray) -> ColumnSpec:
+def _column_in(addresses: AddressTable, name: str, slots: IntArray) -> ColumnSpec:
     """Return the column that values by row have in some slots.
 
     Raises:
         SchemaMismatchError: they differ, as those of several stores may; or there are none any more.
     """
-    found = {column_named(residency.schema(slot), name.removeprefix(COLUMNS)) for slot in np.unique(slots).tolist()}
+    found = {column_named(addresses.schema(slot), name.removeprefix(COLUMNS)) for slot in np.unique(slots).tolist()}
     if len(found) > 1:
         told = " and ".join(sorted(f"{column.dtype} {list(column.row_shape)}" for column in found))
         raise SchemaMismatchError(f"column {name}: its rows are {told} in different stores; give them alike")
@@ -148,7 +148,7 @@ class LateRows:
 
     spec: ColumnSpec
     given: npt.NDArray[np.bool_]
-    prepared: Prepared | None
+    prepared: RowPlan | None
 
     def fill(self, target: torch.Tensor) -> None:
         """Write the rows into a tensor ``[n, *row_shape]``; without ``Contents.lock``.
@@ -166,12 +166,12 @@ class LateRows:
 
 
 def late_rows(
-    residency: Residency, sources: Sequence[Source], index: TrajectoryIndex, located: Located, names: Sequence[str]
+    addresses: AddressTable, sources: Sequence[Source], index: TrajectoryIndex, located: Located, names: Sequence[str]
 ) -> list[LateRows]:
     """Return columns of values by row of samples whose slots are resident, and stay so.
 
     Args:
-        residency: of the slots.
+        addresses: of the slots.
         sources: of the shards.
         index: of the trajectories.
         located: the samples.
@@ -181,27 +181,27 @@ def late_rows(
         SchemaMismatchError: a trajectory lacks values that have no NaN, or stores differ in a column.
         CorruptStoreError: a file is missing or damaged.
     """
-    found, _ = given_rows(residency, sources, index, located.position, names, located.slot)
+    found, _ = given_rows(addresses, sources, index, located.position, names, located.slot)
     places = located.rows[0] - index.at("start_samples", located.position)
     return [
         LateRows(
             ColumnSpec(one.name, one.column.dtype, one.column.row_shape),
             one.slots >= 0,
-            _prepared(residency, one, located, places),
+            _prepared(addresses, one, located, places),
         )
         for one in found
     ]
 
 
-def _prepared(residency: Residency, found: GivenRows, located: Located, places: IntArray) -> Prepared | None:
+def _prepared(addresses: AddressTable, found: GivenRows, located: Located, places: IntArray) -> RowPlan | None:
     given = found.slots >= 0
     if not given.any():
         return None
     slots, column = found.slots[given], found.column
-    schema = residency.schema(int(slots[0]))
+    schema = addresses.schema(int(slots[0]))
     at = schema.columns.index(column)
     on_axes = np.zeros((3, len(slots)), np.int64)
     on_axes[Axis.SAMPLES] = (found.starts + places)[given]
     inside = Located(located.position[given], slots, on_axes)
     plain = ColumnSpec(column.name, column.dtype, column.row_shape)
-    return Prepared(inside, residency.columns.of(schema)[0][at : at + 1], [plain], HeldRows(residency, slots), [], [])
+    return RowPlan(inside, addresses.columns.of(schema)[0][at : at + 1], [plain], HeldRows(addresses, slots), [], [])

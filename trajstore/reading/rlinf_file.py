@@ -14,7 +14,7 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import ShardReader, rows_from_bytes
 from trajstore.formats.pickles.safe_pickle import legacy_loads, safe_loads
 from trajstore.formats.torch_zip import TensorPlace, is_torch_zip, locate
-from trajstore.reading.residency import MappedShard
+from trajstore.reading.address_table import MappedShard
 from trajstore.store.rlinf_layout import TRAJECTORY_CLASSES, columns_of_file, fields_of_file
 
 

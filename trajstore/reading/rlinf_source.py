@@ -25,17 +25,17 @@ from trajstore.errors import (
 from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest, ShardReader, StoredFile
 from trajstore.formats.torch_zip import damaged_members
-from trajstore.reading.residency import MappedShard
+from trajstore.reading.address_table import MappedShard
 from trajstore.reading.rlinf_contents import RLinfContents, read_contents
 from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.reading.shard_access import flat_of
 from trajstore.reading.sources import Source
-from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ids_in_words
 from trajstore.store.lost_records import Damage
 from trajstore.store.new_entries import NewEntries, columns_of
 from trajstore.store.rlinf_layout import RLinfEntry
+from trajstore.store.row_location import STARTS, RowLocation
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class RLinfSource(Source):
         """Return a trajectory as columns."""
         file = self.file(row)
         entry = self.index.entry(len(self.before) + row)
-        found = flat_of(RLinfFileReader(file), file.content.schema, file.content.extent, Home(row), entry)
+        found = flat_of(RLinfFileReader(file), file.content.schema, file.content.extent, RowLocation(row), entry)
         found.versions = versions_of(found)
         return found
 

@@ -17,8 +17,8 @@ from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore.formats.checksums import check_file
 from trajstore.store.catalog import Catalog
-from trajstore.store.home import START_OF, Home
 from trajstore.store.index import TrajectoryEntry, TrajectoryIndex
+from trajstore.store.row_location import START_OF, RowLocation
 from trajstore.trajectory import AnyTrajectory
 
 
@@ -148,20 +148,20 @@ class ShardAccess:
         return self._maps[name]
 
 
-def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, home: Home) -> list[torch.Tensor]:
+def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, location: RowLocation) -> list[torch.Tensor]:
     """Return the rows of one trajectory, decoded, column by column: ``[rows, *row_shape]``.
 
     Args:
         reader: of the shard; or the block in memory.
         schema: its columns.
         extent: how many rows the trajectory has.
-        home: where they begin; its table does not matter.
+        location: where they begin; its table does not matter.
 
     Raises:
         CorruptStoreError: the shard is damaged; names file and column.
         UnsafeContentError: reading it would run code.
     """
-    starts = [home.first(column.axis) for column in schema.columns]
+    starts = [location.first(column.axis) for column in schema.columns]
     return [
         reader.rows(number, start, start + extent.rows(column.axis))
         for number, (column, start) in enumerate(zip(schema.columns, starts, strict=True))
@@ -169,10 +169,10 @@ def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, home: H
 
 
 def flat_of(
-    reader: ShardReader | Block, schema: Schema, extent: Extent, home: Home, entry: TrajectoryEntry
+    reader: ShardReader | Block, schema: Schema, extent: Extent, location: RowLocation, entry: TrajectoryEntry
 ) -> FlatTrajectory:
     """Return one trajectory as columns, decoded; ``extent`` may say more than the entry does."""
-    tensors = tuple(rows_of(reader, schema, extent, home))
+    tensors = tuple(rows_of(reader, schema, extent, location))
     known = entry.num_samples, entry.max_episode_length, entry.model_weights_id, entry.versions
     return FlatTrajectory(schema, extent, tensors, *known)
 

@@ -20,7 +20,7 @@ class SlotTable:
     def __init__(self) -> None:
         self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._entries: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._refcounts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._count = 0
         self._free: list[int] = []
 
@@ -40,13 +40,13 @@ class SlotTable:
         slots = np.arange(self._count, self._count + len(rows))
         self._reserve(self._count + len(rows))
         self._count += len(rows)
-        self._source[slots], self._row[slots], self._entries[slots] = source, rows, entries
+        self._source[slots], self._row[slots], self._refcounts[slots] = source, rows, entries
         return slots
 
     def add_shard(self, source: int, row: int, entries: int) -> int:
         """Return a slot for one more shard, see :meth:`add_shards`."""
         slot = self._new()
-        self._source[slot], self._row[slot], self._entries[slot] = source, row, entries
+        self._source[slot], self._row[slot], self._refcounts[slot] = source, row, entries
         return slot
 
     def add_memory(self, entries: int) -> int:
@@ -69,8 +69,8 @@ class SlotTable:
             The slots that are no entry's home now.
         """
         left, counts = np.unique(slots, return_counts=True)
-        self._entries[left] -= counts
-        emptied: list[int] = left[self._entries[left] == 0].tolist()
+        self._refcounts[left] -= counts
+        emptied: list[int] = left[self._refcounts[left] == 0].tolist()
         return emptied
 
     def free(self, slots: list[int]) -> None:
@@ -91,7 +91,7 @@ class SlotTable:
         have = len(self._source)
         if count <= have:
             return
-        for name in ("_source", "_row", "_entries"):
+        for name in ("_source", "_row", "_refcounts"):
             grown = np.zeros(max(count, 2 * have, _FEWEST), np.int32)
             grown[:have] = getattr(self, name)
             setattr(self, name, grown)

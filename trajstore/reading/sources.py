@@ -18,7 +18,7 @@ from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import Directory
 from trajstore.files.partial import PartialMap
 from trajstore.formats.base import SHARDS_FOLDER, ShardManifest, ShardReader
-from trajstore.reading.residency import MappedShard
+from trajstore.reading.address_table import MappedShard
 from trajstore.reading.shard_access import damage_of, reader_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex

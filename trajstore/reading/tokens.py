@@ -17,12 +17,12 @@ from trajstore.columns.schema import DOCUMENT, ColumnSpec
 from trajstore.errors import CorruptStoreError, SchemaMismatchError, listed
 from trajstore.files.partial import fetched
 from trajstore.machine_code import kernels
+from trajstore.reading.address_table import AddressTable, HeldRows
 from trajstore.reading.contents import Contents
 from trajstore.reading.late import COLUMNS, LateValues, late_columns, outcomes_given, without_notes
 from trajstore.reading.late_rows import GivenRows, given_rows, split_late
-from trajstore.reading.residency import HeldRows, Residency
-from trajstore.store.home import START_OF
 from trajstore.store.index import TrajectoryIndex
+from trajstore.store.row_location import START_OF
 
 IntArray = npt.NDArray[np.int64]
 
@@ -156,16 +156,16 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     """
     names, of_late = without_notes(names)
     slots = contents.make_resident(positions)
-    residency, index = contents.residency, contents.index
+    addresses, index = contents.addresses, contents.index
     of_each_one, by_row = split_late(index, of_late)
-    given, needed = given_rows(residency, contents.sources, index, positions, by_row, slots)
+    given, needed = given_rows(addresses, contents.sources, index, positions, by_row, slots)
     starts = {
         axis: index.at(START_OF[axis], positions).astype(np.int64)
         for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
     }
     ids = index.at("trajectory_id", positions)
-    held = HeldRows(residency, needed)
-    by_slot = {slot: _columns_of(residency, held, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
+    held = HeldRows(addresses, needed)
+    by_slot = {slot: _columns_of(addresses, held, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
     taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
     there = sorted({name for columns in by_slot.values() for name in columns} - {DOCUMENT})
@@ -217,10 +217,10 @@ def _given_column(index: TrajectoryIndex, held: HeldRows, positions: IntArray, g
 
 
 def _columns_of(
-    residency: Residency, held: HeldRows, slot: int, ids: npt.NDArray[Any]
+    addresses: AddressTable, held: HeldRows, slot: int, ids: npt.NDArray[Any]
 ) -> dict[str, tuple[ColumnSpec, int]]:
     """Return the columns of a resident slot by name, each with the address of its first row."""
-    schema = residency.schema(slot)
+    schema = addresses.schema(slot)
     if schema.kind != "agent":
         raise SchemaMismatchError(
             f"trajectory {int(ids[0])} is a block of steps; batches of tokens are made of agent trajectories"

@@ -10,15 +10,15 @@ import torch
 
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.files.partial import fetched
+from trajstore.reading.address_table import AddressTable, HeldRows
 from trajstore.reading.late_rows import column_named, homes_of, make_resident
-from trajstore.reading.residency import HeldRows, Residency
 from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
 
 
 def rows_at(
-    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], position: int
+    index: TrajectoryIndex, addresses: AddressTable, sources: Sequence[Source], position: int
 ) -> tuple[Schema, list[torch.Tensor]]:
     """Return the columns of the trajectory at a position, copied or decoded; with ``Contents.lock`` held.
 
@@ -28,28 +28,28 @@ def rows_at(
         CorruptStoreError: a file is missing or damaged.
     """
     slot = int(index.at("slot", position))
-    undecoded = residency.ensure(np.array([slot], np.int64), lambda _, extent: index.note_extent(position, extent))
+    undecoded = addresses.ensure(np.array([slot], np.int64), lambda _, extent: index.note_extent(position, extent))
     extent = index.extent(position)
-    home = index.home(position)
+    location = index.location(position)
     if undecoded:
-        source, row = residency.shard_of(slot)
+        source, row = addresses.shard_of(slot)
         schema = sources[source].manifest(row).schema
         told = sources[source].extent(row)
         if told is not None:
             extent = told
             index.note_extent(position, told)
-        return schema, rows_of(sources[source].reader(row), schema, extent, home)
-    schema = residency.schema(slot)
-    held = HeldRows(residency, np.array([slot], np.int64))
-    addresses = [
-        base + home.first(column.axis) * column.row_nbytes
+        return schema, rows_of(sources[source].reader(row), schema, extent, location)
+    schema = addresses.schema(slot)
+    held = HeldRows(addresses, np.array([slot], np.int64))
+    begins = [
+        base + location.first(column.axis) * column.row_nbytes
         for column, base in zip(schema.columns, held.addresses_of(slot), strict=True)
     ]
-    return schema, _copied(held, schema.columns, addresses, extent)
+    return schema, _copied(held, schema.columns, begins, extent)
 
 
 def whole_rows(
-    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], position: int
+    index: TrajectoryIndex, addresses: AddressTable, sources: Sequence[Source], position: int
 ) -> dict[str, torch.Tensor]:
     """Return all values by row of the trajectory at a position, by name: ``[T, B, ...]`` or ``[L]`` or ``[R]``.
 
@@ -63,10 +63,10 @@ def whole_rows(
         slot = int(slots[0])
         if slot < 0:
             continue
-        make_resident(residency, sources, slots)
-        schema = residency.schema(slot)
+        make_resident(addresses, sources, slots)
+        schema = addresses.schema(slot)
         column = column_named(schema, name)
-        held = HeldRows(residency, slots)
+        held = HeldRows(addresses, slots)
         address = held.address_of(slot, column) + int(starts[0]) * column.row_nbytes
         (tensor,) = _copied(held, [column], [address], extent)
         steps = (extent.steps, extent.batch) if schema.kind == "step" else (extent.rows(column.axis),)

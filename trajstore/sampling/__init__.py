@@ -10,7 +10,6 @@ from trajstore.sampling.config import sampler_of
 from trajstore.sampling.epochs import EpochSampler
 from trajstore.sampling.factors import Recency, UseLimit
 from trajstore.sampling.groups import GroupSampler
-from trajstore.sampling.ranked import FreshestSampler, LeastUsedSampler
 from trajstore.sampling.staleness import Staleness
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
@@ -18,9 +17,7 @@ __all__ = [
     "Additions",
     "Drawn",
     "EpochSampler",
-    "FreshestSampler",
     "GroupSampler",
-    "LeastUsedSampler",
     "Priorities",
     "Recency",
     "Sampler",

@@ -12,7 +12,6 @@ from trajstore.sampling.base import Sampler
 from trajstore.sampling.epochs import EpochSampler
 from trajstore.sampling.factors import Factor, Recency, UseLimit
 from trajstore.sampling.groups import GroupSampler
-from trajstore.sampling.ranked import FreshestSampler, LeastUsedSampler
 from trajstore.sampling.staleness import Staleness
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
@@ -21,8 +20,6 @@ _T = TypeVar("_T")
 
 _OTHERS: Mapping[str, Callable[..., Sampler]] = {
     "epochs": EpochSampler,
-    "freshest": FreshestSampler,
-    "least_used": LeastUsedSampler,
     "groups": GroupSampler,
 }
 

@@ -36,9 +36,9 @@ from trajstore.store.facts import (
     is_text,
     unknown,
 )
-from trajstore.store.home import STARTS, Home
 from trajstore.store.log_records import lie_in
 from trajstore.store.packing import StringTable
+from trajstore.store.row_location import STARTS, RowLocation
 from trajstore.store.run_ids import shown_id
 from trajstore.store.waiting import Packed, Waiting
 
@@ -85,12 +85,12 @@ _HOMES = (*STARTS, "extra", "document")
 
 
 class _Lent:
-    """What indexes that share their arrays know together: whether one that names slots has those of homes too."""
+    """What indexes that share their arrays know together: whether one that names slots has those of locations too."""
 
-    __slots__ = ("homes",)
+    __slots__ = ("locations",)
 
     def __init__(self) -> None:
-        self.homes = False
+        self.locations = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class TrajectoryIndex:
             slots: by row of the shard table; the last one stands for none.
         """
         other = self.slice(0, len(self))
-        other._lent.homes = True  # a copy of them would be a quarter of an index that is only read
+        other._lent.locations = True  # a copy of them would be a quarter of an index that is only read
         other.table = "slot"
         rows = other._arrays.pop("shard")
         alike = np.array_equal(slots[:-1], np.arange(len(slots) - 1)) and bool((rows >= 0).all())
@@ -276,29 +276,29 @@ class TrajectoryIndex:
         """Give all kept entries other ids, which ascend."""
         self.adopt(self.take(slice(self.first, self.end)) | {"trajectory_id": ids})
 
-    def home(self, position: int) -> Home:
+    def location(self, position: int) -> RowLocation:
         """Return where the rows of the trajectory at a position are."""
-        return Home(*(int(array[position]) for array in self.by_position(self.table, *STARTS)))
+        return RowLocation(*(int(array[position]) for array in self.by_position(self.table, *STARTS)))
 
-    def point(self, positions: npt.NDArray[np.int64], homes: Sequence[Home] | IntArray) -> None:
-        """Let trajectories be read from elsewhere: ``homes`` has a row for each position.
+    def point(self, positions: npt.NDArray[np.int64], locations: Sequence[RowLocation] | IntArray) -> None:
+        """Let trajectories be read from elsewhere: ``locations`` has a row for each position.
 
-        At one stroke: an entry that an interrupt left with the table of one home and the first rows of another would be
+        At one stroke: an entry that an interrupt left with the table of one and the first rows of another would be
         read out of bounds.
         """
-        self._own_homes()
+        self._own_locations()
         columns = self.by_position(self.table, *STARTS)
-        kernels().set_homes(*columns, positions, np.array(homes, np.int64).reshape(-1, len(columns)))
+        kernels().set_locations(*columns, positions, np.array(locations, np.int64).reshape(-1, len(columns)))
 
-    def _own_homes(self) -> None:
-        """Have arrays of homes that no index with another table reads, before they are changed."""
-        if self._lent.homes:
+    def _own_locations(self) -> None:
+        """Have arrays of locations that no index with another table reads, before they are changed."""
+        if self._lent.locations:
             self._arrays |= {name: self._arrays[name].copy() for name in (self.table, *_HOMES)}
             self._lent = _Lent()
 
     def note_extent(self, positions: Positions, extent: Extent) -> None:
         """Note the extra rows and the document of a trajectory, which RLinf's index does not tell."""
-        self._own_homes()
+        self._own_locations()
         self._arrays["extra"][positions] = extent.extra
         self._arrays["document"][positions] = extent.document
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
-from trajstore.store.home import STARTS
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import natural, parse_ranges, ranges_of
+from trajstore.store.row_location import STARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Moved:
     ids: npt.NDArray[np.int64]
     starts: Mapping[str, npt.NDArray[np.int64]]
 
-    def homes(self, table: int) -> npt.NDArray[np.int64]:
-        """Return where the rows of each trajectory are, ``[ids, 4]``, as :class:`~trajstore.store.index.Home` has them.
+    def locations(self, table: int) -> npt.NDArray[np.int64]:
+        """Return where the rows of each trajectory are, ``[ids, 4]``, as a ``RowLocation`` has them.
 
         Args:
             table: number of the new shard for whoever shows it: its row, or a slot.
@@ -66,7 +66,7 @@ def move_entries(index: TrajectoryIndex, moved: Moved) -> None:
     """Point the entries of an index to the new shard."""
     positions = index.find_many(moved.ids.tolist())
     known = positions >= 0
-    index.point(positions[known], moved.homes(moved.row)[known])
+    index.point(positions[known], moved.locations(moved.row)[known])
 
 
 def check_moved(

@@ -14,9 +14,9 @@ from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.columns.schema import Extent, Kind
 from trajstore.store.facts import fact_columns, facts_to_json
-from trajstore.store.home import STARTS
 from trajstore.store.index import COLUMNS
 from trajstore.store.packing import StringTable
+from trajstore.store.row_location import STARTS
 
 _NUMBERS = (
     *("num_samples", "steps", "batch", "extra", "document", "nbytes"),

@@ -20,9 +20,9 @@ from trajstore.columns.limits import MAX_ID
 from trajstore.columns.schema import ColumnSpec, Extent, Kind, Schema, dtypes, intern_schema
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.formats.base import ShardContent, ShardManifest
-from trajstore.store.home import START_OF
 from trajstore.store.log_records import manifest_from_json, manifest_to_json, natural
 from trajstore.store.new_entries import starts_of
+from trajstore.store.row_location import START_OF
 from trajstore.store.run_ids import shown_id
 
 Rows = Mapping[str, Sequence[torch.Tensor]]

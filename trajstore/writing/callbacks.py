@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from trajstore import locks
-from trajstore.interrupts import Parking, start_thread
+from trajstore.interrupts import WaitList, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class CommitCallbacks:
         self._call = call
         self._url = url
         self._lock = locks.rlock("CommitCallbacks._lock")
-        self._parking = Parking()
+        self._wait_list = WaitList()
         self._commits: deque[Sequence[int]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="trajstore-on-commit", daemon=True)
@@ -38,7 +38,7 @@ class CommitCallbacks:
         """Let the function be called with these ids; returns at once."""
         with self._lock:
             self._commits.append(ids)
-            self._parking.wake()
+            self._wait_list.wake()
 
     def is_own_thread(self) -> bool:
         """Return whether the caller is the user's function."""
@@ -48,7 +48,7 @@ class CommitCallbacks:
         """Wait until the function was called of everything; gives up, with a warning, if it does not return."""
         with self._lock:
             self._closing = True
-            self._parking.wake()
+            self._wait_list.wake()
         if not self.is_own_thread():
             self._thread.join(_LAST_WORDS)
             if self._thread.is_alive():
@@ -63,9 +63,9 @@ class CommitCallbacks:
                 ids = self._commits.popleft() if self._commits else None
                 if ids is None and self._closing:
                     return
-                gate = self._parking.gate() if ids is None else None
+                gate = self._wait_list.gate() if ids is None else None
             if gate is not None:
-                self._parking.wait(gate)
+                self._wait_list.wait(gate)
             elif ids is not None:
                 try:
                     self._call(ids)

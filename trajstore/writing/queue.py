@@ -23,7 +23,7 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     UnwritableTrajectoryError,
 )
-from trajstore.interrupts import Parking, seconds_until
+from trajstore.interrupts import WaitList, seconds_until
 from trajstore.store.new_entries import NewEntries
 from trajstore.writing.groups import Batch, Group, fill, random_uuids, runs_of
 from trajstore.writing.options import WriterOptions
@@ -58,7 +58,7 @@ class WriteQueue:
         self._options = options
         self.check_process = check_usable
         self._lock = locks.rlock("WriteQueue._lock")  # a signal handler may flush while its thread is in here
-        self._parking = Parking()
+        self._wait_list = WaitList()
         self._adding: dict[int, weakref.ref[Batch]] = {}  # room was reserved for them, and they are not queued yet
         self._waiting: deque[Batch] = deque()
         self._groups: dict[int, Group] = {}  # by ticket: taken and not finished
@@ -127,9 +127,9 @@ class WriteQueue:
                         "add more slowly or allow more"
                     )
                 self._flush_until = max(self._flush_until, self._next_id)  # do not wait for more to fill a shard
-                self._parking.wake()
-                gate = self._parking.gate()
-            self._parking.wait(gate)
+                self._wait_list.wake()
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate)
 
     def _fits(self, nbytes: int) -> bool:
         limit = self._options.max_pending_bytes
@@ -180,17 +180,17 @@ class WriteQueue:
             self._waiting.append(batch)  # from here on it will be written
             self._adding.pop(id(batch), None)
             if idle or self._pending_bytes >= self._options.shard_bytes:  # else a thread's pause runs already
-                self._parking.wake()
+                self._wait_list.wake()
 
     def withdraw(self, batch: Batch) -> bool:
         """Give back what :meth:`reserve` counted, unless the batch is queued already; return whether it is not."""
         with self._lock:
             if batch.taken or any(other is batch for other in self._waiting):
-                self._parking.wake()
+                self._wait_list.wake()
                 return False
             self._adding.pop(id(batch), None)
             self._recount()
-            self._parking.wake()
+            self._wait_list.wake()
             return True
 
     # -- receipts ---------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ class WriteQueue:
                 left = seconds_until(deadline)
                 if left is not None and left <= 0:
                     return False
-                gate = self._parking.gate()
-            self._parking.wait(gate, left)
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate, left)
 
     def _newest(self) -> int:
         """Return the highest id that was queued; -1 if none was."""
@@ -247,7 +247,7 @@ class WriteQueue:
             self._retry_at = 0.0
             self._flushes += 1
             self._flush_until = max(self._flush_until, self._newest())
-            self._parking.wake()
+            self._wait_list.wake()
             return self._newest()
 
     def tell_untold(self) -> None:
@@ -269,7 +269,7 @@ class WriteQueue:
         """Take nothing more; threads that ask for a group get what is left and then None."""
         with self._lock:
             self._closing = True
-            self._parking.wake()
+            self._wait_list.wake()
 
     @property
     def closing(self) -> bool:
@@ -290,8 +290,8 @@ class WriteQueue:
                     return self._take_group()
                 if self._closing and pause is None:
                     return None
-                gate = self._parking.gate()
-            self._parking.wait(gate, pause)
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate, pause)
             meanwhile()
 
     def _time_to_wait(self) -> float | None:
@@ -355,7 +355,7 @@ class WriteQueue:
             self.retries += overcome
             if overcome:
                 self._failure = self._untold = None
-            self._parking.wake()
+            self._wait_list.wake()
             return overcome
 
     def fail(self, groups: Sequence[Group], error: StoreWriteError) -> None:
@@ -377,7 +377,7 @@ class WriteQueue:
                 if self._failure is None:
                     self._untold = error
                 self._failure = error
-            self._parking.wake()
+            self._wait_list.wake()
 
     def reject(self, group: Group, error: UnwritableTrajectoryError, nbytes: int) -> None:
         """Count trajectories that are not in their group any more because they cannot be written."""
@@ -386,7 +386,7 @@ class WriteQueue:
             self._pending_bytes -= nbytes
             self.set_aside += len(error.ids)
             self._rejected.append(error)
-            self._parking.wake()
+            self._wait_list.wake()
 
     def tell(self, error: StoreWriteError) -> None:
         """Let the next ``add``, ``flush`` or ``close`` raise an error that concerns no group."""

@@ -25,7 +25,7 @@ from trajstore.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore.formats.checksums import encoded_shard
 from trajstore.reading.shard_access import damage_of, reader_of, rows_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.home import STARTS, Home
+from trajstore.store.row_location import STARTS, RowLocation
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.commit_log import CommitLog
 
@@ -250,10 +250,10 @@ class Rewriter:
     def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> tuple[int, int]:
         """Write one shard of several; return its number and the bytes of its rows."""
         number = self._new_shard()
-        schema = sources[entries[0].home.table].manifest.schema
+        schema = sources[entries[0].location.table].manifest.schema
         pieces: list[list[Buffer]] = [[] for _ in schema.columns]
         for entry in entries:
-            for column, piece in enumerate(sources[entry.home.table].columns(entry)):
+            for column, piece in enumerate(sources[entry.location.table].columns(entry)):
                 pieces[column].append(piece)
         extents = [entry.extent for entry in entries]
         content = ShardContent(schema, extents, pieces)
@@ -280,7 +280,7 @@ class _Entry:
 
     trajectory_id: int
     extent: Extent
-    home: Home
+    location: RowLocation
 
 
 def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
@@ -295,7 +295,7 @@ def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
             *(index[name][inside].tolist() for name in names), strict=True
         ):
             extent = Extent(steps, batch, extra, document)
-            found.append(_Entry(number, extent, Home(row, *starts)))
+            found.append(_Entry(number, extent, RowLocation(row, *starts)))
     return sorted(found, key=lambda entry: entry.trajectory_id)
 
 
@@ -308,5 +308,5 @@ class _OpenShard:
 
     def columns(self, entry: _Entry) -> list[memoryview]:
         """Return the rows of a trajectory, column by column."""
-        rows = rows_of(self._reader, self.manifest.schema, entry.extent, entry.home)
+        rows = rows_of(self._reader, self.manifest.schema, entry.extent, entry.location)
         return [raw_bytes(tensor.contiguous()) for tensor in rows]

@@ -19,7 +19,7 @@ from trajstore.columns.flat import Block
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.files.partial import PartialMap, PartialMaps
 from trajstore.reading.addresses import Addresses
-from trajstore.reading.column_numbers import ColumnNumbers, axes_of
+from trajstore.reading.column_interner import ColumnInterner, axes_of
 from trajstore.reading.map_limit import MapLimit
 from trajstore.reading.running_copies import RunningCopies
 from trajstore.reading.slots import SlotTable
@@ -61,7 +61,7 @@ class HeldRows:
     """Rows of resident slots, and the memory in which they lie: it stays as long as this object, whoever lets go of it.
 
     Args:
-        residency: has the memory.
+        addresses: has the memory.
         slots: whose rows are wanted.
 
     Attributes:
@@ -70,28 +70,28 @@ class HeldRows:
         partial: files whose rows must be fetched before they are read.
     """
 
-    __slots__ = ("__weakref__", "_residency", "axes", "first", "partial")
+    __slots__ = ("__weakref__", "_addresses", "axes", "first", "partial")
 
-    def __init__(self, residency: Residency, slots: npt.NDArray[np.int64]) -> None:
-        self._residency = residency
-        self.first = residency.table.first
-        self.axes = residency.table.axes
-        self.partial = residency.partial_maps(slots)
-        residency.copies.begin(self)
+    def __init__(self, addresses: AddressTable, slots: npt.NDArray[np.int64]) -> None:
+        self._addresses = addresses
+        self.first = addresses.table.first
+        self.axes = addresses.table.axes
+        self.partial = addresses.partial_maps(slots)
+        addresses.copies.begin(self)
 
     def addresses_of(self, slot: int) -> list[int]:
         """Return the address of the first row of each column of a slot's schema; with ``Contents.lock`` held."""
-        numbers, _ = self._residency.columns.of(self._residency.schema(slot))
+        numbers, _ = self._addresses.columns.of(self._addresses.schema(slot))
         addresses: list[int] = self.first[slot, numbers].tolist()
         return addresses
 
     def address_of(self, slot: int, column: ColumnSpec) -> int:
         """Return the address of the first row of one column of a slot's schema; with ``Contents.lock`` held."""
-        return self.addresses_of(slot)[self._residency.schema(slot).columns.index(column)]
+        return self.addresses_of(slot)[self._addresses.schema(slot).columns.index(column)]
 
     def let_go(self) -> None:
         """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""
-        self._residency.copies.end(self)
+        self._addresses.copies.end(self)
 
 
 class ShardOpener(Protocol):
@@ -101,7 +101,7 @@ class ShardOpener(Protocol):
         """Return the shard, mapped; None where its columns cannot be read in place."""
 
 
-class Residency:
+class AddressTable:
     """Makes slots resident, and lets go of them. Guarded by ``Contents.lock``; ``copies`` has a lock of its own.
 
     Args:
@@ -114,7 +114,7 @@ class Residency:
     """
 
     def __init__(self, map_limit: int) -> None:
-        self.columns = ColumnNumbers()
+        self.columns = ColumnInterner()
         self.table = Addresses()
         self._slots = SlotTable()
         self.copies = RunningCopies(self._slots.free)

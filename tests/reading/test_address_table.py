@@ -14,10 +14,10 @@ from tests.interrupting import Tracer
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.files.partial import PartialMap
+from trajstore.reading.address_table import AddressTable, HeldRows, MappedShard
 from trajstore.reading.addresses import Addresses
-from trajstore.reading.column_numbers import ColumnNumbers, axes_of
+from trajstore.reading.column_interner import ColumnInterner, axes_of
 from trajstore.reading.map_limit import MapLimit
-from trajstore.reading.residency import HeldRows, MappedShard, Residency
 from trajstore.reading.running_copies import RunningCopies
 from trajstore.reading.slots import UNAVAILABLE, SlotTable
 
@@ -52,10 +52,10 @@ class Shards:
         return MappedShard(SCHEMA, [1000 * row], keep=memory, extent=TOLD, partial=partial)
 
 
-def shown(rows: list[int], map_limit: int = 100) -> tuple[Residency, Any, Shards]:
-    residency, shards = Residency(map_limit), Shards()
-    source = residency.add_source(shards)
-    return residency, residency.add_shards(source, np.array(rows), np.ones(len(rows), np.intp)), shards
+def shown(rows: list[int], map_limit: int = 100) -> tuple[AddressTable, Any, Shards]:
+    addresses, shards = AddressTable(map_limit), Shards()
+    source = addresses.add_source(shards)
+    return addresses, addresses.add_shards(source, np.array(rows), np.ones(len(rows), np.intp)), shards
 
 
 def nothing(slot: int, extent: Extent) -> None:
@@ -63,61 +63,61 @@ def nothing(slot: int, extent: Extent) -> None:
 
 
 def test_a_shard_is_mapped_once_and_what_cannot_be_is_told() -> None:
-    residency, slots, shards = shown([3, 9, 4])
+    addresses, slots, shards = shown([3, 9, 4])
     told: list[tuple[int, Extent]] = []
     for _ in range(2):
-        assert residency.ensure(slots, lambda *said: told.append(said)) == [1]
-    assert shards.opened == residency.mapped == 2
+        assert addresses.ensure(slots, lambda *said: told.append(said)) == [1]
+    assert shards.opened == addresses.mapped == 2
     assert told == [(0, TOLD), (2, TOLD)]
-    assert [HeldRows(residency, np.array([slot])).addresses_of(slot) for slot in (0, 2)] == [[3000], [4000]]
-    assert residency.partial_maps(slots) == ["file 3", "file 4"]
-    assert residency.table.signature[slots].tolist() == [0, -1, 0]
+    assert [HeldRows(addresses, np.array([slot])).addresses_of(slot) for slot in (0, 2)] == [[3000], [4000]]
+    assert addresses.partial_maps(slots) == ["file 3", "file 4"]
+    assert addresses.table.signature[slots].tolist() == [0, -1, 0]
 
 
 def test_shards_that_a_batch_does_not_need_are_unmapped_and_mapped_again() -> None:
-    residency, slots, shards = shown([1, 2, 3], map_limit=2)
-    residency.ensure(slots[:2], nothing)
-    residency.ensure(slots[1:], nothing)
-    assert residency.table.signature[slots].tolist() == [-1, 0, 0]
-    residency.ensure(slots, nothing)
-    assert (residency.mapped, shards.opened) == (3, 4)
+    addresses, slots, shards = shown([1, 2, 3], map_limit=2)
+    addresses.ensure(slots[:2], nothing)
+    addresses.ensure(slots[1:], nothing)
+    assert addresses.table.signature[slots].tolist() == [-1, 0, 0]
+    addresses.ensure(slots, nothing)
+    assert (addresses.mapped, shards.opened) == (3, 4)
 
 
 def test_a_slot_is_given_out_again_when_its_last_entry_has_left_and_no_copy_runs() -> None:
-    residency, slots, _ = shown([1, 2])
-    residency.ensure(slots, nothing)
-    held = HeldRows(residency, slots)
-    residency.leave(slots[:1])
-    assert residency.table.signature[slots[0]] == -1
-    assert residency.add_shard(0, 5, 1) == 2
+    addresses, slots, _ = shown([1, 2])
+    addresses.ensure(slots, nothing)
+    held = HeldRows(addresses, slots)
+    addresses.leave(slots[:1])
+    assert addresses.table.signature[slots[0]] == -1
+    assert addresses.add_shard(0, 5, 1) == 2
     held.let_go()
-    assert residency.add_shard(0, 6, 1) == slots[0]
-    assert residency.mapped == 1
+    assert addresses.add_shard(0, 6, 1) == slots[0]
+    assert addresses.mapped == 1
 
 
 def test_memory_is_resident_when_it_is_first_asked_for() -> None:
-    residency, _, _ = shown([])
+    addresses, _, _ = shown([])
     rows = MappedShard(SCHEMA, [77], keep=object())
-    slot = residency.add_memory(rows, 2)
-    assert residency.table.signature[slot] == -1
-    residency.ensure(np.array([slot]), nothing)
-    assert HeldRows(residency, np.array([slot])).addresses_of(slot) == [77]
-    residency.leave(np.array([slot]))
-    assert residency.table.signature[slot] >= 0
-    residency.leave(np.array([slot]))
-    assert residency.table.signature[slot] == -1
-    assert residency.add_memory(rows, 1) == slot
+    slot = addresses.add_memory(rows, 2)
+    assert addresses.table.signature[slot] == -1
+    addresses.ensure(np.array([slot]), nothing)
+    assert HeldRows(addresses, np.array([slot])).addresses_of(slot) == [77]
+    addresses.leave(np.array([slot]))
+    assert addresses.table.signature[slot] >= 0
+    addresses.leave(np.array([slot]))
+    assert addresses.table.signature[slot] == -1
+    assert addresses.add_memory(rows, 1) == slot
 
 
 def test_memory_whose_entries_nobody_has_seen_can_be_withdrawn() -> None:
-    residency, slots, _ = shown([0])
+    addresses, slots, _ = shown([0])
     kept, taken = MappedShard(SCHEMA, [77], keep=object()), MappedShard(SCHEMA, [78], keep=object())
-    residency.add_memory(kept, 3)
-    slot = residency.add_memory(taken, 3)
-    residency.withdraw([taken])
-    assert residency.are_memory(np.array([*slots, slots[-1] + 1])).tolist() == [False, True]
-    assert residency.add_memory(taken, 1) == slot
-    residency.withdraw([])
+    addresses.add_memory(kept, 3)
+    slot = addresses.add_memory(taken, 3)
+    addresses.withdraw([taken])
+    assert addresses.are_memory(np.array([*slots, slots[-1] + 1])).tolist() == [False, True]
+    assert addresses.add_memory(taken, 1) == slot
+    addresses.withdraw([])
 
 
 @pytest.mark.locks_unchecked
@@ -125,20 +125,20 @@ def test_after_an_interrupt_what_is_resident_is_known_to_be_partly_there() -> No
     """Else rows would be copied that were never fetched: zeros."""
 
     def interrupted(at: int | None) -> int:
-        residency, slots, _ = shown([1, 2])
+        addresses, slots, _ = shown([1, 2])
         told: list[int] = []
         tracer = Tracer(at)
 
         def work() -> None:
-            residency.ensure(slots, lambda slot, _: told.append(slot))
-            residency.leave(slots[:1])
+            addresses.ensure(slots, lambda slot, _: told.append(slot))
+            addresses.leave(slots[:1])
 
         tracer.run(work)
-        resident = [slot for slot in slots.tolist() if residency.table.signature[slot] >= 0]
-        assert len(residency.partial_maps(np.array(resident, np.int64))) == len(resident)
+        resident = [slot for slot in slots.tolist() if addresses.table.signature[slot] >= 0]
+        assert len(addresses.partial_maps(np.array(resident, np.int64))) == len(resident)
         assert set(resident) <= set(told)
-        residency.ensure(slots[1:], nothing)
-        assert HeldRows(residency, slots).addresses_of(int(slots[1])) == [2000]
+        addresses.ensure(slots[1:], nothing)
+        assert HeldRows(addresses, slots).addresses_of(int(slots[1])) == [2000]
         return tracer.count
 
     for at in range(interrupted(None)):
@@ -146,13 +146,13 @@ def test_after_an_interrupt_what_is_resident_is_known_to_be_partly_there() -> No
 
 
 def test_what_holds_rows_holds_the_memory_in_which_they_lie() -> None:
-    residency, slots, shards = shown([1])
-    residency.ensure(slots, nothing)
-    held = HeldRows(residency, slots)
+    addresses, slots, shards = shown([1])
+    addresses.ensure(slots, nothing)
+    held = HeldRows(addresses, slots)
     gone = shards.memory
     assert gone is not None
-    residency.leave(slots)
-    del residency, shards  # contents that were replaced
+    addresses.leave(slots)
+    del addresses, shards  # contents that were replaced
     gc.collect()
     assert gone() is not None
     held.let_go()
@@ -201,7 +201,7 @@ DOCUMENT = ColumnSpec("document", "uint8", (), Axis.DOCUMENT)
 
 
 def test_columns_of_one_name_dtype_and_shape_have_one_number() -> None:
-    columns = ColumnNumbers()
+    columns = ColumnInterner()
     numbers, _ = columns.of(Schema("step", (X, DONES)))
     again, _ = columns.of(Schema("step", (DONES, X, ColumnSpec("x", "float64", (2,), Axis.SAMPLES))))
     assert numbers.tolist() == [0, 1]
@@ -214,7 +214,7 @@ def test_columns_of_one_name_dtype_and_shape_have_one_number() -> None:
 
 
 def test_a_signature_tells_what_can_be_sampled_in_whatever_order_and_the_kind() -> None:
-    columns = ColumnNumbers()
+    columns = ColumnInterner()
     _, plain = columns.of(Schema("step", (X, DONES)))
     _, turned = columns.of(Schema("step", (DONES, X)))
     _, documented = columns.of(Schema("step", (X, DONES, DOCUMENT)))
@@ -227,7 +227,7 @@ def test_a_signature_tells_what_can_be_sampled_in_whatever_order_and_the_kind() 
 
 
 def test_the_axis_is_each_schemas_own() -> None:
-    columns = ColumnNumbers()
+    columns = ColumnInterner()
     moved = ColumnSpec("dones", "bool", (), Axis.LAST_EXTRA)
     _, one = columns.of(Schema("step", (DONES,)))
     _, other = columns.of(Schema("step", (moved,)))

@@ -20,7 +20,7 @@ START_OF: Mapping[Axis, str] = {
 """Which of them says where the rows of a column on an axis begin."""
 
 
-class Home(NamedTuple):
+class RowLocation(NamedTuple):
     """Where the rows of a trajectory are: the table (shard or slot) and, on each kind of axis, the first row in it."""
 
     table: int

@@ -10,7 +10,7 @@ from trajstore.columns.schema import ColumnSpec, Kind, Schema
 ANY_AXIS = 0
 
 
-class ColumnNumbers:
+class ColumnInterner:
     """Numbers columns that agree in name, dtype and shape, and sets of them that can be sampled: *signatures*.
 
     Comparing two trajectories is comparing their signatures, one number each. Numbers are never given up: there are as
