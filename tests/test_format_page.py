@@ -16,8 +16,8 @@ from tests import format_reader
 from tests.pages import blocks
 from tests.stores import LIVE, crashed_store, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.columns.conversion import flatten
-from trajstore.formats import FORMATS
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.formats import FORMATS
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 

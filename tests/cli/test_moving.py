@@ -12,7 +12,7 @@ from tests.cli.stores import Run
 from tests.stores import LIVE, contents_of, crashed_store, flip, opened, stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import DAMAGED, main
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
