@@ -21,6 +21,7 @@ from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajec
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.reading.contents import Contents
+from trajstore.store.new_entries import NewEntries
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.writing.commit_log import CommitLog
@@ -35,7 +36,7 @@ STEPS = [
     "trajstore.reading.contents.Contents._trim",
     "trajstore.writing.queue.WriteQueue.submit",
     "trajstore.buffer.sink.copied",
-    "trajstore.reading.contents.columns_of",
+    "trajstore.store.new_entries.columns_of",
 ]
 
 
@@ -62,10 +63,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> 
 
     real = publishing.entries_to_json
 
-    def entries(records: Any, ids: Sequence[int], uuids: bytes) -> Any:
-        if bad.intersection(ids):
+    def entries(some: NewEntries) -> Any:
+        if bad.intersection(some.ids):
             raise error
-        return real(records, ids, uuids)
+        return real(some)
 
     monkeypatch.setattr(publishing, "entries_to_json", entries)
 
@@ -191,6 +192,7 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
 EXIT = """
 import sys, threading
 from trajstore import TrajectoryReplayBuffer
+from trajstore.store.new_entries import NewEntries
 from trajstore.testing.witness import witness
 path, how = sys.argv[1:]
 kinds = {"pt": {}, "pkl": {}, "zarr": {}}
