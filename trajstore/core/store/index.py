@@ -67,7 +67,7 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays that every index has, as a directory has them; those of facts (:mod:`trajstore.core.store.facts`) come besides.
+"""Arrays that every index has, as a directory has them; facts (:mod:`trajstore.core.store.facts`) come besides.
 
 ``nbytes`` are those of the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` where nothing says it),
 ``shard`` is a row of the shard table, ``start_*`` are first rows within it.
@@ -336,7 +336,7 @@ class TrajectoryIndex:
 
     @property
     def row_notes(self) -> list[str]:
-        """Names of values that came late and are rows: :data:`~trajstore.core.store.facts.NOTE_ROWS` says of which table."""
+        """Names of late values by row; :data:`~trajstore.core.store.facts.NOTE_ROWS` has their table."""
         return [name.removeprefix(NOTE_ROWS) for name in self._arrays if name.startswith(NOTE_ROWS)]
 
     def given(self, position: int) -> dict[str, float | str]:
