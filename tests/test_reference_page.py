@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 
 from tools.api_page import PAGE, find, written
+from trainer_hooks.replay.entry import Departure
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
-from trajstore.experience.entry import Departure
 
 ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
-PACKAGES = tuple(
-    f"trajstore{name}"
-    for name in ("", ".distributed", ".experience", ".feeding", ".guidance", ".rlinf", ".sampling", ".view")
+PACKAGES = (
+    "trajstore",
+    "trajstore.core.feeding",
+    "trajstore.core.sampling",
+    "trajstore.distributed",
+    "trajstore.interop.rlinf",
+    "trajstore.view",
+    "trainer_hooks.guidance",
+    "trainer_hooks.replay",
 )
 
 
@@ -87,7 +93,7 @@ def shown_classes() -> dict[str, type]:
     return {f"{one.__module__}.{one.__qualname__}": one for one in shown}
 
 
-BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.rlinf.trajectory.Trajectory"}
+BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.interop.rlinf.trajectory.Trajectory"}
 """Their fields are those of ``Trajectory``, as their docstrings say."""
 
 

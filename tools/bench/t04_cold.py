@@ -15,9 +15,9 @@ import torch
 
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.workloads import Workload, filled, image, opened, state
-from trajstore.files.opening import open_directory
-from trajstore.reading.gather import locate
-from trajstore.store.catalog import Catalog
+from trajstore.core.files.opening import open_directory
+from trajstore.core.reading.gather import locate
+from trajstore.core.store.catalog import Catalog
 
 TARGET = 1.1
 SEED = 3

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.buffer.numbering import Numbering
-from trajstore.sampling.base import Drawn, IntArray
+from trajstore.core.buffer.numbering import Numbering
+from trajstore.core.sampling.base import Drawn, IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,294 @@
+"""Batches of more than single steps: sequences, n-step transitions, hindsight goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trajstore.core.base.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.buffer.sampling import Batch
+from trajstore.core.columns.fields import nest, unnest
+from trajstore.core.sampling.base import Drawn, IntArray, Sampler, uniform
+from trajstore.core.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+
+_IN_VAIN = 1000
+"""Starts drawn in a row, none with a whole sequence after it, before that is an error."""
+
+_MOST_STEPS = 1 << 24
+"""Steps of a span at most: all of them are looked at at once."""
+
+Ends = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Rows of spans, and which of them count, ``[n, length]``; ``first`` are the rows from which they begin."""
+
+    first: Drawn
+    rows: IntArray
+    mask: Mask
+
+
+def sample_sequences(
+    buffer: Reader,
+    count: int,
+    length: int,
+    *,
+    pad: bool = False,
+    sampler: Sampler | None = None,
+    columns: Sequence[str] | None = None,
+    ends: Ends = ("dones",),
+) -> Batch:
+    """Draw runs of steps of one environment that never go beyond the end of an episode or of a trajectory.
+
+    Args:
+        buffer: where from.
+        count: how many sequences.
+        length: steps of each.
+        pad: also draw starts less than ``length`` steps before an end: the rest repeats the last step and is marked
+            in ``mask``. Without it every start has the same chance among those from which a whole sequence follows.
+        sampler: chooses the starts instead of a uniform draw.
+        columns: dotted names of the columns wanted; None = all.
+        ends: columns of which a true value says that an episode ends with this step.
+
+    Returns:
+        A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for steps that
+        count. Padded, it has no more sequences than the window has steps.
+        An episode never continues in another trajectory: nothing in the data says which trajectory that would be.
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from, or hardly a start with ``length`` steps after it.
+        SchemaMismatchError: a column of ``ends`` is absent.
+        ConfigurationError: an argument is out of range.
+    """
+    count, length, pad = whole("count", count, 1), whole("length", length, 1, _MOST_STEPS), truth("pad", pad)
+    ends = _checked(buffer, ends)
+
+    def sample() -> Batch:
+        spans = (_spans if pad else _whole)(buffer, count, length, sampler, ends)
+        values = _read(buffer, spans.first, spans.rows, columns)
+        return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
+
+    return buffer.sampling.together(sampler, lambda _: sample())
+
+
+def sample_n_step(
+    buffer: Reader,
+    count: int,
+    n: int,
+    gamma: float,
+    *,
+    sampler: Sampler | None = None,
+    columns: Sequence[str] | None = None,
+    ends: Ends = ("dones",),
+    terminations: str = "terminations",
+) -> Batch:
+    """Draw transitions over n steps: the reward is the discounted sum, what comes next is what came n steps later.
+
+    ``R = sum_i gamma^i r_i`` over the steps up to the n-th, or to the end of the episode or the trajectory if that
+    comes first; the target of a value is then ``R + bootstrap * V(next)``, with values of the shape of the rewards.
+    Source: Sutton and Barto, "Reinforcement Learning", second edition, equation 7.1.
+
+    Args:
+        buffer: where from.
+        count: how many transitions; without a sampler at most as many as the window has, with a warning once.
+        n: steps of each at most.
+        gamma: discount of a step, in ``[0, 1]``.
+        sampler: chooses the first steps instead of a uniform draw.
+        columns: dotted names of the columns wanted, besides rewards; None = all.
+        ends: columns of which a true value says that an episode ends with this step.
+        terminations: column of which a true value says that nothing follows, so that nothing is bootstrapped.
+
+    Returns:
+        The batch of the first steps, in which ``rewards`` ``[count, ...]`` are the sums, and columns below ``next_obs``
+        those of the last step; besides, ``"bootstrap"`` float32 (``gamma^k`` after k steps, 0 where the last step
+        terminated), ``[count]`` with as many dimensions of 1 as rewards have more, so that both go together, and
+        ``"steps"`` int64 ``[count]`` (k).
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from.
+        SchemaMismatchError: a column is absent.
+        ConfigurationError: an argument is out of range.
+    """
+    count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
+    ends, columns = _checked(buffer, ends), columns_or_none(columns)
+    text("terminations", terminations)
+    return buffer.sampling.together(
+        sampler, lambda _: _n_step(buffer, count, n, gamma, sampler, columns, ends, terminations)
+    )
+
+
+def _n_step(
+    buffer: Reader,
+    count: int,
+    n: int,
+    gamma: float,
+    sampler: Sampler | None,
+    columns: Sequence[str] | None,
+    ends: Ends,
+    terminations: str,
+) -> Batch:
+    spans = _spans(buffer, count, n, sampler, ends)
+    last = last_of(spans.mask)
+    end = spans.rows[np.arange(len(last)), last]
+    values = unnest(buffer.read(spans.first, columns=columns))
+    after = [name for name in values if name.startswith("next_obs.")]
+    if after:
+        values |= unnest(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
+    rewards = _read(buffer, spans.first, spans.rows, ["rewards"])["rewards"]
+    rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch promotes no eight-bit floats
+    factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
+    shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
+    discounted = rewards * factors.reshape(1, *shape[1:])
+    # Chosen, not multiplied by 0: what lies beyond the end may be no number.
+    values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
+    terminated = _any(buffer, spans.first, end[:, None], [terminations])[:, 0]
+    bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
+    alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
+    more = {"bootstrap": alike, "steps": torch.from_numpy(last + 1)}
+    return Batch({**nest(values), **more}, spans.first)
+
+
+def sample_hindsight(
+    buffer: Reader,
+    count: int,
+    *,
+    goal: str,
+    achieved: str,
+    reward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    share: float = 0.8,
+    strategy: Literal["future", "final"] = "future",
+    horizon: int = 1000,
+    sampler: Sampler | None = None,
+    columns: Sequence[str] | None = None,
+    ends: Ends = ("dones",),
+) -> Batch:
+    """Draw transitions, some of them as if the goal had been what was achieved later in their episode.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 3.3.
+
+    Args:
+        buffer: where from.
+        count: how many transitions; without a sampler at most as many as the window has, with a warning once.
+        goal: dotted name of the column of goals below ``curr_obs``; the one of the same name below ``next_obs`` is
+            relabelled too, where there is one.
+        achieved: dotted name of the column of what each step achieved, usually below ``next_obs``.
+        reward: given achieved and goal, both ``[k, ...]``, returns the rewards of k relabelled transitions, in the
+            shape of the column ``rewards`` ``[k, ...]``.
+        share: part of the transitions that are relabelled, each by chance.
+        strategy: the new goal is of this or a later step of the same episode, each as likely, or of its last step.
+        horizon: how many steps ahead are looked at; more of them are an error, as goals beyond would not be drawn.
+        sampler: chooses the transitions instead of a uniform draw.
+        columns: dotted names of the columns wanted, among them those above; None = all.
+        ends: columns of which a true value says that an episode ends with this step.
+
+    Returns:
+        A nested dict of tensors ``[count, ...]``, and ``"relabelled"`` ``[count]``, true where the goal is another one.
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from.
+        SchemaMismatchError: a column is absent.
+        ConfigurationError: an argument is out of range, or ``reward`` returns another shape.
+    """
+    count, share, horizon = whole("count", count, 1), finite("share", share, 0.0, 1.0), whole("horizon", horizon, 0)
+    one_of("strategy", strategy, ("future", "final"))
+    ends, columns = _checked(buffer, ends), columns_or_none(columns)
+    text("goal", goal), text("achieved", achieved)
+    check_instance("reward", reward, Callable, "a function of achieved and goal")
+    first = buffer.draw(count, sampler=sampler)
+    values = unnest(buffer.read(first, columns=columns))
+    for name in (goal, achieved, "rewards"):
+        if name not in values:
+            raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
+    chance = uniform(2 * len(first), buffer.sampling.generator)
+    chosen = np.flatnonzero(chance[: len(first)] < share)
+    relabelled = torch.zeros(len(first), dtype=torch.bool)
+    if len(chosen):
+        some = Drawn(first.ids[chosen], first.samples[chosen])
+        steps, batch = buffer.sampling.extents(some.ids)
+        longest = int((steps - some.samples // batch).max())
+        if longest > horizon:
+            raise ConfigurationError(f"horizon: {horizon}, but {longest} steps follow a drawn one; allow as many")
+        spans = _mask(buffer, some, longest, ends)
+        last = last_of(spans.mask)
+        later = chance[len(first) :][chosen] * (last + 1)
+        pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
+        rows = spans.rows[np.arange(len(pick)), pick]
+        goals = unnest(buffer.read(Drawn(some.ids, rows), columns=[achieved]))[achieved]
+        where = torch.from_numpy(chosen)
+        if goals.shape[1:] != values[goal].shape[1:]:
+            raise ConfigurationError(
+                f"goal {goal} is {list(values[goal].shape[1:])}, achieved {achieved} {list(goals.shape[1:])}: "
+                "both must have one shape"
+            )
+        for name in (goal, goal.replace("curr_obs.", "next_obs.", 1)):
+            if name in values:
+                values[name][where] = goals.to(values[name].dtype)
+        rewards = reward(values[achieved][where], goals)
+        if rewards.shape != values["rewards"][where].shape:
+            raise ConfigurationError(
+                f"reward returned {list(rewards.shape)}, must be {list(values['rewards'][where].shape)}"
+            )
+        values["rewards"][where] = rewards.to(values["rewards"].dtype)
+        relabelled[where] = True
+    return Batch({**nest(values), "relabelled": relabelled}, first)
+
+
+def _checked(buffer: Any, ends: Any) -> Ends:
+    check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer")
+    return texts("ends", ends)
+
+
+# -- spans -------------------------------------------------------------------------------------------
+
+
+def _spans(buffer: Reader, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
+    return _mask(buffer, buffer.draw(count, sampler=sampler), length, ends)
+
+
+def _mask(buffer: Reader, first: Drawn, length: int, ends: Ends) -> _Spans:
+    steps, batch = buffer.sampling.extents(first.ids)
+    rows, inside = rows_after(first.samples, steps, batch, length)
+    mask = within_episode(inside, _any(buffer, first, rows, ends))
+    last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
+    return _Spans(first, np.where(mask, rows, last), mask)
+
+
+def _whole(buffer: Reader, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
+    """Draw starts that have ``length`` steps after them, in one draw: the others count as not drawn."""
+    in_vain = 0
+
+    def fits(ids: IntArray, samples: IntArray) -> Mask:
+        nonlocal in_vain
+        good: Mask = np.asarray(_mask(buffer, Drawn(ids, samples), length, ends).mask.all(axis=1), np.bool_)
+        in_vain = 0 if good.any() else in_vain + len(ids)
+        if in_vain >= max(_IN_VAIN, count):
+            raise EmptyBufferError(
+                f"of {in_vain} drawn steps, none has {length - 1} more of its episode after it; "
+                "ask for shorter sequences, or pad=True"
+            )
+        return good
+
+    return _mask(buffer, buffer.sampling.draw(count, buffer.sample_window_size, sampler, fits), length, ends)
+
+
+def _any(buffer: Reader, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:
+    """Return, for rows ``[n, k]``, whether any value of any of some columns is true."""
+    read = _read(buffer, first, rows, names) if names else {}
+    found = np.zeros(rows.shape, np.bool_)
+    for tensor in read.values():
+        found |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()
+    return found
+
+
+def _read(buffer: Reader, first: Drawn, rows: IntArray, columns: Sequence[str] | None) -> dict[str, torch.Tensor]:
+    """Return columns of rows ``[n, k]`` as tensors ``[n, k, ...]``."""
+    drawn = Drawn(np.repeat(first.ids, rows.shape[1]), rows.reshape(-1))
+    values = unnest(buffer.read(drawn, columns=columns))
+    return {name: tensor.reshape(*rows.shape, *tensor.shape[1:]) for name, tensor in values.items()}

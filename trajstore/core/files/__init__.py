@@ -1,0 +1,1 @@
+"""Durable files: published whole, or appended to; the writer and readers of a directory. No trajectories here."""

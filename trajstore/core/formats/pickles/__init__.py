@@ -1,0 +1,1 @@
+"""Pickles of others, read without running what they name."""

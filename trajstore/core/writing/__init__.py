@@ -1,0 +1,1 @@
+"""The way from memory to disk: queue, pool of threads, log of commits, housekeeping."""

@@ -1,0 +1,111 @@
+"""The extension point for experience pools, whose records only packages above the store understand.
+
+A package registers one object under the entry point group ``trajstore.pools``; see :class:`PoolSupport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.files.base import Directory
+from trajstore.core.store.catalog import Catalog
+from trajstore.errors import ConfigurationError
+from trajstore.operations.verification import Progress, Verification
+from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
+
+Report = dict[str, Any]
+
+
+class Pool(Protocol):
+    """The contents of a pool at one moment."""
+
+    @property
+    def buffer(self) -> Reader:
+        """Has the pool's histories, perhaps among other records."""
+
+    def __len__(self) -> int:
+        """Return the number of histories."""
+
+    def query(self) -> Query:
+        """Return a query over the histories."""
+
+    def get(self, shown: str) -> AgentTrajectory:
+        """Return a history by its id as shown.
+
+        Raises:
+            TrajectoryUnavailableError: the pool has none with this id.
+            CorruptStoreError: it is damaged.
+        """
+
+    def overview(self) -> dict[str, Any]:
+        """Return figures of the pool: tasks per difficulty now and by step, demonstrations, skipped tasks."""
+
+
+class Records(Protocol):
+    """The records of a pool's store, each read once."""
+
+    def look(self) -> Pool:
+        """Return the pool as the reader shows it now.
+
+        Raises:
+            CorruptStoreError: its state cannot be read.
+        """
+
+
+class PoolSupport(Protocol):
+    """The functions with which operations and the viewer read pools."""
+
+    facts: Mapping[str, str]
+    """Names and meanings of the facts that only pools have."""
+
+    def report(self, catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
+        """Return figures of a pool's store and a mask of its histories; None if it is not one."""
+
+    def is_pool(self, catalog: Catalog) -> bool:
+        """Return whether a store belongs to a pool."""
+
+    def records(self, reader: Reader) -> Records:
+        """Return the records of a pool's store."""
+
+    def inspect_files(self, directory: Directory) -> Report:
+        """Return the report of ``inspect`` on the three files of a pool."""
+
+    def verify_files(self, directory: Directory, result: Verification, progress: Progress | None) -> None:
+        """Add what ``verify`` finds in the three files of a pool."""
+
+    def newest_files(self, folder: Path) -> Path | None:
+        """Return the newest ``step_N`` folder; None if there is none."""
+
+    def of_files(self, base: Path, newest: Path) -> tuple[Pool, str | None]:
+        """Return the pool in ``newest`` with the difficulties of all steps in ``base``, and what cannot be shown."""
+
+
+@cache
+def pool_support() -> PoolSupport | None:
+    """Return the registered object; None if no installed package registers one."""
+    for point in entry_points(group="trajstore.pools"):
+        return cast(PoolSupport, point.load())
+    return None
+
+
+def pool_support_for(path: str) -> PoolSupport:
+    """Return the registered object for a directory that has a pool's files.
+
+    Raises:
+        ConfigurationError: no installed package registers one.
+    """
+    support = pool_support()
+    if support is None:
+        raise ConfigurationError(f"{path}: an experience pool, and no installed package reads these; see docs/howto")
+    return support

@@ -1,0 +1,8 @@
+"""Queries over trajectories: facts, messages, tokens and steps, with SQL expressions."""
+
+from trajstore.query.facts import FACTS, Facts
+from trajstore.query.query import Query
+from trajstore.query.relations import RELATIONS
+from trajstore.query.stream import Stream
+
+__all__ = ["FACTS", "RELATIONS", "Facts", "Query", "Stream"]
