@@ -102,7 +102,7 @@ def test_kernels_can_be_used_after_an_interrupt_while_they_were_loaded() -> None
     assert bombarded(0, 0.02, 60, None) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_can_be_used_whenever_the_interrupt_comes(seed: int, tmp_path: Path) -> None:

@@ -410,9 +410,7 @@ class TrajectoryIndex:
 
     def translated(self, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
         """Return columns of another index, which number its texts, with the numbers that the texts have here."""
-        numbered = (name for name in columns if name == "weights" or is_text(name))
-        numbers = {name: self.texts.extend(texts, columns[name]) for name in numbered}
-        return {**columns, **numbers}
+        return renumbered(columns, texts, self.texts)
 
     def _shed_texts(self) -> None:
         """Forget the texts that no entry names, if they are more than half of all."""
@@ -524,6 +522,14 @@ class TrajectoryIndex:
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
+
+
+def renumbered(
+    columns: Mapping[str, npt.NDArray[Any]], source: StringTable, target: StringTable
+) -> dict[str, npt.NDArray[Any]]:
+    """Return columns whose texts have numbers of one table with the numbers of another, which takes the texts."""
+    numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
+    return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
