@@ -38,7 +38,7 @@ from trajstore.core.store.facts import (
 from trajstore.core.store.log_records import lie_in
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.row_location import STARTS, RowLocation
-from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.run_ids import ID_LIMIT, shown_id, spelling_hint
 from trajstore.core.store.waiting import Packed, Waiting
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
@@ -252,7 +252,10 @@ class TrajectoryIndex:
         """
         position = self.find(trajectory_id)
         if position is None:
-            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}")
+            ids = self["trajectory_id"]
+            other = len(ids) and (int(ids[0]) >= ID_LIMIT) != (trajectory_id >= ID_LIMIT)
+            hint = f"; {spelling_hint(trajectory_id)}" if other else ""
+            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}{hint}")
         return position
 
     def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
