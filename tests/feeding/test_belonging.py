@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Pat
     (tmp_path / "rank_0").rename(tmp_path / "old")
     (tmp_path / "rank_1").rename(tmp_path / "rank_0")
     (tmp_path / "old").rename(tmp_path / "rank_1")
-    with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0: "):
+    with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0/0: "):
         ReplayLoader(reader(tmp_path), 8, sampler=OF_LOADERS[name]()).load_state_dict(state)
 
 

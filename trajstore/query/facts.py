@@ -129,7 +129,7 @@ class Facts:
         readable = (index["slot"] != UNAVAILABLE) & (np.arange(index.first, index.end) >= contents.start)
         columns = {
             "trajectory_id": pl.Series(ids),
-            "rank": pl.Series(rank_of_id(ids)),
+            "rank": pl.Series(np.maximum(rank_of_id(ids), 0)),
             "kind": pl.Series(["step", "agent"]).gather(agents.astype(np.uint32)),
             "samples": pl.Series(index["num_samples"].copy()),
             "steps": pl.Series(index["steps"].copy()),

@@ -34,6 +34,7 @@ from trajstore.core.feeding.packing import Room, lay_out
 from trajstore.core.feeding.source import Source, still_there
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -179,11 +180,11 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         what = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
         if self._long != "skip":
             raise ConfigurationError(
-                f"trajectory {number}: {what}; allow more tokens, evict it, or say long='skip'"
+                f"trajectory {shown_id(number)}: {what}; allow more tokens, evict it, or say long='skip'"
                 + (" or long='alone'" if length else "")
             )
         if not self._skipped:
-            logger.warning("trajectory %d: %s; it is skipped, as are others like it", number, what)
+            logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), what)
         self._skipped += 1
         return False
 

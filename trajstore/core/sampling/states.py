@@ -16,6 +16,7 @@ import torch
 
 from trajstore.core.base.arguments import INT64_MAX, check_instance, whole
 from trajstore.core.columns.limits import shown
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError
 
 IntArray = npt.NDArray[np.int64]
@@ -122,7 +123,7 @@ def check_names(what: str, ids: IntArray, then: IntArray, here: IntArray) -> Non
         first = int(other[0])
         raise ConfigurationError(
             f"state: {what} is of other trajectories: {len(other)} of {len(ids)} ids that it names are others here "
-            f"(id {int(ids[first])}: the UUID began with {name_text(int(then[first]))}, here with "
+            f"(id {shown_id(int(ids[first]))}: the UUID began with {name_text(int(then[first]))}, here with "
             f"{name_text(int(here[first]))}). It is of another store, or ids were given anew, as happens where the "
             "stores of a run are united; load what the state was taken of, or begin without it"
         )

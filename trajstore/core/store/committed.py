@@ -39,6 +39,7 @@ from trajstore.core.store.notes import Noted, Notes
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.pin_names import aside_name
 from trajstore.core.store.row_notes import RowShard
+from trajstore.core.store.run_ids import ID_LIMIT, in_run
 from trajstore.core.store.saved_points import PinHead, Pins
 from trajstore.core.store.sealed import (
     INDEX_NAME,
@@ -79,6 +80,16 @@ class Evicted:
 
 
 Change = Added | Evicted | Moved | Noted
+
+
+def change_in_run(change: Change, rank: int) -> Change:
+    """Return a commit of a rank's store with the ids that its trajectories have in the run."""
+    if isinstance(change, Added):
+        ids = in_run(rank, change.columns["trajectory_id"])
+        return replace(change, columns={**change.columns, "trajectory_id": ids})
+    if isinstance(change, Evicted):
+        return replace(change, ranges=in_run(rank, np.minimum(change.ranges, ID_LIMIT - 1)))
+    return replace(change, ids=in_run(rank, change.ids))
 
 
 class Committed:

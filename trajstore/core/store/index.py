@@ -40,7 +40,7 @@ from trajstore.core.store.facts import (
 from trajstore.core.store.log_records import lie_in
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.row_location import STARTS, RowLocation
-from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.run_ids import ID_LIMIT, shown_id, spelling_hint
 from trajstore.core.store.waiting import Packed, Waiting
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
@@ -254,7 +254,10 @@ class TrajectoryIndex:
         """
         position = self.find(trajectory_id)
         if position is None:
-            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}")
+            ids = self["trajectory_id"]
+            other = len(ids) and (int(ids[0]) >= ID_LIMIT) != (trajectory_id >= ID_LIMIT)
+            hint = f"; {spelling_hint(trajectory_id)}" if other else ""
+            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}{hint}")
         return position
 
     def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
@@ -407,9 +410,7 @@ class TrajectoryIndex:
 
     def translated(self, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
         """Return columns of another index, which number its texts, with the numbers that the texts have here."""
-        numbered = (name for name in columns if name == "weights" or is_text(name))
-        numbers = {name: self.texts.extend(texts, columns[name]) for name in numbered}
-        return {**columns, **numbers}
+        return renumbered(columns, texts, self.texts)
 
     def _shed_texts(self) -> None:
         """Forget the texts that no entry names, if they are more than half of all."""
@@ -521,6 +522,14 @@ class TrajectoryIndex:
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
+
+
+def renumbered(
+    columns: Mapping[str, npt.NDArray[Any]], source: StringTable, target: StringTable
+) -> dict[str, npt.NDArray[Any]]:
+    """Return columns whose texts have numbers of one table with the numbers of another, which takes the texts."""
+    numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
+    return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
