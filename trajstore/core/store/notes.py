@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,6 @@ _COLUMNS: Mapping[str, npt.DTypeLike] = {
     "starts": np.int64,
 }
 
-_ADDED = {"shards": _NO_SHARD, "starts": 0}
-"""What the columns have that layout version 6 lacks."""
-
 _HAS_ROWS = 1.0
 """Stands in ``numbers`` for rows that were given, whether or not they are still kept."""
 
@@ -66,20 +63,22 @@ class Note:
     """A value that a trajectory was given.
 
     Attributes:
-        trajectory_id: of the trajectory.
+        trajectory_id: of the trajectory; of a run asked for as ``"2/1"``, so too.
         name: of the value.
         value: None where an earlier one was taken back; of values by row a text that says what they are.
         who: gave it; an empty text if nothing was said.
         time: when, in µs since 1970, by the clock of who gave it.
         generation: of the commit that brought it.
+        in_force: whether it counts now: no later value or None replaced it.
     """
 
-    trajectory_id: int
+    trajectory_id: int | str
     name: str
     value: Value
     who: str
     time: int
     generation: int
+    in_force: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +209,8 @@ class Notes:
             "who": self._words.add(said.who),
             "times": said.time,
             "generations": generation,
-            **_ADDED,
+            "shards": _NO_SHARD,
+            "starts": 0,
             **values,
         }
         part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
@@ -331,7 +331,9 @@ class Notes:
                 value = rows_in_words(kind) if is_rows(kind) and value is not None else value
                 name, who = names[int(part["names"][at])], self._words[int(part["who"][at])]
                 time, generation = int(part["times"][at]), int(part["generations"][at])
-                found.append(Note(trajectory_id, name, value, who, time, generation))
+                found.append(Note(trajectory_id, name, value, who, time, generation, False))
+        for at in {note.name: at for at, note in enumerate(found)}.values():
+            found[at] = replace(found[at], in_force=found[at].value is not None)
         return found
 
     # -- on disk ----------------------------------------------------------------------------------
@@ -372,13 +374,10 @@ class Notes:
         notes = cls()
         try:
             packed, kinds, sources = value["columns"], dict(value["names"]), value["sources"]
-            there = [name for name in _COLUMNS if name in packed or name not in _ADDED]
-            rows = {declared_rows(packed[name]) for name in there}
+            rows = {declared_rows(packed[name]) for name in _COLUMNS}
             if len(rows) != 1:
                 raise ValueError("columns have different lengths")
-            columns = {name: unpack(packed[name], _COLUMNS[name]) for name in there}
-            for name, missing in _ADDED.items():
-                columns.setdefault(name, np.full(len(columns["ids"]), missing, _COLUMNS[name]))
+            columns = {name: unpack(packed[name], dtype) for name, dtype in _COLUMNS.items()}
             notes._words = StringTable.from_json(value["words"])
             for name, kind in kinds.items():
                 if not NAME.fullmatch(name) or not (kind in ("text", "number") or is_kind_of_rows(kind)):
