@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     assert "no, rank_1 lacks it" in capsys.readouterr().out
     with pytest.raises(StoreNotFoundError, match="no saved point of step 3; there are: 1, 2"):
         go_to(run, 3)
-    with pytest.raises(StoreNotFoundError, match="step-3"):
+    with pytest.raises(StoreNotFoundError, match="no saved point of step 3"):
         TrajectoryReplayBuffer.open(run, pin="step-3")
     with TrajectoryReplayBuffer.open(run, pin="step-2") as reader:
         assert len(reader) == 12

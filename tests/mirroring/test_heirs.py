@@ -171,5 +171,5 @@ def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Pat
             open_directory(mirror).publish([late])
             assert steps_at(mirror) == [1, 2]
             buffer.points.save(3)
-            wait_until(lambda: pins_at(mirror) == {"step-1", "step-2", "step-3"})
+            wait_until(lambda: pins_at(mirror) == {"step-1.0", "step-2.0", "step-3.0"})
     assert verify(mirror).sound

@@ -172,7 +172,7 @@ class Catalog(Committed):
 
     def _check_pins(self) -> None:
         for head in self.pins.heads.values():
-            if head.generation > self.generation:
+            if head.kind != "aside" and head.generation > self.generation:  # on a mirror, before its index
                 raise self._cut(
                     f"ends with generation {self.generation}, and {pin_name(head.name)} was made at generation "
                     f"{head.generation}"
