@@ -288,7 +288,7 @@ def test_a_service_that_answers_slowly_holds_a_step_no_longer_than_said(opened: 
     guided._hook.context = slow.context  # type: ignore[method-assign]
     guided.offered(prompts_of(2000))
     assert slow.asked < 2000
-    assert guided._troubles["late"] >= 2000 - slow.asked
+    assert guided.step_done([], 1)["guidance/rollouts/late"] >= 2000 - slow.asked
 
 
 def test_a_service_is_asked_once_for_each_prompt(opened: Opened) -> None:
