@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.limits import UNKNOWN_TIME
 from trajstore.core.columns.schema import Extent
 from trajstore.core.store.entry_checks import in_blocks, shape_faults
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.core.store.index_file import index_from_json, index_to_json
-from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore.core.store.row_location import RowLocation
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
@@ -82,7 +81,7 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         flat = flatten(witness(number))
-        columns = columns_of(NewEntries.of([flat]), [number], number.to_bytes(16, "big"), index.texts)
+        columns = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), index.texts).columns)
         index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
     return index
 
@@ -118,11 +117,8 @@ def test_columns_that_disagree(name: str) -> None:
     with pytest.raises(CorruptStoreError):
         index_from_json(value, 1)
     del value["columns"][name]
-    if name == "committed":  # which earlier layouts do not have
-        assert index_from_json(value, 1)[name].tolist() == [UNKNOWN_TIME] * 3
-    else:
-        with pytest.raises(CorruptStoreError):
-            index_from_json(value, 1)
+    with pytest.raises(CorruptStoreError):
+        index_from_json(value, 1)
     if np.dtype(COLUMNS[name]).kind == "i" and not name.startswith("version"):
         value["columns"][name] = pack(np.full(3, -5, COLUMNS[name]))
         with pytest.raises(CorruptStoreError, match=name):
@@ -256,7 +252,6 @@ def test_a_table_that_is_continued_knows_what_it_holds() -> None:
 
 
 def test_a_table_with_one_string_many_times_is_read() -> None:
-    """Earlier versions wrote such: the empty string once more each time that a store was opened."""
     for text, times in ((b"", 5000), (b"a name of weights that is as long as a name may be", 5000)):
         blob = np.frombuffer(text * times, "V1")
         again = StringTable.from_json({"bytes": pack(blob), "ends": pack(np.arange(1, times + 1) * len(text))})

@@ -44,7 +44,6 @@ from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.core.store.run_ids import id_from
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
 from trajstore.query import RELATIONS, Facts, Query
-from trajstore.query.facts import KeepFacts
 from trajstore.query.relations import TRAJECTORIES, late_columns, read_rows, scan
 from trajstore.trajectory import AnyTrajectory
 
@@ -57,7 +56,6 @@ class Reader(Closing):
         draws: the generator.
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
         storage_options: passed on to the fsspec file system.
-        keep_facts: called with facts that a question has read from documents: ids, UUIDs and facts.
 
     Attributes:
         trajectory_format: name of the format of new shards and checkpoints.
@@ -71,7 +69,6 @@ class Reader(Closing):
         draws: Draws,
         sample_window_size: int,
         storage_options: Mapping[str, Any],
-        keep_facts: KeepFacts = lambda ids, uuids, facts: None,
     ) -> None:
         self.live = live
         self.sampling = Sampling(live, draws)
@@ -81,7 +78,7 @@ class Reader(Closing):
         self._draws = draws
         self._format = get_format(self.trajectory_format)
         self._storage_options = storage_options
-        self._facts = Facts(live.locked, keep_facts)
+        self._facts = Facts(live.locked)
         self._counter = 0
 
     @staticmethod
@@ -126,34 +123,7 @@ class Reader(Closing):
         seed = whole_or_none("seed", seed, -(1 << 63), (1 << 64) - 1)
         window, verify = whole("sample_window_size", sample_window_size, 0), truth("verify_shards", verify_shards)
         request = LoadRequest(open_directory(path, **options), share, strict, pin)
-        return Reader.of(request, seed, window, verify_shards=verify, storage_options=options)
-
-    @staticmethod
-    def of(
-        request: LoadRequest,
-        seed: int | None = None,
-        sample_window_size: int = 0,
-        *,
-        verify_shards: bool = False,
-        cache: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Reader:
-        """Return a reader of what a request names; for other packages of trajstore.
-
-        Args:
-            request: what to load.
-            seed: as for :meth:`open`.
-            sample_window_size: as for :meth:`open`.
-            verify_shards: as for :meth:`open`.
-            cache: keep decoded trajectories in memory.
-            storage_options: passed on to the fsspec file system.
-        """
-        reader = _unloaded(seed, sample_window_size, verify_shards, cache, dict(storage_options or {}))
-        state = reader.state_dict()
-        reader._load(request)
-        if seed is not None:
-            reader.load_state_dict(state)
-        return reader
+        return load_reader(request, seed, window, verify_shards=verify, storage_options=options)
 
     @property
     def sample_window_size(self) -> int:
@@ -317,7 +287,7 @@ class Reader(Closing):
     def query(self, relation: str = "trajectories") -> Query:
         """Ask about the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
 
-        The index has the facts of rollouts; those of earlier layouts are read with the first question, and kept.
+        The index has the facts of rollouts.
         Messages, tokens and steps are read from the trajectories of which the conditions on facts hold.
         Needs Polars (extra ``query``).
 
@@ -549,6 +519,33 @@ class Reader(Closing):
         # As bytes: torch would send a tensor as an open file, of which there are few.
         state = pickle.dumps(self.state_dict())
         return unpickled, (partial(_unloaded, None, *options), self.live.request, self.live.store_ids, state)
+
+
+def load_reader(
+    request: LoadRequest,
+    seed: int | None = None,
+    sample_window_size: int = 0,
+    *,
+    verify_shards: bool = False,
+    cache: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Reader:
+    """Return a reader of the directories that a request names.
+
+    Args:
+        request: what to load.
+        seed: as for :meth:`Reader.open`.
+        sample_window_size: as for :meth:`Reader.open`.
+        verify_shards: as for :meth:`Reader.open`.
+        cache: keep decoded trajectories in memory.
+        storage_options: passed on to the fsspec file system.
+    """
+    reader = _unloaded(seed, sample_window_size, verify_shards, cache, dict(storage_options or {}))
+    state = reader.state_dict()
+    reader._load(request)
+    if seed is not None:
+        reader.load_state_dict(state)
+    return reader
 
 
 def _unloaded(

@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
@@ -32,7 +28,6 @@ from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.given import Said
 from trajstore.core.store.log_records import ids_in_words
-from trajstore.core.store.new_entries import NewEntries
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
 from trajstore.core.writing.groups import Batch, random_uuids
@@ -101,12 +96,12 @@ class Sink:
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories, one or more, whose tensors are copied; ``uuids``: 16 bytes each, None = random ones."""
-        blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+        blocks = copied(flats, self._arena)
         with self.lock:
             ids = [self._next_id + i * self._stride for i in range(len(flats))]
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
             self.counter = ids[-1] + 1
-            self._view.contents.add(blocks, entries, ids, uuids or random_uuids(len(flats)), pending=False)
+            self._view.contents.add(blocks, flats, ids, uuids or random_uuids(len(flats)), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
         return ids
 
@@ -178,9 +173,6 @@ class Sink:
 
     def unpin(self, name: str) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside."""
-
-    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
-        """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
 
     def annotate(self, said: Said, rows: Rows) -> None:
         """Give trajectories of the store values, and values by row, a tensor for each of them.
@@ -306,12 +298,10 @@ class StoreSink(Sink):
         queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
         try:
             queue.reserve(batch, total)
-            blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+            blocks = copied(flats, self._arena)
             with self.lock:
                 ids, uuids = queue.take_ids(len(flats))
-                uuids = given or uuids
-                self._view.contents.add(blocks, entries, ids, uuids, pending=True)
-                queue.submit(batch, blocks, entries, ids, uuids)
+                queue.submit(batch, blocks, self._view.contents.add(blocks, flats, ids, given or uuids, pending=True))
                 self.counter = ids[-1] + 1
         except BaseException:
             uninterrupted(partial(self._take_back, batch, blocks, ids))
@@ -369,10 +359,6 @@ class StoreSink(Sink):
     def unpin(self, name: str) -> None:
         uninterrupted(partial(self.writer.points.unpin, name))
         self.writer.rewriter.note()
-
-    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
-        with self.writer.log.standing_still() as catalog:
-            catalog.index.tell(ids, uuids, facts)
 
     def annotate(self, said: Said, rows: Rows) -> None:
         others = [number for number in said.ids if not self._view.is_own(number)]
