@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from trajstore.core.base.arguments import one_of
-from trajstore.query.facts import Facts, KeepFacts
+from trajstore.query.facts import Facts
 from trajstore.query.query import Query
 from trajstore.query.readable import Locked
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, late_columns, read_rows, scan
@@ -16,12 +16,11 @@ class Queries:
 
     Args:
         locked: calls a function with the contents of the reader, under its lock.
-        keep_facts: called with facts that a query has read from documents: ids, UUIDs and facts.
     """
 
-    def __init__(self, locked: Locked, keep_facts: KeepFacts) -> None:
+    def __init__(self, locked: Locked) -> None:
         self._locked = locked
-        self._facts = Facts(locked, keep_facts)
+        self._facts = Facts(locked)
 
     def query(self, relation: str) -> Query:
         """Return a query over one relation.

@@ -48,7 +48,6 @@ from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
     from trajstore.query import Query
-    from trajstore.query.facts import KeepFacts
     from trajstore.query.reader import Queries
 
 
@@ -60,7 +59,6 @@ class Reader(Closing):
         draws: the generator.
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
         storage_options: passed on to the fsspec file system.
-        keep_facts: called with facts that a question has read from documents: ids, UUIDs and facts.
 
     Attributes:
         trajectory_format: name of the format of new shards and checkpoints.
@@ -74,7 +72,6 @@ class Reader(Closing):
         draws: Draws,
         sample_window_size: int,
         storage_options: Mapping[str, Any],
-        keep_facts: KeepFacts = lambda ids, uuids, facts: None,
     ) -> None:
         self.live = live
         self.sampling = Sampling(live, draws)
@@ -84,7 +81,6 @@ class Reader(Closing):
         self._draws = draws
         self._format = get_format(self.trajectory_format)
         self._storage_options = storage_options
-        self._keep_facts = keep_facts
         self._queries: Queries | None = None
         self._counter = 0
 
@@ -294,7 +290,7 @@ class Reader(Closing):
     def query(self, relation: str = "trajectories") -> Query:
         """Ask about the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
 
-        The index has the facts of rollouts; those of earlier layouts are read with the first question, and kept.
+        The index has the facts of rollouts.
         Messages, tokens and steps are read from the trajectories of which the conditions on facts hold.
         Needs Polars (extra ``query``).
 
@@ -307,9 +303,7 @@ class Reader(Closing):
         """
         if self._queries is None:
             # Queries are above the core, which loads them on first use.
-            self._queries = cast(
-                "Queries", import_module("trajstore.query.reader").Queries(self.live.locked, self._keep_facts)
-            )
+            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self.live.locked))
         return self._queries.query(relation)
 
     @property
