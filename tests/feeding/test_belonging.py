@@ -157,22 +157,6 @@ def test_token_batches(tmp_path: Path) -> None:
                 next(loader)
 
 
-def test_states_of_an_earlier_version_are_taken_up_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fill(tmp_path, range(10)).close()
-    state, expected = interrupted(reader(tmp_path), EpochSampler())
-    source = state["source"]
-    del source["batches"], source["of"], source["samplers"][0]["sampler"], source["samplers"][0]["names"]
-    for rows, _ in state["under_way"]:
-        del rows["names"]
-    assert going_on(reader(tmp_path), state, EpochSampler()) == expected
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
-        "state of a loader: it does not say which trajectories and batches it is of",
-        "the state of a sampler does not say which trajectories it is of",
-    ]
-
-
 def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: Path) -> None:
     """What only the sampler can tell comes from ``next``, every time."""
     fill(tmp_path, range(10)).close()

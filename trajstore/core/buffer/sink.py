@@ -8,11 +8,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
@@ -43,9 +41,11 @@ from trajstore.errors import (
     StoreError,
     TrajectoryUnavailableError,
 )
-from trajstore.remote.mirror.mirror import StoreMirror, mirror_directory
-from trajstore.remote.mirror.options import Mirror
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.remote.mirror.mirror import StoreMirror
+    from trajstore.remote.mirror.options import Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +178,6 @@ class Sink:
     def unpin(self, name: str) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside."""
 
-    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
-        """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
-
     def annotate(self, said: Said, rows: Rows) -> None:
         """Give trajectories of the store values, and values by row, a tensor for each of them.
 
@@ -232,16 +229,18 @@ class StoreSink(Sink):
         mirror: Mirror | None,
     ) -> None:
         super().__init__(view)
-        target = None if mirror is None else mirror_directory(mirror, directory)
+        # Mirrors are above the core, which loads them when a buffer has one.
+        mirroring = None if mirror is None else import_module("trajstore.remote.mirror.mirror")
+        target = None if mirroring is None else mirroring.mirror_directory(mirror, directory)
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before anything is written there, the lock included
         view.on_commit = on_commit
         listener = ViewListener(view, draws)
         told = None if on_commit is None else listener.on_commit
         self.writer = StoreWriter(directory, trajectory_format, options, listener, told)
-        if mirror is not None and target is not None:
+        if mirroring is not None:
             format_name = trajectory_format.name
-            self.mirror = StoreMirror(
+            self.mirror = mirroring.StoreMirror(
                 self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
             )
         # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
@@ -366,10 +365,6 @@ class StoreSink(Sink):
     def unpin(self, name: str) -> None:
         uninterrupted(partial(self.writer.points.unpin, name))
         self.writer.rewriter.note()
-
-    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
-        with self.writer.log.standing_still() as catalog:
-            catalog.index.tell(ids, uuids, facts)
 
     def annotate(self, said: Said, rows: Rows) -> None:
         others = [number for number in said.ids if not self._view.is_own(number)]

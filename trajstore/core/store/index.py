@@ -29,8 +29,6 @@ from trajstore.core.store.facts import (
     NOTE,
     NOTE_ROWS,
     NOTE_TEXT,
-    fact_columns,
-    facts_to_json,
     is_fact,
     is_note,
     is_optional,
@@ -373,16 +371,6 @@ class TrajectoryIndex:
         """Forget all values that came late."""
         self.noted += 1
         self._arrays = {name: array for name, array in self._arrays.items() if not is_note(name)}
-
-    def tell(self, ids: IntArray, uuids: npt.NDArray[np.void], facts: Sequence[Mapping[str, Any]]) -> None:
-        """Note facts of rollouts that their commit did not tell; where an id stands for another one by now, nothing."""
-        self._unpack()
-        positions = self.find_many(ids)
-        same = positions >= 0
-        same[same] = self._arrays["uuid"][positions[same]] == uuids[same]
-        some = [one for one, there in zip(facts, same.tolist(), strict=True) if there]
-        columns = fact_columns([(facts_to_json(some), len(some))], self.texts)
-        self._set(positions[same], columns)
 
     def _set(self, positions: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Set facts of some entries; those that the index has no room for are passed over."""

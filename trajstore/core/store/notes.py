@@ -56,9 +56,6 @@ _COLUMNS: Mapping[str, npt.DTypeLike] = {
     "starts": np.int64,
 }
 
-_ADDED = {"shards": _NO_SHARD, "starts": 0}
-"""What the columns have that layout version 6 lacks."""
-
 _HAS_ROWS = 1.0
 """Stands in ``numbers`` for rows that were given, whether or not they are still kept."""
 
@@ -217,7 +214,8 @@ class Notes:
             "times": said.time,
             "generations": generation,
             "void": 0,
-            **_ADDED,
+            "shards": _NO_SHARD,
+            "starts": 0,
             **values,
         }
         part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
@@ -381,13 +379,10 @@ class Notes:
         notes = cls()
         try:
             packed, kinds, sources = value["columns"], dict(value["names"]), value["sources"]
-            there = [name for name in _COLUMNS if name in packed or name not in _ADDED]
-            rows = {declared_rows(packed[name]) for name in there}
+            rows = {declared_rows(packed[name]) for name in _COLUMNS}
             if len(rows) != 1:
                 raise ValueError("columns have different lengths")
-            columns = {name: unpack(packed[name], _COLUMNS[name]) for name in there}
-            for name, missing in _ADDED.items():
-                columns.setdefault(name, np.full(len(columns["ids"]), missing, _COLUMNS[name]))
+            columns = {name: unpack(packed[name], dtype) for name, dtype in _COLUMNS.items()}
             notes._words = StringTable.from_json(value["words"])
             for name, kind in kinds.items():
                 if not NAME.fullmatch(name) or not (kind in ("text", "number") or is_kind_of_rows(kind)):
