@@ -56,6 +56,7 @@ _METADATA = "zarr.json"
 _LEVELS = {"none": range(1, 23), "zstd": range(1, 23), "blosc": range(1, 10)}
 _COMPRESSED_CHUNK_BYTES = 1 << 20
 _MAX_NODE_NAME = 150
+_BLOSC_LENGTH = slice(12, 16)  # of the whole chunk, in the header of Blosc 1
 _NOT_IN_ZARR = ("bfloat16", "complex32")  # and all float8 dtypes
 
 
@@ -290,7 +291,8 @@ class _ZarrReader(ShardReader):
                 f"{node}/{array.metadata.encode_chunk_key((number, *inner))}"
                 for number in range(first // chunk, -(-last // chunk))
             ]
-        store = self._store([f"{node}/{_METADATA}", *keys])
+        blosc = any(isinstance(codec, self._zarr.codecs.BloscCodec) for codec in array.compressors)
+        store = self._store([f"{node}/{_METADATA}", *keys], keys if blosc else ())
         with _told_by_file(f"{self._folder}{node}", spec.name):
             data = self._zarr.open_array(store, path=node, mode="r", zarr_format=3)[first:last]
         content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -314,11 +316,15 @@ class _ZarrReader(ShardReader):
         self._arrays[column] = array
         return array
 
-    def _store(self, keys: Sequence[str]) -> Any:
+    def _store(self, keys: Sequence[str], blosc: Sequence[str] = ()) -> Any:
         """Return a store of these files of the shard.
 
+        Args:
+            keys: of the files below the group.
+            blosc: those that blosc decodes, which reads as many bytes as a chunk's header says.
+
         Raises:
-            CorruptStoreError: one is not in the manifest, is absent, or its checksum does not fit.
+            CorruptStoreError: one is not in the manifest, is absent, its checksum does not fit, or it is too short.
         """
         content = {}
         for key in keys:
@@ -329,6 +335,8 @@ class _ZarrReader(ShardReader):
             damage = check_file(data, self._manifest, self._files[name])
             if damage:
                 raise CorruptStoreError(f"{'; '.join(damage)}; restore it from a copy")
+            if key in blosc and len(data) != int.from_bytes(bytes(data[_BLOSC_LENGTH]), "little"):
+                raise CorruptStoreError(f"{name}: not as long as blosc's header says")
             content[key] = self._zarr.buffer.cpu.Buffer.from_bytes(data)
         return self._zarr.storage.MemoryStore(content, read_only=True)
 
