@@ -9,8 +9,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trajstore.core.buffer.view import OWN_SOURCE, View
 from trajstore.core.sampling.draws import Draws
+from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
 from trajstore.core.store.notes import Noted
 from trajstore.core.writing.commits import Commit, CommitListener
@@ -35,6 +39,15 @@ class ViewListener(CommitListener):
     def opened(self, newest: int) -> None:
         """Note that everything up to this id was committed before."""
         self._committed = newest
+
+    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+        """Have memory for entries in the store's index: that of the view where it shows the store's entries."""
+        if (view := self._view()) is None:
+            index.reserve(len(ids))
+        else:
+            contents = view.contents
+            with contents.lock:
+                index.borrow(contents.index, ids)
 
     def committed(self, commits: Sequence[Commit]) -> None:
         self._committed = max(commit.ids[-1] for commit in commits)
