@@ -202,8 +202,8 @@ class Sampling:
             raise ConfigurationError("drawn rows: a place is negative")
         if np.any(beyond := drawn.samples >= sizes):
             raise TrajectoryUnavailableError(
-                f"trajectory {drawn.ids[beyond.argmax()]}: a row beyond its end was drawn, as of another one that had "
-                "this id before a load; draw again"
+                f"trajectory {shown_id(int(drawn.ids[beyond.argmax()]))}: a row beyond its end was drawn, as of "
+                "another one that had this id before a load; draw again"
             )
         first = index.first
         samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples

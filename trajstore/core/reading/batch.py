@@ -21,6 +21,7 @@ from trajstore.core.reading.late import Late
 from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
 from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import SchemaMismatchError, listed
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,9 @@ class BatchColumns:
         def who(at: Sequence[int]) -> str:
             theirs = np.isin(of_each, [signatures[number] for number in at])
             ids = np.unique(index.at("trajectory_id", located.position[theirs])).tolist()
-            return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
+            return (
+                f"trajectory {shown_id(ids[0])}" if len(ids) == 1 else f"trajectories {listed(map(shown_id, ids), 5)}"
+            )
 
         agreed = agree(kinds, like, names, self._addresses.columns.specs, who)
         if all(found == agreed.wanted for found in agreed.found):

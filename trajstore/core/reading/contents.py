@@ -20,9 +20,7 @@ import torch
 from trajstore.core.base import locks
 from trajstore.core.base.clock import microseconds
 from trajstore.core.base.machine_code import begin_kernels
-from trajstore.core.columns.conversion import parse_document, trajectory_of
-from trajstore.core.columns.facts import facts_of
-from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.reading.address_table import AddressTable, HeldRows, MappedShard
@@ -37,7 +35,7 @@ from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
 from trajstore.core.reading.whole import rows_at, whole_rows
 from trajstore.core.store.committed import Change, Evicted
-from trajstore.core.store.facts import NOTE_ROWS, TOLD
+from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
 from trajstore.core.store.new_entries import NewEntries, starts_of
@@ -437,21 +435,9 @@ class Contents:
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
 
     def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
-        """Return the task of the trajectory at each position; an empty text for one that names none.
-
-        Raises:
-            TrajectoryUnavailableError, CorruptStoreError: the index does not know it, and the rollout cannot be read.
-        """
+        """Return the task of the trajectory at each position; an empty text for one that names none."""
         with self.lock:
             index, at = self.index, positions - self.index.first
-            untold = positions[index.fact(TOLD)[at] == 0]
-            for position in untold[index.at("document", untold) > 0].tolist():
-                schema, tensors = self._rows_of(position)
-                if schema.kind == "agent":
-                    document = tensors[[column.axis for column in schema.columns].index(Axis.DOCUMENT)]
-                    one = np.array([position])
-                    facts = facts_of(parse_document(document))
-                    index.tell(index.at("trajectory_id", one), index.at("uuid", one), [facts])
             numbers, which = np.unique(index.fact("task")[at], return_inverse=True)
             texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
             return [texts[one] for one in which.tolist()]

@@ -22,6 +22,7 @@ from trajstore.core.reading.late import COLUMNS, LateValues, late_columns, outco
 from trajstore.core.reading.late_rows import GivenRows, given_rows, split_late
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.row_location import START_OF
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError, SchemaMismatchError, listed
 
 IntArray = npt.NDArray[np.int64]
@@ -138,7 +139,7 @@ class TokenRows:
             try:
                 found.append(decode_document(ctypes.string_at(address, size)) if size and address else {})
             except CorruptStoreError as error:
-                raise CorruptStoreError(f"trajectory {number}: column {DOCUMENT}: {error}") from error
+                raise CorruptStoreError(f"trajectory {shown_id(number)}: column {DOCUMENT}: {error}") from error
         return found
 
 
@@ -176,12 +177,14 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     for name in taken:
         lacking = [int(ids[at]) for at, columns in enumerate(of_each) if name not in columns]
         if lacking and name != DOCUMENT:
-            wrong.append(f"{name} (absent from trajectory {lacking[0]})")
+            wrong.append(f"{name} (absent from trajectory {shown_id(lacking[0])})")
     if wrong:
         raise SchemaMismatchError(f"trajectories differ in {'; '.join(wrong)}; name the columns to read")
     short = np.flatnonzero(index.at("extra", positions) > index.at("steps", positions))
     if len(short):
-        raise SchemaMismatchError(f"trajectory {int(ids[short[0]])}: has more entries for its response than tokens")
+        raise SchemaMismatchError(
+            f"trajectory {shown_id(int(ids[short[0]]))}: has more entries for its response than tokens"
+        )
     columns = {}
     for name in taken:
         if name == DOCUMENT or not of_each:
@@ -223,11 +226,13 @@ def _columns_of(
     schema = addresses.schema(slot)
     if schema.kind != "agent":
         raise SchemaMismatchError(
-            f"trajectory {int(ids[0])} is a block of steps; batches of tokens are made of agent trajectories"
+            f"trajectory {shown_id(int(ids[0]))} is a block of steps; batches of tokens are made of agent trajectories"
         )
     for column in schema.columns:
         if column.row_shape:
-            raise CorruptStoreError(f"trajectory {int(ids[0])}: column {column.name} has rows of {column.row_shape}")
+            raise CorruptStoreError(
+                f"trajectory {shown_id(int(ids[0]))}: column {column.name} has rows of {column.row_shape}"
+            )
     return {
         column.name: (column, address) for column, address in zip(schema.columns, held.addresses_of(slot), strict=True)
     }
