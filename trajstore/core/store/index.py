@@ -215,7 +215,7 @@ class TrajectoryIndex:
 
     def reserve(self, count: int) -> None:
         """Have memory for ``count`` more entries."""
-        if any(waiting.is_overfull for waiting in self._waiting.values()):
+        if self._waiting and any(waiting.is_overfull for waiting in self._waiting.values()):
             self._unpack()
         capacity = self.end + count
         if capacity <= len(self.ends):
