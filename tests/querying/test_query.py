@@ -234,7 +234,7 @@ def test_facts_of_an_earlier_layout_are_read_once(tmp_path: Path, read: list[int
 def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)
-    monkeypatch.setattr(Contents, "_rows_of", None)
+    monkeypatch.setattr(Contents, "_read", None)
     drawn = reader.draw(3, sampler=GroupSampler())
     assert sorted(drawn.ids.tolist()) == list(range(9))
     monkeypatch.undo()

@@ -19,13 +19,13 @@ import torch
 
 from trajstore.arguments import check_instance, check_kind, columns_or_none, whole_numbers
 from trajstore.buffer.following import Following, claim
-from trajstore.buffer.numbering import Numbering, number
+from trajstore.buffer.positions import Positions
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, listed
 from trajstore.interrupts import uninterrupted
-from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
+from trajstore.reading.plan import RowPlan
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.sampling.base import Drawn, Fits, IntArray, Sampler
@@ -148,9 +148,7 @@ class Choices:
         index, kept, still_wanted = contents.index, [], count
         while still_wanted > 0:
             wanted = still_wanted if fits is None else min(still_wanted, max(1, window.samples))
-            places = self._draws.samples(window, wanted) + index.samples_before(window.first)
-            positions = np.searchsorted(index.ends[: window.end], places, side="right")
-            samples = places - index.ends[positions] + index.at("num_samples", positions)
+            positions, samples = index.find_rows(self._draws.samples(window, wanted), window.first, window.end)
             ids = index.at("trajectory_id", positions)
             good = slice(None) if fits is None else fits(ids, samples)
             kept.append((ids[good], samples[good]))
@@ -195,9 +193,7 @@ class Choices:
                 f"trajectory {drawn.ids[beyond.argmax()]}: a row beyond its end was drawn, as of another one that had "
                 "this id before a load; draw again"
             )
-        first = index.first
-        samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples
-        return contents.prepare(samples, first, index.end, columns)
+        return contents.plan(positions, drawn.samples.astype(np.int64), index.first, columns)
 
     def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return of which drawn rows the trajectory is not that of this id any more, after contents were replaced."""
@@ -208,23 +204,25 @@ class Choices:
         elsewhere = drawn.buffer is not None and drawn.buffer not in self._names()
         return np.where(said, now != drawn.names, elsewhere)
 
-    def numbering(self, trajectory_ids: IntArray) -> Numbering:
-        """Return the numbers of the first samples of trajectories, for whoever reads of the same ones many times."""
-        return self._view.locked(lambda contents: number(contents.index, trajectory_ids))
+    def positions(self, trajectory_ids: IntArray) -> Positions:
+        """Return the positions of trajectories, for whoever reads of the same ones many times."""
+        return self._view.locked(lambda contents: Positions.of(contents.index, trajectory_ids))
 
-    def read_numbered(
+    def read_at(
         self,
-        numbering: Numbering,
-        numbers: IntArray,
+        known: Positions,
+        positions: IntArray,
+        rows: IntArray,
         *,
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, Any] | None:
-        """Return transitions as :meth:`read` does, told by number; None if trajectories have left since: number again.
+        """Return transitions as :meth:`read` does; None if trajectories have left since: ask for positions again.
 
         Args:
-            numbering: from which ``numbers`` were counted.
-            numbers: those of first samples plus places within the trajectories, ``[n]``.
+            known: whose positions are used.
+            positions: of the rows' trajectories, ``[n]``.
+            rows: within their trajectories, ``[n]``.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name.
 
@@ -233,12 +231,12 @@ class Choices:
             TrajectoryUnavailableError: one of them was in memory only, and has left it.
         """
 
-        def prepare(contents: Contents) -> RowPlan | None:
+        def plan(contents: Contents) -> RowPlan | None:
             index = contents.index
-            return contents.prepare(numbers, index.first, index.end, columns) if numbering.holds(index) else None
+            return contents.plan(positions, rows, index.first, columns) if known.hold(index) else None
 
-        prepared = self._view.locked(prepare)
-        return None if prepared is None else nest(prepared.read(out))
+        found = self._view.locked(plan)
+        return None if found is None else nest(found.read(out))
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable.

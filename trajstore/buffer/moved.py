@@ -14,7 +14,7 @@ _COMMITTED = {"committed": "points.committed"}
 _MIRROR = {"mirror_state": "mirror.state", "wait_mirrored": "mirror.wait"}
 _ASKED = ("closed", "extents", "generator", "grows", "names_of", "readable", "share", "store_ids")
 _ASKED_OF_BUFFERS = (
-    *("add_flattened", "numbering", "read_numbered", "retention", "share_ids", "store_id"),
+    *("add_flattened", "retention", "share_ids", "store_id"),
     *("token_rows", "trajectory_counter", "trajectory_uuids"),
 )
 

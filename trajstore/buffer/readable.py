@@ -20,8 +20,8 @@ from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.querying import RELATIONS, Facts, Query
 from trajstore.querying.relations import TRAJECTORIES, scan
-from trajstore.reading.batch import RowPlan
 from trajstore.reading.contents import Contents
+from trajstore.reading.plan import RowPlan
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
@@ -97,8 +97,9 @@ class ReadableBuffer(Moved):
 
         def draw(contents: Contents) -> RowPlan:
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
-            drawn = self._draws.samples(window, num_chunks)
-            return contents.prepare(drawn, window.first, window.end, columns)
+            samples = self._draws.samples(window, num_chunks)
+            positions, rows = contents.index.find_rows(samples, window.first, window.end)
+            return contents.plan(positions, rows, window.first, columns)
 
         return nest(self._view.locked(draw).read(out))
 

@@ -39,7 +39,7 @@ def sound(rollouts: Sequence[FlatTrajectory]) -> list[bool]:
             addresses = np.array([one.addresses for one in run], np.int64)
             width = schema.row_nbytes[places[2]]
             most = _most(torch.float32)
-            kernels().find_sound(addresses, places, tokens, response, starts, width, most, known)
+            kernels.find_sound(addresses, places, tokens, response, starts, width, most, known)
         found += known.tolist()
     return found
 

@@ -86,12 +86,12 @@ class Reads:
         """
         reader, placing = self._placing(listing, seconds)
         if reader is not None and placing is not None:
-            numbers = placing.numbers(places)
+            found = placing.rows(places)
             with suppress(TrajectoryUnavailableError):  # the store knows more
-                if numbers is not None:
-                    found = internals_of(reader).read_numbered(placing.numbering, numbers, columns=columns, out=out)
-                    if found is not None:
-                        return found
+                if found is not None:
+                    values = internals_of(reader).read_at(placing.known, *found, columns=columns, out=out)
+                    if values is not None:
+                        return values
                     self._last = _Last()  # trajectories have left what the reader shows: the next call counts again
         return nest(self.rows(listing.drawn(places), columns, out, seconds))
 
@@ -105,11 +105,11 @@ class Reads:
         if reader is None:
             self._last = _Last(listing, None, None, math.inf)
             return None, None
-        placing = Placing(listing, internals_of(reader).numbering(listing.ids))
+        placing = Placing(listing, internals_of(reader).positions(listing.ids))
         if not placing.whole:
             with self._lock:
                 reader.refresh()
-            placing = Placing(listing, internals_of(reader).numbering(listing.ids))
+            placing = Placing(listing, internals_of(reader).positions(listing.ids))
         again = last.again if last.listing is listing else _SOON
         until = math.inf if placing.whole else time.monotonic() + again
         self._last = _Last(listing, reader, placing, until, 2 * again)

@@ -41,7 +41,7 @@ def _sizes_of_many(folder: int, names: Sequence[str], sizes: npt.NDArray[np.int6
     text = np.frombuffer(bytearray(os.fsencode("\0".join((*names, "")))), np.uint8)
     starts = np.zeros(len(names), np.int64)
     starts[1:] = np.flatnonzero(text == 0)[:-1] + 1
-    ask = kernels().file_sizes
+    ask = kernels.file_sizes
 
     def fill(first: int) -> None:
         part = slice(first, first + _MANY)

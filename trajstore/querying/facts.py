@@ -213,6 +213,6 @@ def _agents(contents: Contents) -> npt.NDArray[np.bool_]:
     asked = ~told & (index["document"] > 0) & (slots != UNAVAILABLE)
     if not asked.any():
         return told
-    agents = [slot for slot in np.unique(slots[asked]).tolist() if contents.schema_of(slot).kind == "agent"]
+    agents = [slot for slot in np.unique(slots[asked]).tolist() if contents.addresses.schema(slot).kind == "agent"]
     told |= asked & np.isin(slots, agents)
     return told
