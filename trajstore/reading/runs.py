@@ -25,6 +25,9 @@ from trajstore.store.row_location import START_OF
 
 IntArray = npt.NDArray[np.int64]
 
+_NO_DOCUMENT = ColumnSpec(DOCUMENT, "uint8", (), Axis.DOCUMENT)
+"""Stands for the document of trajectories without one: no rows, at address 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -38,7 +41,7 @@ class Run:
         keep: memory of its own, in which some of them lie.
     """
 
-    specs: Sequence[ColumnSpec]
+    specs: list[ColumnSpec]
     which: npt.NDArray[np.intp]
     sources: IntArray
     counts: IntArray
@@ -59,12 +62,12 @@ class Run:
         """
         if len(begins) and (begins.min() < 0 or (begins + self.counts).max() > total):
             raise ValueError(f"starts: a trajectory lies outside the {total} places")
-        dtypes = [spec.torch_dtype for spec in self.specs]
-        wanted, shape = reduce(torch.promote_types, dtypes), self.specs[0].row_shape
+        dtypes, shape = [spec.torch_dtype for spec in self.specs], self.specs[0].row_shape
+        wanted = reduce(torch.promote_types, dtypes)
         target = torch.zeros((total, *shape), dtype=wanted)
+        targets = target.data_ptr() + begins * (prod(shape) * wanted.itemsize)
         same = np.array([dtype == wanted for dtype in dtypes], np.bool_)[self.which]
-        width = prod(shape) * wanted.itemsize
-        kernels.copy_blocks(target.data_ptr() + begins[same] * width, self.sources[same], self.sizes[same])
+        kernels.copy_blocks(targets[same], self.sources[same], self.sizes[same])
         for at in np.flatnonzero(~same).tolist():
             converted = torch.empty((int(self.counts[at]), *shape), dtype=dtypes[self.which[at]])
             ctypes.memmove(converted.data_ptr(), int(self.sources[at]), converted.nbytes)
@@ -98,8 +101,13 @@ class RunPlan(HeldRows):
         Raises:
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        with self.fetched(self.pieces):
-            found = {name: run.copy(np.zeros(1, np.int64), int(run.counts[0])) for name, run in self.columns.items()}
+        found = {}
+        for name, run in self.columns.items():
+            spec = run.specs[0]
+            found[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
+        pieces = self.pieces()
+        with self.fetched(lambda: pieces):
+            kernels.copy_blocks(np.array([tensor.data_ptr() for tensor in found.values()], np.int64), *pieces)
         self.end()
         return found
 
@@ -126,43 +134,39 @@ def plan_runs(
         SchemaMismatchError: a trajectory lacks a column, or has another shape of it.
     """
     plan = RunPlan(table, np.concatenate([slots, *(one.slots[one.slots >= 0] for one in given)]))
-    own, of_slot = np.unique(slots, return_inverse=True)
-    schemas = [table.schema(slot) for slot in own.tolist()]
-    objects = {id(schema): schema for schema in schemas}  # few, however many slots there are
+    schemas = {slot: table.schema(slot) for slot in dict.fromkeys(slots.tolist())}
+    objects = {id(schema): schema for schema in schemas.values()}  # few, however many slots there are
     kinds = list(dict.fromkeys(objects.values()))
     kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
-    which = np.array([kind_of[id(schema)] for schema in schemas], np.intp)[of_slot]
+    which = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
 
     def who(at: Sequence[int]) -> str:
         return in_words(index.at("trajectory_id", positions[np.isin(which, at)]))
 
-    numbers = [table.columns.of(schema)[0] for schema in kinds]
-    places = [{column.name: place for place, column in enumerate(schema.columns)} for schema in kinds]
     plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
     asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
-    common = agree(plain, asked, who, "", "name the columns to read")
-    taken = [plain[0][place].name for place in common[0]] if common else []
-    if any(DOCUMENT in kind for kind in places) and (names is None or DOCUMENT in names):
+    agree(plain, asked, who, "", "name the columns to read")
+    taken = [column.name for column in plain[0]] if asked is None and plain else list(asked or ())
+    if names is None or DOCUMENT in names:
         taken.append(DOCUMENT)
+    for name in taken if kinds else ():
+        zeros = np.zeros((2, len(slots)), np.int64)
+        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), which, zeros[0], zeros[1])
     extents = Extent(*(index.at(name, positions).astype(np.int64) for name in Extent._fields))
-    starts: dict[str, Any] = {}
-    for name in taken:
-        specs, sources, counts = [], np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
-        for kind, schema in enumerate(kinds):
-            place = places[kind].get(name)
-            if place is None:  # a document: no rows, at address 0
-                specs.append(ColumnSpec(name, "uint8", (), Axis.DOCUMENT))
+    on_axis: dict[Axis, tuple[Any, Any]] = {}
+    for kind, schema in enumerate(kinds):
+        mine: Any = slice(None) if len(kinds) == 1 else which == kind
+        first = plan.first[slots[mine]][:, table.columns.of(schema)[0]]
+        for place, spec in enumerate(schema.columns):
+            run = plan.columns.get(spec.name)
+            if run is None:
                 continue
-            spec = schema.columns[place]
-            mine: Any = slice(None) if len(kinds) == 1 else which == kind
-            start = START_OF[spec.axis]
-            if start not in starts:
-                starts[start] = index.at(start, positions).astype(np.int64)
-            first = plan.first[slots[mine], numbers[kind][place]]
-            sources[mine] = first + starts[start][mine] * spec.row_nbytes
-            counts[mine] = extents.rows(spec.axis)[mine]  # type: ignore[index]  # arrays, one number per trajectory
-            specs.append(spec)
-        plan.columns[name] = Run(specs, which, sources, counts)
+            if spec.axis not in on_axis:
+                on_axis[spec.axis] = index.at(START_OF[spec.axis], positions), extents.rows(spec.axis)
+            starts, counts = on_axis[spec.axis]
+            run.specs[kind] = spec
+            run.sources[mine] = first[:, place] + starts[mine] * spec.row_nbytes
+            run.counts[mine] = counts[mine]
     for one in given:
         plan.columns[one.name] = _given_run(table, plan, one, extents.rows(one.column.axis))
     return plan
