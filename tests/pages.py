@@ -38,12 +38,17 @@ def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
 
 
 def explained_figures() -> set[str]:
-    """Return the names in code on the page of figures, from its list of every figure on."""
-    return set(re.findall(r"`([^`\s]+)`", FIGURES.read_text().partition("\n## Every figure\n")[2]))
+    """Return the names in code in the tables of the page of figures."""
+    return set(
+        re.findall(
+            r"`([^`\s]+)`",
+            FIGURES.read_text().partition("\n## The figures\n")[2].partition("\n## AgentEvolver's names\n")[0],
+        )
+    )
 
 
 def unexplained(names: Iterable[str]) -> set[str]:
     """Return those of some figures of replay and recording that the page does not have."""
     wanted = (re.sub(r"/\d+$", "/<n>", name.removeprefix("experience_replay/")) for name in names)
-    said = explained_figures()  # of several reasons in a row the page gives the first one in full
+    said = explained_figures()
     return {name for name in wanted if name not in said and name.removeprefix("refused/") not in said}

@@ -38,7 +38,7 @@ def test_each_thread_has_locks_of_its_own_and_to_try_one_breaks_no_order() -> No
     assert breaches == []
 
 
-@pytest.mark.parametrize("name", ["Intake.lock", "Contents.lock"])
+@pytest.mark.parametrize("name", ["Sink.lock", "Contents.lock"])
 def test_a_lock_may_be_taken_again_by_its_own_thread(name: str) -> None:
     with locks.checked() as breaches:
         one, below = locks.rlock(name), locks.lock("WriteQueue._lock")
@@ -54,10 +54,10 @@ def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
         with locks.rlock("Contents.lock"), locks.rlock("Contents.lock"):
             pass
         assert breaches == []
-        with locks.rlock("Intake.lock"), locks.rlock("Intake.lock"):
+        with locks.rlock("Sink.lock"), locks.rlock("Sink.lock"):
             pass
     assert len(breaches) == 1
-    assert breaches[0].startswith("Intake.lock is taken while Intake.lock is held")
+    assert breaches[0].startswith("Sink.lock is taken while Sink.lock is held")
 
 
 def test_who_waits_at_a_condition_holds_nothing() -> None:

@@ -20,7 +20,6 @@ import trajstore.sampling
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_n_step
 from trajstore.errors import TrajstoreError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader
@@ -58,12 +57,10 @@ FINE: dict[str, dict[str, str]] = {
     "sample_trajectories": {"count": "", "sampler": "None"},
     "draw": {"num_chunks": "", "sampler": "None"},
     "read": {"drawn": "", "columns": "None", "out": "None {}"},
-    "internals.readable": {"trajectory_ids": "[]"},
-    "internals.names_of": {"trajectory_ids": "[]"},
-    "internals.extents": {"trajectory_ids": "[]"},
-    "internals.token_rows": {"trajectory_ids": "[]", "columns": "None [x]"},
-    "internals.add_flattened": {"flats": "[]", "uuids": ""},
-    "internals.share_ids": {"rank": "0", "ranks": ""},
+    "sampling.readable": {"trajectory_ids": "[]"},
+    "sampling.names_of": {"trajectory_ids": "[]"},
+    "sampling.extents": {"trajectory_ids": "[]"},
+    "sampling.token_rows": {"trajectory_ids": "[]", "columns": "None [x]"},
     "follow": {"sampler": ""},
     "update_priorities": {"sampler": "", "drawn": "", "priorities": ""},
     "get": {"trajectory_id": "0 -1 3"},
@@ -155,8 +152,7 @@ def calling(name: str, argument: str) -> Call:
     def call(buffer: TrajectoryReplayBuffer, value: Any) -> Any:
         found = next((getattr(module, name) for module in MODULES if hasattr(module, name)), None)
         if found is None:
-            owner = internals_of(buffer) if name.startswith("internals.") else buffer
-            found = attrgetter(name.removeprefix("internals."))(owner)
+            found = attrgetter(name)(buffer)
         given = dict(ALSO.get(name, {}))
         for one in inspect.signature(found).parameters.values():
             if one.default is one.empty and one.kind is not one.VAR_KEYWORD and one.name not in (*given, argument):

@@ -10,15 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trajstore.arguments import finite
-from trajstore.checked import checked
+from trajstore.arguments import finite, truth
 from trajstore.errors import ConfigurationError
 
 Groups = Tensor | npt.NDArray[Any] | Sequence[object]
 """One group per row: ``group_ids`` as an integer tensor, or ``uid`` as strings."""
 
 
-@checked
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -76,14 +74,13 @@ def compute_grpo_outcome_advantage(
     alone = count == 1
     mean = (_sum_by_group(scores * weight, group) / count).masked_fill(alone, 0.0)
     advantage = scores - mean
-    if norm_adv_by_std_in_grpo:
+    if truth("norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo):
         variance = _sum_by_group(advantage.square() * weight, group) / (count - 1.0).clamp(min=1.0)
         advantage /= variance.sqrt().masked_fill(alone, 1.0) + epsilon
     advantages = advantage.to(token_level_rewards.dtype)[:, None] * response_mask.to(token_level_rewards.dtype)
     return advantages, advantages
 
 
-@checked
 def share_by_rollout(advantages: Tensor, rollouts: Tensor) -> Tensor:
     """Return advantages [B, R] with which a rollout of m rows weighs as much as one of one row: 1 / m on each.
 

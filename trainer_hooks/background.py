@@ -78,7 +78,7 @@ class ReplayParts(Generic[Task]):
             unsolved_first=config.unsolved_first,
             text_of=task_text,
         )
-        self.figures = ReplayFigures(manager)
+        self.figures = ReplayFigures(manager, config.figures)
         self.files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
         self.watch = ReplayWatch(manager)
         self.asked: Counter[str] = Counter()

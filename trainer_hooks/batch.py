@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.masks import build_exp_mask, compute_response_mask
-from trajstore.arguments import whole, whole_or_none
-from trajstore.checked import checked
+from trajstore.arguments import one_of, truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.guidance import TrainMode
 from trajstore.trajectory import AgentTrajectory
@@ -42,7 +41,6 @@ _RESPONSE_KEYS = ("responses", "response_mask", "recorded_old_log_probs", "recor
 _SEQUENCE_KEYS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask")
 
 
-@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
     """One row of a batch: a trajectory and what its place in training is.
@@ -97,7 +95,6 @@ class Batch:
         return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-@checked
 def assign_group_ids(
     task_positions: Sequence[int], is_experience_replay: Sequence[bool], group_offpolicy: GroupOffPolicy = "shared"
 ) -> list[int]:
@@ -115,6 +112,7 @@ def assign_group_ids(
         raise ConfigurationError(
             f"is_experience_replay: {len(is_experience_replay)} entries for {len(task_positions)} of task_positions"
         )
+    one_of("group_offpolicy", group_offpolicy, get_args(GroupOffPolicy))
     if group_offpolicy == "shared":
         return list(task_positions)
     free = max(task_positions, default=-1) + 1
@@ -125,7 +123,6 @@ def assign_group_ids(
     return groups
 
 
-@checked
 def build_batch(
     rows: Sequence[BatchRow],
     pad_token_id: int,
@@ -215,7 +212,6 @@ def build_batch(
     return Batch(tensors, non_tensors, prompt_lengths, response_lengths)
 
 
-@checked
 def to_tensordict(batch: Batch, *, jagged: bool = False) -> Any:
     """Return the batch as a ``TensorDict`` of batch size [B]; what is not a tensor as ``NonTensorStack``.
 
@@ -231,7 +227,7 @@ def to_tensordict(batch: Batch, *, jagged: bool = False) -> Any:
         from tensordict import NonTensorStack, TensorDict
     except ImportError as error:
         raise MissingDependencyError("tensordict", "verl") from error
-    tensors = _jagged(batch) if jagged else dict(batch.tensors)
+    tensors = _jagged(batch) if truth("jagged", jagged) else dict(batch.tensors)
     stacks = {name: NonTensorStack(*values) for name, values in batch.non_tensors.items()}
     return TensorDict({**tensors, **stacks}, batch_size=[len(batch.prompt_lengths)])
 

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trainer_hooks.batch import Batch
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.rows import pack_rows, row_count, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 
-@checked
 def completed_rollouts(
     batch: Batch, fresh: Sequence[AgentTrajectory], old_log_probs: Tensor, entropys: Tensor, policy_version: int
 ) -> list[AgentTrajectory]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from trainer_hooks.batch import GroupOffPolicy
-from trajstore.arguments import finite, share, text_or_none, whole, whole_or_none
-from trajstore.checked import checked
+from trainer_hooks.metrics import Shown
+from trajstore.arguments import finite, whole
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule
 from trajstore.experience.mixing import history_problems, ratio_or_points
 from trajstore.experience.rules import PoolOptions
 from trajstore.experience.store import BufferStore, store_options
-from trajstore.settings import names_of, refuse
+from trajstore.settings import Count, NotNegative, Share, Text, names_of, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ class ExperienceReplayConfig(PoolOptions):
         clip_off_policy: whether replayed tokens are clipped at all.
         pool_path: folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read.
         pool_save_freq: steps between two ``step_N``; ``None`` = none is written.
+        figures: which figures a step reports: ``main``, those that somebody acts on, or ``all``.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
@@ -72,21 +72,22 @@ class ExperienceReplayConfig(PoolOptions):
     section: ClassVar[str] = SECTION
 
     enable: bool = False
-    replay_start_ratio: Annotated[float, share] = 0.35
+    replay_start_ratio: Share = 0.35
     exp_ratio: Annotated[float | tuple[tuple[float, float], ...], ratio_or_points] = 0.5
-    offpolicy_trajectories_per_task: Annotated[int, partial(whole, least=1)] = 1
+    offpolicy_trajectories_per_task: Count = 1
     unsolved_first: bool = False
-    off_cliprange_high: Annotated[float, partial(finite, least=0)] = _DEFAULT_OFF_CLIPRANGE
+    off_cliprange_high: NotNegative = _DEFAULT_OFF_CLIPRANGE
     exp_is_correct: bool = True
     group_offpolicy: GroupOffPolicy = "shared"
     store: Annotated[Mapping[str, Any] | None, store_options] = None
     prepare_in_background: bool = False
-    reward_fingerprint: Annotated[str | None, text_or_none] = None
+    reward_fingerprint: Text | None = None
     off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True
-    pool_path: Annotated[str | None, text_or_none] = None
-    pool_save_freq: Annotated[int | None, partial(whole_or_none, least=1)] = None
+    pool_path: Text | None = None
+    pool_save_freq: Count | None = None
+    figures: Shown = "main"
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -113,7 +114,6 @@ class ExperienceReplayConfig(PoolOptions):
         return result
 
     @staticmethod
-    @checked
     def from_yaml(path: str | Path, *, section: str = SECTION, n_rollout: int | None = None) -> ExperienceReplayConfig:
         """Return the configuration in a section of a YAML file.
 
@@ -145,7 +145,6 @@ class ExperienceReplayConfig(PoolOptions):
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from error
 
-    @checked
     def warn(self, *, knows_entropy: bool) -> None:
         """Log what of this has no effect, or another one than its name may say.
 

@@ -20,7 +20,6 @@ from trainer_hooks.batch import Batch
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 
@@ -43,7 +42,6 @@ class LossArguments(LossOptions):
     exp_mask: Tensor
 
 
-@checked
 def to_dataproto(batch: Batch) -> DataProto:
     """Return the batch as verl's ``DataProto``, with ``Batch.rollouts`` as ``rollouts``; tensors are shared.
 
@@ -63,7 +61,6 @@ def to_dataproto(batch: Batch) -> DataProto:
     return data
 
 
-@checked
 def batch_of(data: DataProto) -> Batch:
     """Return what the ``DataProto`` holds now, row by row, as the :class:`Batch` that a ``ReplayHook`` takes.
 
@@ -88,7 +85,6 @@ def batch_of(data: DataProto) -> Batch:
     )
 
 
-@checked
 def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
     """Put recorded log-probs in place of ``old_log_probs`` where the hook says so; call it once, after that pass.
 
@@ -111,7 +107,6 @@ def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
     data.meta_info[LOSS_OPTIONS] = hook.loss_options
 
 
-@checked
 def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) -> LossArguments:
     """Return what the loss takes from a (micro-)batch: all but ``log_prob`` and the clip range. Needs no hook.
 
@@ -136,7 +131,6 @@ def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) 
     }
 
 
-@checked
 def step_done(
     data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHook[Any], asked: Mapping[str, int] | None = None
 ) -> dict[str, float]:

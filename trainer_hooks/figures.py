@@ -16,7 +16,6 @@ from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
 from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_of, label_sums, token_sums
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
 from trajstore.experience.entry import is_demonstration
@@ -60,7 +59,6 @@ STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
 
-@checked
 def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     """Return what is worth a warning in a step's figures (names of ``trainer_hooks.metrics``), by kind.
 
@@ -81,7 +79,7 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     if 0 < share < LITTLE_OF_ASKED * asked:
         found["little"] = (
             f"only {share:.1%} of the tokens are replayed, where exp_ratio and offpolicy_trajectories_per_task ask for"
-            f" {asked:.1%} of the rows: see whether the pool has enough tasks (experience_replay/experience_tasks), or"
+            f" {asked:.1%} of the rows: see whether the pool has enough tasks (experience_replay/pool_tasks), or"
             " whether its histories are far shorter than the fresh rollouts"
         )
     ratio = figures.get(f"{metrics.PREFIX}off_ratio_mean", 1.0)
@@ -89,8 +87,9 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     if ratio > OFF_POLICY_RATIO_LIMIT or size < LEAST_SAMPLE_SIZE:
         found["ratio"] = (
             f"importance ratios of the off-policy tokens have mean {ratio:.3g} and effective sample size {size:.1%}:"
-            " where histories of the last steps have such ratios too (off_effective_sample_size_by_age), the recorded"
-            " log-probs are not those of the policy that sampled them; else set off_policy_shaping or max_policy_age"
+            " where histories of the last steps have such ratios too (figures: all reports"
+            " off_effective_sample_size_by_age), the recorded log-probs are not those of the policy that sampled"
+            " them; else set off_policy_shaping or max_policy_age"
         )
     wasted = figures.get(f"{metrics.PREFIX}off_ratio_near_zero_share", 0.0)
     if wasted > WASTED_SHARE_LIMIT:
@@ -104,11 +103,17 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
 
 
 class ReplayFigures:
-    """Gathers what one step shows of replay, and what the last steps drew from the pool."""
+    """Gathers what one step shows of replay, and what the last steps drew from the pool.
 
-    def __init__(self, manager: ExperienceManager) -> None:
+    Args:
+        manager: of the pool.
+        which: figures that will be reported; those by age and difficulty are computed only for ``all``.
+    """
+
+    def __init__(self, manager: ExperienceManager, which: metrics.Shown) -> None:
         self.times = metrics.StepTimes()
         self._manager = manager
+        self._which = which
         self._figures: list[Mapping[str, float]] = []
         self._losses = StepLosses()
         self._difficulty: dict[str, int] = {}
@@ -159,6 +164,8 @@ class ReplayFigures:
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
         self._losses.add(loss, response_mask, exp_mask)
+        if self._which == "main":
+            return
         ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
         extras, tasks = batch.non_tensors["extras"], batch.non_tensors["task_ids"]
         buckets = [self._difficulty.get(tasks[row]) if extras[row]["is_experience_replay"] else None for row in rows]

@@ -24,7 +24,6 @@ from trainer_hooks.completion import HandedOver
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.plan import PlannedTask
 from trajstore.arguments import seconds, whole
-from trajstore.checked import checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.contract import task_id_of
@@ -49,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 
 @of_no_use_when_closed(but=("metrics",))
-@checked
 class GuidanceHook(Closing):
     """Guided rollouts for one training loop. :meth:`context` may be called from many threads, the rest from the loop's.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, get_args
 
-from trajstore.arguments import finite, one_of, text, whole, whole_or_none
+from msgspec import Meta
+
+from trajstore.arguments import one_of
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.experience import BufferStore
@@ -19,7 +20,7 @@ from trajstore.experience.store import store_options
 from trajstore.guidance.client import Dialect
 from trajstore.guidance.context import EXPERIENCE_TEMPLATE, ExperienceTemplate
 from trajstore.guidance.manager import AllocationRules
-from trajstore.settings import keys_of, names_of, refuse, settle
+from trajstore.settings import Count, Text, Whole, keys_of, names_of, refuse, settle
 
 MAKER = "experience_maker"
 MANAGER = "exp_manager"
@@ -38,17 +39,7 @@ TODAY = {
 OF_REPLAY = ("experience_replay", "recording", "outcome", "on_resume")
 """Keys of ``exp_manager`` that are read elsewhere."""
 
-_MOST_WORKERS = 256
-_SECONDS = partial(finite, least=1e-3, most=86400)
-
-
-def _url(name: str, value: Any) -> str | None:
-    if value is None or (isinstance(value, str) and value.startswith(("http://", "https://"))):
-        return value
-    raise ConfigurationError(
-        f"{name}: {shown(value)}, must be an address that begins with http:// or https://, or null for the embedded"
-        " maker"
-    )
+_Timeout = Annotated[float, Meta(ge=1e-3, le=86400)]
 
 
 def _dialect(name: str, value: Any) -> str:
@@ -95,23 +86,23 @@ class GuidanceConfig(AllocationRules):
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
-    base_url: Annotated[str | None, _url] = None
+    base_url: Annotated[str, Meta(pattern="^https?://")] | None = None
     dialect: Annotated[Dialect, _dialect] = "auto"
-    workspace_id: Annotated[str, text] = "default"
+    workspace_id: Text = "default"
     enable_summarizer: bool = False
     enable_context_generator: bool = False
-    retrieve_top_k: Annotated[int, partial(whole, least=1)] = 3
-    updated_freq: Annotated[int, partial(whole, least=0)] = 0
+    retrieve_top_k: Count = 3
+    updated_freq: Whole = 0
     val_summarizer_save: bool = False
-    summary_batch_size: Annotated[int, partial(whole, least=1)] = 8
-    summary_workers: Annotated[int | None, partial(whole_or_none, least=1, most=_MOST_WORKERS)] = None
-    retrieve_timeout: Annotated[float, _SECONDS] = 10.0
-    summary_timeout: Annotated[float, _SECONDS] = 120.0
+    summary_batch_size: Count = 8
+    summary_workers: Annotated[int, Meta(ge=1, le=256)] | None = None
+    retrieve_timeout: _Timeout = 10.0
+    summary_timeout: _Timeout = 120.0
     store: Annotated[Mapping[str, Any] | None, store_options] = None
     experience_template: Annotated[str, _template] = EXPERIENCE_TEMPLATE
     init_experience_before_training: bool = False
     init_experience_only: bool = False
-    seed: Annotated[int, partial(whole, least=0)] = 1234
+    seed: Whole = 1234
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()

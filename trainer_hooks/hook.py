@@ -35,7 +35,6 @@ from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
 from trainer_hooks.plan import MixedTasks, PlannedTask, prompts_of_rollouts, rows_of_plan
 from trajstore.arguments import finite, share, whole
-from trajstore.checked import Offered, checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.experience import CurrentEntropy, ExperienceManager
 from trajstore.experience.contract import task_id_of
@@ -51,7 +50,6 @@ Task = TypeVar("Task")
 
 
 @of_no_use_when_closed()
-@checked
 class ReplayHook(Closing, Generic[Task]):
     """Experience replay for one training loop. Not thread-safe. After :meth:`close` only properties can be read.
 
@@ -294,7 +292,7 @@ class ReplayHook(Closing, Generic[Task]):
 
     def rollouts_done(
         self,
-        done: Sequence[Offered],
+        done: Sequence[AgentTrajectory],
         task_ids: Sequence[str],
         is_experience_replay: Sequence[bool],
         policy_versions: Sequence[int | None],
@@ -328,9 +326,9 @@ class ReplayHook(Closing, Generic[Task]):
             figures |= replay.figures.rollouts(done, replayed)
             replay.files.save_if_due()
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
-        return {**taken, **replay.collate.metrics, **figures}
+        return metrics.shown({**taken, **replay.collate.metrics, **figures}, self.config.figures)
 
-    def admit(self, done: Sequence[Offered], asked: Mapping[str, int] | None = None) -> dict[str, float]:
+    def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
 
         Also for rollouts that exist already, which need no ``entropys``. Arguments are those of :meth:`rollouts_done`.

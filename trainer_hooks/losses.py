@@ -22,14 +22,14 @@ of PPO, arXiv 1707.06347, the bound c that of dual-clip PPO, arXiv 1912.09729.)
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer_hooks.masks import compute_response_mask
-from trajstore.checked import checked
+from trajstore.arguments import one_of, truth
 from trajstore.errors import ConfigurationError
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -45,7 +45,6 @@ class LossOptions(TypedDict):
     clip_off_policy: bool
 
 
-@checked
 def het_compute_token_on_off_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -108,6 +107,7 @@ def het_compute_token_on_off_policy_loss(
     if low is None or high is None:
         raise ConfigurationError("no clip range: give cliprange, or both cliprange_low and cliprange_high")
     _check_parameters(low, high, off_cliprange_high, clip_ratio_c, off_policy_shaping)
+    clips = truth("clip_off_policy", clip_off_policy)
     if exp_mask.dim() == 2 and log_prob.dim() == 2 and exp_mask.shape[1] > log_prob.shape[1]:
         exp_mask = compute_response_mask(exp_mask, log_prob.shape[1])
     _check_shapes(
@@ -124,10 +124,10 @@ def het_compute_token_on_off_policy_loss(
         log_ratio = _zero_unless(log_prob - old_log_prob.to(dtype), valid)
         ppo_kl = -log_ratio.sum() / _count(valid, dtype)
         advantage = _zero_unless(advantages.to(dtype), valid)
-        if drop_negative_off_policy:
+        if truth("drop_negative_off_policy", drop_negative_off_policy):
             advantage.mul_(1.0 - off * _below_zero(advantage))
         on_bounds = _bounds(low, high, clip_ratio_c, dtype)
-        off_bounds = _bounds(low, off_cliprange_high, clip_ratio_c, dtype) if clip_off_policy else _no_bounds(dtype)
+        off_bounds = _bounds(low, off_cliprange_high, clip_ratio_c, dtype) if clips else _no_bounds(dtype)
         terms = _token_terms(log_ratio, advantage, on, off, on_bounds, off_bounds, off_policy_shaping)
         del log_ratio, advantage
 
@@ -149,7 +149,6 @@ def het_compute_token_on_off_policy_loss(
     }
 
 
-@checked
 def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAggMode) -> Tensor:
     """Return one number for token losses that are 0 outside ``response_mask``.
 
@@ -165,6 +164,7 @@ def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAgg
     Raises:
         ConfigurationError: no such mode.
     """
+    one_of("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
     if loss_agg_mode == "token-mean":
         return losses.sum() / _count(response_mask, losses.dtype)
     tokens = _as_numbers(response_mask, losses.dtype).sum(dim=-1)

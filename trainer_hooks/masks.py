@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from trajstore.arguments import whole
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 
-@checked
 def regularizer_masks(response_mask: Tensor, exp_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return which tokens count in the entropy term and in the KL term, both [B, R] in the dtype of ``response_mask``.
 
@@ -29,7 +27,6 @@ def regularizer_masks(response_mask: Tensor, exp_mask: Tensor) -> tuple[Tensor, 
     return response_mask, torch.where(off_policy, torch.zeros_like(response_mask), response_mask)
 
 
-@checked
 def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
     """Return the response's part of a mask, as a view: [B, R] of [B, P + R].
 
@@ -47,7 +44,6 @@ def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
     return mask[:, mask.shape[1] - response_length :]
 
 
-@checked
 def build_exp_mask(
     loss_mask: Tensor,
     attention_mask: Tensor,
@@ -90,7 +86,6 @@ def build_exp_mask(
     return exp_mask
 
 
-@checked
 def replace_recorded_old_log_probs(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, exp_mask: Tensor
 ) -> Tensor:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from trajstore.checked import Offered, checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import is_success
 from trajstore.experience.outcomes import known_outcome
@@ -26,12 +25,35 @@ from trajstore.trajectory import AgentTrajectory
 PREFIX = "experience_replay/"
 """Begins every name."""
 
+Shown = Literal["main", "all"]
+"""Which figures a step reports."""
+
+MAIN = frozenset(
+    {
+        *("pool_tasks", "pool_trajectories", "skipped_tasks", "refused_share", "unreadable"),
+        *("nothing_to_replay", "waiting_tasks", "unknown_tasks", "other_prompts", "starving_buckets", "similar_tasks"),
+        *("histories_refused/too_long", "replayed_rows", "demonstration_rows", "age_mean", "age_unknown_rows"),
+        *("fresh_score_mean", "fresh_success_rate", "recorded_difference_mean", "off_policy_share", "off_ratio_mean"),
+        *("off_ratio_near_zero_share", "off_effective_sample_size", "off_pg_loss"),
+    }
+)
+"""Figures that somebody acts on, besides ``refused/<reason>``: the first table of ``docs/howto/replay_figures.md``."""
+
 Label = TypeVar("Label", bound=Hashable)
 
 
-@checked
+def shown(figures: Mapping[str, float], which: Shown) -> dict[str, float]:
+    """Return the figures of replay to report, and all other figures."""
+    return {name: value for name, value in figures.items() if which == "all" or _is_main(name)}
+
+
+def _is_main(name: str) -> bool:
+    figure = name.removeprefix(PREFIX)
+    return figure == name or figure in MAIN or figure.startswith("refused/")
+
+
 def rollout_metrics(
-    fresh: Sequence[Offered], replayed: Sequence[AgentTrajectory], success_threshold: float
+    fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory], success_threshold: float
 ) -> dict[str, float]:
     """Return figures of fresh rollouts alone, of replayed ones, and of both together.
 
@@ -72,7 +94,6 @@ def _length_of(rollout: AgentTrajectory) -> int | None:
         return None
 
 
-@checked
 @torch.no_grad()
 def record_metrics(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, off_policy_mask: Tensor
@@ -105,7 +126,6 @@ def record_metrics(
     return result
 
 
-@checked
 def batch_metrics(
     task_ids: Sequence[str],
     is_experience_replay: Sequence[bool],

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trajstore.arguments import whole
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 from trajstore.experience.contract import task_id_of
 from trajstore.experience.prompts import Prompt, prompt_of
@@ -21,7 +20,6 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class MixedTasks(Generic[Task]):
     """The tasks of one step: those that bring history, and the rest.
@@ -35,7 +33,6 @@ class MixedTasks(Generic[Task]):
     on_policy: tuple[Task, ...]
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class PlannedTask(Generic[Task]):
     """One task of a step, its histories, and how many rollouts are to be made of it.
@@ -67,7 +64,6 @@ def prompts_of_rollouts(plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentT
     return found
 
 
-@checked
 def rows_of_plan(
     plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory], group_offpolicy: GroupOffPolicy
 ) -> list[BatchRow]:
@@ -122,7 +118,6 @@ def _check_tasks(task: str, rollouts: Sequence[AgentTrajectory], first: int) -> 
             )
 
 
-@checked
 def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_replayed: bool) -> list[BatchRow]:
     """Return the rows of a rollout, which most have one of.
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.metrics import PREFIX
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 RATIO_NEAR_ZERO = 0.1
@@ -32,7 +31,6 @@ EXTREMES = ("on_ratio_max", "off_ratio_max", "on_ratio_min", "off_ratio_min")
 Label = TypeVar("Label", bound=Hashable)
 
 
-@checked
 @torch.no_grad()
 def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
     """Return sums and extremes of one loss computation, always all of them. Synchronizes with the device once.
@@ -74,7 +72,6 @@ def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tens
     return dict(zip(names, torch.stack([values[name].double() for name in names]).tolist(), strict=True))
 
 
-@checked
 def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums and extremes of several of :func:`token_sums` together; nothing of none."""
     result: dict[str, float] = {}
@@ -90,7 +87,6 @@ def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return result
 
 
-@checked
 def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Return what sums amount to; a side without tokens has no entry, and without a token there is nothing.
 
@@ -158,7 +154,6 @@ class LabelSums(NamedTuple):
         return effective_sample_size(self.tokens, self.ratio, self.ratio_squared)
 
 
-@checked
 @torch.no_grad()
 def label_sums(
     labels: Sequence[Label | None],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trajstore import errors
     from trajstore.buffer.annotating import annotate, notes_of
+    from trajstore.buffer.reader import Reader
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.buffer.retention import Retention
     from trajstore.buffer.runs import RunPoint, roll_back_run, run_points, save_run_point
@@ -31,6 +32,7 @@ __all__ = [
     "Mirror",
     "MirrorState",
     "Note",
+    "Reader",
     "Retention",
     "Reward",
     "RunPoint",
@@ -55,6 +57,7 @@ _MODULES = {
     "Mirror": "mirroring.options",
     "MirrorState": "mirroring.options",
     "Note": "store.notes",
+    "Reader": "buffer.reader",
     "Retention": "buffer.retention",
     "Reward": "trajectory",
     "RunPoint": "buffer.runs",

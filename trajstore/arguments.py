@@ -14,7 +14,7 @@ from trajstore.columns.limits import as_int, shown
 from trajstore.errors import ConfigurationError
 
 INT64_MAX = (1 << 63) - 1
-_LONGEST = 1e9
+LONGEST = 1e9
 """Seconds: locks wait no longer."""
 
 
@@ -55,11 +55,9 @@ def seconds(name: str, value: Any) -> float:
             found = float(value)
         except OverflowError:
             found = math.inf
-        if 0 <= found <= _LONGEST:
+        if 0 <= found <= LONGEST:
             return found
-    raise ConfigurationError(
-        f"{name}: {shown(value)}, must be a number of seconds, at least 0 and at most {_LONGEST:g}"
-    )
+    raise ConfigurationError(f"{name}: {shown(value)}, must be a number of seconds, at least 0 and at most {LONGEST:g}")
 
 
 def seconds_or_none(name: str, value: Any) -> float | None:

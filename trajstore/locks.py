@@ -30,7 +30,7 @@ ORDER = (
     "View.steady",
     "StoreWriter._close_lock",
     "Rewriter._one",
-    "Intake.lock",
+    "Sink.lock",
     "Points._one",
     "Inbox._one",
     "CommitLog._lock",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from trajstore import locks
 from trajstore.arguments import whole, whole_numbers
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 _WORD = re.compile(r"\w+")
@@ -53,7 +52,6 @@ def words_of(text: str) -> list[str]:
     return [word[:_LONGEST_WORD] for word in _WORD.findall(text.lower())]
 
 
-@checked
 class RetrievalIndex:
     """An index of texts under keys, in memory. Thread-safe; one call at a time.
 

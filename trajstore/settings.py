@@ -1,14 +1,32 @@
-"""Settings: frozen dataclasses that say of each key, once, what it may be. Pure."""
+"""Settings: frozen dataclasses whose annotations say what each key may be. msgspec compares them. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from trajstore.arguments import one_of, truth
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from trajstore.arguments import INT64_MAX, LONGEST, one_of, truth
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
+
+Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+Whole = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=LONGEST)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Number = Annotated[float, Meta(ge=-sys.float_info.max)]
+"""Infinity too."""
+NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+Text = Annotated[str, Meta(min_length=1)]
 
 Check = Callable[[str, Any], Any]
 """Takes the name and the value of a key; returns what the value means, or raises ConfigurationError."""
@@ -17,8 +35,9 @@ Check = Callable[[str, Any], Any]
 class Settings:
     """Base of frozen dataclasses whose fields are the keys of a section of a configuration.
 
-    The annotation of a key says what it may be: true or false, one of some names (``Literal``), or ``Annotated`` with a
-    :data:`Check`, such as those of :mod:`trajstore.arguments`. Keys with other annotations are taken as they are.
+    The annotation of a key says what it may be, with ranges as msgspec's ``Meta``. ``Annotated`` with a :data:`Check`
+    is for what msgspec cannot say. Numpy's numbers are taken, and floats without a fraction for whole numbers (YAML's
+    ``1e6``).
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
@@ -86,8 +105,14 @@ def refuse(section: str, problems: Sequence[str]) -> None:
 
 
 def unknown(given: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Return a sentence for each key that is not known."""
-    return [f"{key}: unknown key; known are {', '.join(sorted(known))}" for key in given if key not in known]
+    """Return a sentence for each key that is not known, with the nearest one that is."""
+    problems = []
+    for key in given:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, 1)
+            meant = f"; did you mean {nearest[0]}?" if nearest else ""
+            problems.append(f"{key}: unknown key{meant} Known are {', '.join(sorted(known))}")
+    return problems
 
 
 def keys_of(node: Any, name: str) -> dict[str, Any]:
@@ -111,16 +136,31 @@ def _plain(value: Any) -> Any:
 @cache
 def _checks(kind: type[Settings]) -> Mapping[str, Check]:
     hints = get_type_hints(kind, include_extras=True)
-    checks = ((name, _check_of(hints[name])) for name in names_of(kind))
-    return {name: check for name, check in checks if check is not None}
+    return {name: _check_of(hints[name]) for name in names_of(kind)}
 
 
-def _check_of(hint: Any) -> Check | None:
+def _check_of(hint: Any) -> Check:
     if hint is bool:
         return truth
     if get_origin(hint) is Literal:
         return partial(one_of, known=get_args(hint))
-    if get_origin(hint) is Annotated:
+    if get_origin(hint) is Annotated and callable(hint.__metadata__[0]):
         check: Check = hint.__metadata__[0]
         return check
-    return None
+    return partial(converted, hint=hint)
+
+
+def converted(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as an annotation says.
+
+    Raises:
+        ConfigurationError: it is of another type, or out of range.
+    """
+    value = value.item() if isinstance(value, np.generic) else value
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        if isinstance(value, float) and value.is_integer():
+            return converted(name, int(value), hint)
+        wanted, _, where = str(error).removeprefix("Expected ").partition(" - at `$")
+        raise ConfigurationError(f"{name}{where.removesuffix('`')}: {shown(value)}, must be {wanted}") from None

@@ -354,8 +354,10 @@ def test_what_cannot_be_kept_is_refused(
 
 
 def test_a_buffer_without_a_store_says_so(path: Path) -> None:
-    with TrajectoryReplayBuffer.open(path) as reader, pytest.raises(StoreError, match="give the path"):
-        annotate(reader, 0, {"score": 1})
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(StoreError, match="give the path"):
+        annotate(buffer, 0, {"score": 1})
+    with TrajectoryReplayBuffer.open(path) as reader, pytest.raises(ConfigurationError, match=r"store: .*a Reader"):
+        annotate(reader, 0, {"score": 1})  # type: ignore[arg-type]
     with TrajectoryReplayBuffer() as memory, pytest.raises(StoreError, match="give the path"):
         notes_of(memory, 0)
     with TrajectoryReplayBuffer() as memory, pytest.raises(StoreError, match="no store of its own"):
@@ -376,7 +378,7 @@ def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         writer.close()
         with writer_to(path) as again:
-            backing = again._backing
+            backing = again.sink
             backing.writer.inbox.take_in()  # type: ignore[attr-defined]
             assert column(again, "score") == [1.0, 3.0, None]
     told = caplog.text

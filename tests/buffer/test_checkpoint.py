@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from tests import stores
 from tests.stores import add_each, contents_of, keys_of, reader_of
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.buffer.internals import internals_of
 from trajstore.files import folders
 from trajstore.files.held import HeldFolder
 from trajstore.files.local import LocalDirectory
@@ -71,7 +70,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, kind: str, fmt: str) -> None:
                 assert other.load_checkpoint(tmp_path / "checkpoint") == 0
                 assert keys_of(other) == {number: number for number in (0, 1, 3, 4, 6, 7)}
                 assert (other.size, other.total_samples) == (buffer.size, buffer.total_samples)
-                assert (internals_of(other).trajectory_counter, other.seed) == (8, 3)
+                assert (other.trajectory_counter, other.seed) == (8, 3)
                 for value in expected:
                     assert torch.equal(other.sample(20)["curr_obs"]["tag"], value)
                 assert other.add_trajectories([witness(50)]) == [8]
@@ -99,7 +98,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         each, more = divmod(key, readers)
         assert len(share) == each + (rank < more)
         assert buffer.total_samples == sum(witness(k).curr_obs["tag"].numel() for k in share.values())
-        assert internals_of(buffer).trajectory_counter == max(map(own_id, share), default=-1) + 1
+        assert buffer.trajectory_counter == max(map(own_id, share), default=-1) + 1
         found += share.values()
         ids += [*share, *buffer.add_trajectories([witness(1000), witness(1001)])]
         buffer.close()

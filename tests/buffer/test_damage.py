@@ -15,7 +15,6 @@ import pytest
 from tests.forging import forged_log
 from tests.stores import add_each, flip, opened
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.buffer.internals import internals_of
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back
@@ -219,7 +218,7 @@ def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: 
     assert "rank_1/metadata.json" in caplog.text
     alone, _ = load(run / "rank_1", strict=False)
     assert keys_of(alone) == [3, 4, 5]
-    assert internals_of(alone).trajectory_counter == 3
+    assert alone.trajectory_counter == 3
     result = verify(run)
     assert (result.sound, result.trajectories) == (False, 12), "the rest is checked all the same"
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.stores import add_each, opened, reader_of, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.buffer.backing import StoreBacking
-from trajstore.buffer.internals import internals_of
+from trajstore.buffer.sink import StoreSink
 from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
 from trajstore.testing.waiting import wait_until
@@ -67,7 +66,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         add_each(source, range(8))
         reader = reader_of(tmp_path)
         check_batch(reader.sample(8))
-        contents = reader._view.contents
+        contents = reader.live.contents
         openings.clear()
         for key in range(8, 60):
             add_each(source, [key])
@@ -77,7 +76,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
             assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
             check_batch(reader.sample(8))
         assert openings == []
-        assert reader._view.contents is contents
+        assert reader.live.contents is contents
         reader.close()
 
 
@@ -108,7 +107,7 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
             assert check_trajectory(reader.get(key)) == key
             assert check_trajectory(source.get(max(0, key - 3))) == max(0, key - 3)
         for buffer in (source, reader):
-            contents = buffer._view.contents
+            contents = buffer.live.contents
             assert len(contents.index.ends) <= 64
             assert len(contents.addresses.first) <= 64
             assert contents.addresses.mapped <= 5
@@ -122,7 +121,7 @@ def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path
         reader = reader_of(tmp_path)
         add_each(source, [1, 2])
         assert reader.refresh()
-        assert internals_of(reader).trajectory_counter == 3
+        assert reader.trajectory_counter == 3
         assert reader.add_trajectories([witness(7)]) == [3]
         reader.close()
 
@@ -158,8 +157,8 @@ def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_pat
         add_each(source, range(3))
         reader = reader_of(tmp_path)
         add_each(source, range(3, 9))
-        lock = Watched(reader._view.contents.lock)
-        reader._view.contents.lock = lock  # type: ignore[assignment]
+        lock = Watched(reader.live.contents.lock)
+        reader.live.contents.lock = lock  # type: ignore[assignment]
         assert reader.refresh()
         assert lock.reads > 0
         assert reader.trajectory_ids.tolist() == [7, 8]
@@ -175,13 +174,13 @@ def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
 
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as source:
         add_each(source, [0])
-        assert isinstance(source._backing, StoreBacking)
-        interruptions = [source._backing.writer.log.snapshot]
+        assert isinstance(source.sink, StoreSink)
+        interruptions = [source.sink.writer.log.snapshot]
         catalog = Catalog.open(Interrupted(tmp_path))
         assert interruptions == []
         assert catalog.index["trajectory_id"].tolist() == [0]
         add_each(source, [1])
-        interruptions.append(source._backing.writer.log.snapshot)
+        interruptions.append(source.sink.writer.log.snapshot)
         assert catalog.refresh()
         assert catalog.index["trajectory_id"].tolist() == [0, 1]
 

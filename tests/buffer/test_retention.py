@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.stores import add_each, filled, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.backing import StoreBacking
+from trajstore.buffer.sink import StoreSink
 from trajstore.columns.conversion import flatten
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.store.index import TrajectoryIndex
@@ -83,15 +83,15 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, retention=retention) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
-        assert isinstance(buffer._backing, StoreBacking)
-        publish = buffer._backing.writer.directory.publish
+        assert isinstance(buffer.sink, StoreSink)
+        publish = buffer.sink.writer.directory.publish
         fewest: list[int] = []
 
         def watch(files: object) -> None:
-            fewest.append(buffer._backing.writer.log.catalog.index["trajectory_id"].size)
+            fewest.append(buffer.sink.writer.log.catalog.index["trajectory_id"].size)
             publish(files)  # type: ignore[arg-type]
 
-        buffer._backing.writer.directory.publish = watch  # type: ignore[method-assign]
+        buffer.sink.writer.directory.publish = watch  # type: ignore[method-assign]
         for key in range(3, 30):
             buffer.add_trajectories([witness(key)])
         buffer.flush()
@@ -110,7 +110,7 @@ def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) ->
 def test_files_that_were_kept_for_a_copy_go_when_it_is_done(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         add_each(buffer, [0])
-        with buffer._backing.writer.log.keeping_files():
+        with buffer.sink.writer.log.keeping_files():
             buffer.evict([0])
             assert len(list((tmp_path / "shards").iterdir())) == 1
         assert not list((tmp_path / "shards").iterdir())

@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.buffer.internals import internals_of
 from trajstore.columns.schema import dtypes
 from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
@@ -248,7 +247,7 @@ def check(trajectory: Any, form: str) -> bool:
                 ids, told = [], str(error)
             assert told.isprintable()
             assert any(word in told for word in ("field", "trajectory", "Trajectory"))
-            assert internals_of(buffer).trajectory_counter == 1 + len(ids)
+            assert buffer.trajectory_counter == 1 + len(ids)
             buffer.add_trajectories([witness(2)])
             buffer.flush(timeout=60)
         again = TrajectoryReplayBuffer(sample_window_size=0)

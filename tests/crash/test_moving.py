@@ -82,8 +82,8 @@ def _found(path: Path) -> dict[bytes, tuple[int, float]]:
         ids = reader.trajectory_ids.tolist()
         keys = [check_trajectory(reader.get(number)) for number in ids]
         rows = [set(reader.get(number).notes["rows"].reshape(-1).tolist()) for number in ids]
-        told = [float(value) for value in reader._view.contents.index[NOTE + "told"]]
-        uuids = [bytes(uuid) for uuid in reader._internals.trajectory_uuids]
+        told = [float(value) for value in reader.live.contents.index[NOTE + "told"]]
+        uuids = [bytes(uuid) for uuid in reader.trajectory_uuids]
     assert rows == [{value} for value in told]
     assert len(set(uuids)) == len(uuids)
     return dict(zip(uuids, zip(keys, told, strict=True), strict=True))

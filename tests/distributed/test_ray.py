@@ -17,7 +17,6 @@ import torch
 
 from tests.stores import reader_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
-from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -41,7 +40,6 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from trajstore.buffer.content_watch import ContentWatch  # noqa: E402
-from trajstore.buffer.intake import flatten_all  # noqa: E402
 from trajstore.columns.memory import Arena  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
     Channel,
@@ -182,7 +180,7 @@ def test_rows_of_all_stores_are_asked(
         handle.evict(ids[:2])
         assert sum(len(part) for part in stream) == sum(range(3, 13))
         assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
-        parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")], ContentWatch()), Arena(0))])
+        parcel = Parcel(new_key(), [pack(ContentWatch().flatten([AgentTrajectory(task_id="again")]), Arena(0))])
         clock = max(ids) + 1
         for rank in (0, 1):  # as where the first did not answer, and is back
             clock = handle._stores.call(rank, "add", parcel, 1, clock).ids[0] + 1
@@ -511,9 +509,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     batch = handle.sample(64, sampler=sampler)
     assert set(batch.drawn.ids.tolist()) <= set(ids[-4:].tolist())
     assert handle.update_priorities(sampler, batch.drawn, np.arange(len(batch.drawn))) == 0
-    assert internals_of(handle).extents(ids)[0].tolist() == [
-        handle.get(number).rewards.shape[0] for number in ids.tolist()
-    ]
+    assert handle.sampling.extents(ids)[0].tolist() == [handle.get(number).rewards.shape[0] for number in ids.tolist()]
     loader = ReplayLoader(handle, batch_size=16, sampler=sampler)
     check_batch(next(loader))
     point = handle.points.save(10, {"loader": loader, "note": "ten"})
@@ -662,20 +658,18 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     routes = Routes([], [0, 1, 2], patience=3.0)
     outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert outbox.send(flatten_all([witness(1)], ContentWatch())).committed(40.0) == [2]
+    assert outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0) == [2]
     assert time.monotonic() - begin >= 3.0, "the second store was waited for"
     assert [rank for rank, _ in stores.asked][:2] == [0, 1], "the first one, which was sent nothing, was not"
     assert {rank for rank, _ in stores.asked} == {0, 1, 2}
     stores.asked.clear()
     for _ in range(3):
-        outbox.send(flatten_all([witness(1)], ContentWatch())).committed(40.0)
+        outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0)
     assert {rank for rank, _ in stores.asked} == {2}
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()
-    until(
-        lambda: (outbox.send(flatten_all([witness(1)], ContentWatch())).committed(40.0), (0, "add") in stores.asked)[1]
-    )
+    until(lambda: (outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
     assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
 

@@ -12,8 +12,6 @@ import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.content_watch import ContentWatch
-from trajstore.buffer.intake import flatten_all
-from trajstore.buffer.internals import internals_of
 from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
@@ -49,7 +47,7 @@ def server(path: Path, rank: int = 0, began: str = "first", **options: Any) -> S
 
 def parcel_of(*calls: Sequence[AnyTrajectory]) -> Parcel:
     arena = Arena(1 << 20)
-    return Parcel(new_key(), [pack(flatten_all(call, ContentWatch()), arena) for call in calls])
+    return Parcel(new_key(), [pack(ContentWatch().flatten(call), arena) for call in calls])
 
 
 def ids_of(answer: Answer) -> list[int]:
@@ -66,7 +64,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def test_a_list_is_cut_by_bytes() -> None:
-    flats = flatten_all([witness(key) for key in range(6)], ContentWatch())
+    flats = ContentWatch().flatten([witness(key) for key in range(6)])
     sizes = [flat.nbytes for flat in flats]
     cut = list(split(flats, max(sizes)))
     parts = [part for part, _ in cut]
@@ -111,7 +109,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
     one = server(tmp_path)
     for _ in range(20):
         one.add(parcel_of(trajectories), 50)
-    assert len({bytes(uuid) for uuid in internals_of(one._buffer).trajectory_uuids}) == 1000
+    assert len({bytes(uuid) for uuid in one._buffer.trajectory_uuids}) == 1000
     one.close()
     again = server(tmp_path, began="second")
     assert again.stats()["num_trajectories"] == 1000
@@ -119,11 +117,9 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
 
 
 def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
-    flats = flatten_all(
-        [Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)], ContentWatch()
-    )
+    flats = ContentWatch().flatten([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:  # as earlier versions chose them
-        internals_of(buffer).add_flattened(
+        buffer.sink.add_flattened(
             flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)])
         )
     with TrajectoryReplayBuffer.open(tmp_path) as reader:

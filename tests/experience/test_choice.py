@@ -187,7 +187,7 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path)
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"max_uses": 0}, "max_uses: 0, must be at least 1"),
+        ({"max_uses": 0}, "max_uses: 0, must be `int` >= 1"),
         ({"in_turns": "often"}, "in_turns: 'often' is a str, must be true or false"),
         ({"policy_versions": "all"}, "policy_versions: 'all', must be one of 'any', 'spread'"),
     ],

@@ -143,7 +143,7 @@ def test_ids_that_are_there_win() -> None:
 
 
 def test_what_cannot_become_tokens_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="context: 'tree', must be one of linear, linear_think"):
+    with pytest.raises(ConfigurationError, match="context: 'tree', must be one of 'linear', 'linear_think'"):
         rows_of_messages(conversation("a", "b"), template_of("chatml"), "tree")  # type: ignore[arg-type]
     with pytest.raises(InvalidTrajectoryError, match=r"messages\[1\]\.content: a list"):
         rows_of_messages([*conversation("a"), {"role": "assistant", "content": []}], template_of("chatml"))

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.stores import in_memory, stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.internals import Internals, internals_of
+from trajstore.buffer.sampling import Sampling
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 from trajstore.feeding import ReplayLoader, TokenLoader
 from trajstore.sampling import EpochSampler, Priorities, WeightedSampler
@@ -280,15 +280,15 @@ def test_importance_weights_come_with_the_batch() -> None:
 def test_a_trajectory_that_is_evicted_under_way_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = in_memory([rollout(key, 5, 2) for key in range(9)])
     evicted: list[int] = []
-    genuine = internals_of(buffer).token_rows
+    genuine = buffer.sampling.token_rows
 
-    def evict_first(_: Internals, ids: Any, columns: Any = None) -> Any:
+    def evict_first(_: Sampling, ids: Any, columns: Any = None) -> Any:
         if not evicted:
             evicted.append(int(ids[0]))
             buffer.evict(evicted)
         return genuine(ids, columns)
 
-    monkeypatch.setattr(Internals, "token_rows", evict_first)
+    monkeypatch.setattr(Sampling, "token_rows", evict_first)
     with TokenLoader(buffer, 15, sampler=EpochSampler(unit="trajectory", epochs=1), batch_size=2) as loader:
         seen = [number for batch in loader for pack in batch for number in pack["trajectory_ids"].tolist()]
         assert loader.figures()["batches_redrawn"] == 1

@@ -27,7 +27,7 @@ def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
 
 def level(buffer: TrajectoryReplayBuffer) -> None:
     """Wait until the mirror has everything, saved points included."""
-    mirror = buffer._backing.mirror
+    mirror = buffer.sink.mirror
     assert mirror is not None
     assert mirror._wait(lambda: mirror.is_level, 60.0), mirror.state
 

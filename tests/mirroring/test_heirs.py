@@ -87,7 +87,7 @@ def test_the_places_of_all_earlier_writers_stay_taken(tmp_path: Path) -> None:
             for key in range(3):
                 add(buffer, [10 * number + key])
                 level(buffer)
-            places.append(segment_name(buffer._backing.mirror.state.generation + 1))  # type: ignore[union-attr]
+            places.append(segment_name(buffer.sink.mirror.state.generation + 1))  # type: ignore[union-attr]
     for place in places[:-1]:
         with pytest.raises(FileExistsError):
             directory.append(place, b"what was under way when the node was frozen")
@@ -104,7 +104,7 @@ def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
         buffer.points.save(2)
         add(buffer, [3])
         level(buffer)
-        generation = buffer._backing.mirror.state.generation  # type: ignore[union-attr]
+        generation = buffer.sink.mirror.state.generation  # type: ignore[union-attr]
     shutil.rmtree(path)
     ids = np.array([2, 3, 4], np.int64)  # 4 was added, and had not reached the mirror
     open_directory(mirror).publish([pin_file(f"aside-{generation + 2}", ids, generation + 2, back_to=1)])

@@ -53,7 +53,7 @@ class Watched(LocalDirectory):
 
 def set_aside(buffer: TrajectoryReplayBuffer) -> str:
     """Return the name of what the last rollback set aside."""
-    names = buffer._backing.writer.log.catalog.pins.names  # type: ignore[attr-defined]
+    names = buffer.sink.writer.log.catalog.pins.names  # type: ignore[attr-defined]
     return max((name for name in names if name.startswith("aside-") and "step" not in name), key=len)
 
 
@@ -106,7 +106,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
 
         def done() -> None:
-            generation = buffer._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
+            generation = buffer.sink.writer.log.catalog.generation  # type: ignore[attr-defined]
             shown[generation] = keys_of(buffer)
             if waiting:
                 level(buffer)
@@ -131,7 +131,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
             continue
         restore(copy, tmp_path / "restored")
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "restored") as again:
-            generation = again._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
+            generation = again.sink.writer.log.catalog.generation  # type: ignore[attr-defined]
             assert keys_of(again) == found == shown.get(generation, found)
             compared += generation in shown
             for point in again.points.saved:

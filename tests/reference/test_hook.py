@@ -23,7 +23,7 @@ TASKS = ["a", "b", "c", "d"]
 
 
 def hook(**options: Any) -> ReplayHook[str]:
-    config = ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, **options})
+    config = ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, "figures": "all", **options})
     return ReplayHook(config, n_rollout=N, get_task=lambda name: name if name in TASKS else None)
 
 

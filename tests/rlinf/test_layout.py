@@ -15,7 +15,6 @@ import torch
 
 from tests.stores import in_memory, reader_of
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import walk
 from trajstore.errors import (
     ConfigurationError,
@@ -130,7 +129,7 @@ def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.
     said = [record.message for record in caplog.records]
     assert len(said) == 1
     assert re.search(r"2 of 7 .*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", said[0])
-    assert (len(buffer), buffer.is_ready(7), internals_of(buffer).trajectory_counter) == (7, True, 7)
+    assert (len(buffer), buffer.is_ready(7), buffer.trajectory_counter) == (7, True, 7)
     assert buffer.total_samples == json.loads((path / "metadata.json").read_text())["total_samples"]
     files = [torch.load(file, weights_only=True)["rewards"] for file in path.glob("*.pt")]
     stored = {digest(row) for rewards in files for row in rewards.flatten(0, 1)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.choices import Batch
+from trajstore.buffer.sampling import Batch
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 

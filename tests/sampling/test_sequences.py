@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.sampling.chance import fits
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
 from trajstore.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
@@ -103,10 +102,10 @@ def test_a_draw_within_a_draw_follows_what_left_meanwhile() -> None:
 
     def let_one_go_and_draw() -> Drawn:
         buffer.draw(1, sampler=sampler)
-        buffer._view.contents.drop(np.array([0]))
+        buffer.live.contents.drop(np.array([0]))
         return buffer.draw(40, sampler=sampler)
 
-    drawn = internals_of(buffer).together(sampler, lambda _: let_one_go_and_draw())
+    drawn = buffer.sampling.together(sampler, lambda _: let_one_go_and_draw())
     assert set(drawn.ids.tolist()) == {1, 2, 3}
     assert sampler.ids.tolist() == [1, 2, 3]
 

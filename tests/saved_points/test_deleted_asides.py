@@ -48,7 +48,7 @@ def fill(buffer: TrajectoryReplayBuffer, *, since: bool = True) -> None:
 def pins_of(path: str | Path) -> set[str]:
     """Return what rollbacks have set aside, as ``inspect`` lists the pins."""
     with make(path) as buffer:
-        return {name for name in buffer._backing.writer.log.catalog.pins.names if "aside" in name}  # type: ignore[attr-defined]
+        return {name for name in buffer.sink.writer.log.catalog.pins.names if "aside" in name}  # type: ignore[attr-defined]
 
 
 def asides_of(since: bool, url: str | Path) -> set[str]:
@@ -112,7 +112,7 @@ def cut_short(url: str | Path, **more: Any) -> str:
 
     with make(url, **more) as buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(CommitLog, "release_pins", killed)
-        generation = buffer._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
+        generation = buffer.sink.writer.log.catalog.generation  # type: ignore[attr-defined]
         with pytest.raises(StoreWriteError, match="killed"):
             buffer.points.rollback(1, aside=False)
         if more:

@@ -42,7 +42,7 @@ def killed(tmp_path: Path) -> Callable[[Callable[[TrajectoryReplayBuffer], Any]]
 
 def heads(buffer: TrajectoryReplayBuffer) -> list[PinHead]:
     """Return what each pin of a buffer's store says of itself."""
-    return list(buffer._backing.writer.log.catalog.pins.heads.values())  # type: ignore[attr-defined]
+    return list(buffer.sink.writer.log.catalog.pins.heads.values())  # type: ignore[attr-defined]
 
 
 def taking_back(buffer: TrajectoryReplayBuffer) -> None:

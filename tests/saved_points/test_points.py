@@ -54,10 +54,10 @@ def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> N
         add(buffer, range(3))
         buffer.points.save(1)
         files = sorted(tmp_path.rglob("*"))
-        contents = buffer._view.contents
+        contents = buffer.live.contents
         buffer.points.rollback(1)
         assert sorted(tmp_path.rglob("*")) == files
-        assert buffer._view.contents is contents
+        assert buffer.live.contents is contents
 
 
 def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

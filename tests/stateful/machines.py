@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from trajstore import TrajectoryReplayBuffer
-from trajstore.buffer.internals import internals_of
 from trajstore.testing.witness import witness
 
 
@@ -67,4 +66,4 @@ class Twinned(RuleBasedStateMachine):
         assert self.buffer.trajectory_ids.tolist() == list(self.twin)
         assert len(self.buffer) == len(self.twin)
         assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
-        assert internals_of(self.buffer).trajectory_counter == self.next_id
+        assert self.buffer.trajectory_counter == self.next_id

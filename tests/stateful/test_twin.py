@@ -12,8 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from tests.stateful.machines import Twinned, long, short
 from tests.stores import keys_at, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
-from trajstore.buffer.backing import StoreBacking
-from trajstore.buffer.internals import internals_of
+from trajstore.buffer.sink import StoreSink
 from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
@@ -108,8 +107,8 @@ class Twin(Twinned):
         self.buffer.compact()
 
     def take_in(self) -> None:
-        backing = internals_of(self.buffer).backing
-        assert isinstance(backing, StoreBacking)
+        backing = self.buffer.sink
+        assert isinstance(backing, StoreSink)
         backing.writer.inbox.take_in()
 
     @rule()

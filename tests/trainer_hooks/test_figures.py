@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from pathlib import Path
+from typing import Literal
 
 import orjson
 import pytest
@@ -15,13 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pages import explained_figures, unexplained
+from tests.pages import FIGURES, explained_figures, unexplained
 from tests.reference.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import STARVING_STEPS, warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.metrics import (
+    MAIN,
     PREFIX,
     StepTimes,
     batch_metrics,
@@ -117,10 +119,10 @@ def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_a
 # ---- docs/howto/replay_figures.md has them all ----
 
 
-def names_of_a_run() -> set[str]:
-    """Return the names of every figure of a run with demonstrations, losses, and histories drawn in the background."""
+def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
+    """Return the names of the figures of a run with demonstrations, losses, and histories drawn in the background."""
     config = ExperienceReplayConfig(
-        enable=True, replay_start_ratio=0.0, task_sampling="similar", prepare_in_background=True
+        enable=True, replay_start_ratio=0.0, task_sampling="similar", prepare_in_background=True, figures=figures
     )
     names: set[str] = set()
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
@@ -161,12 +163,27 @@ def names_in_the_code(root: Path) -> set[str]:
 
 
 def test_the_page_of_figures_has_every_figure(project_root: Path) -> None:
-    found = names_of_a_run() | names_in_the_code(project_root)
+    found = names_of_a_run("all") | names_in_the_code(project_root)
     assert {"experience_replay/similar_tasks", "recording/lost", "experience_replay/tasks_at_difficulty/<n>"} <= found
     assert unexplained(found - {f"{PREFIX}refused/<n>", f"{PREFIX}seconds/<n>"}) == set()
     assert unexplained(f"refused/{one.value}" for one in Refusal) == set()
     said = {f"{PREFIX}{name}" for name in explained_figures() if name.endswith("_mean")}
     assert said - found == set(), "figures that do not exist"
+
+
+def test_a_step_reports_the_figures_of_the_first_table() -> None:
+    found = {name.removeprefix(PREFIX) for name in names_of_a_run("main") if "/refused/" not in name}
+    assert found <= MAIN
+    table = FIGURES.read_text().partition("\n## The figures\n")[2].partition("\n## ")[0]
+    first_column = {
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
+    assert first_column == MAIN | {"refused/<reason>"}
+    assert len(first_column) == 25
+    assert MAIN - found == {"histories_refused/too_long"}, "verl's alone"
 
 
 # -- Figures of the loss against plain Python over the tokens, in one loss and in several --

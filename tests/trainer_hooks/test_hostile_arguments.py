@@ -1,15 +1,10 @@
-"""Every public call refuses what is not for it: an error of trajstore that names the argument, whatever the value is.
-
-Each call is made with good arguments, and then again with each of them replaced by each of the hostile values.
-"""
+"""Impossible values of configurations and arguments are refused by name; a step is handed over once."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +26,24 @@ from tests.trainer_hooks.public_calls import (
 )
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.dataproto import batch_of
 from trainer_hooks.guidance_config import GuidanceConfig
-from trainer_hooks.plan import PlannedTask
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreClosedError, TrajstoreError
 from trajstore.experience import PoolRules
-from trajstore.guidance import ExtractiveSummarizer, TrajExpConfig
-from trajstore.trajectory import AgentTrajectory, Reward
-
-ALIASES = {"training_tasks": "tasks", "experience_tasks": "tasks", "value": "metadata.guidance", "task": "tasks"}
-"""What a message calls an argument that goes by another name there."""
-
-TAKES_ANY = {"on_policy_tasks", "tokenizer"}
-"""Arguments that are handed on, and looked at by others only."""
+from trajstore.trajectory import Reward
 
 TAKES: dict[str, set[str]] = {}
-"""Which arguments take a hostile value; no other does."""
+"""Which keys take a hostile value; no other does."""
 for value, names in (
-    (math.nan, "is_success.outcome"),
-    (-1, "outcome score threshold success_threshold min_reward not_after"),
-    (-1, "experience_lbound policy_version TrainerConfig.seed LocalMaker.add.step Experience.to_trajectory.step"),
-    (-1, "filled.load_experience_pool_from_disk.global_steps BatchRow.group_id rows_of_rollout.group"),
-    (-1, "rows_of_rollout.number"),
-    (2.5, "outcome score threshold success_threshold min_reward success"),
-    (2.5, "experience_lbound experience_rbound timeout retrieve_timeout summary_timeout backoff rest epsilon"),
-    (2.5, "cliprange cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
+    (-1, "success_threshold min_reward experience_lbound TrainerConfig.seed"),
+    (2.5, "success_threshold min_reward success experience_lbound experience_rbound retrieve_timeout summary_timeout"),
+    (2.5, "cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
     (2.5, "warm_start_learning_rate entropy_coeff max_grad_norm"),
-    (True, "same_run enable_replay unsolved_first taken_out add_exp is_experience_replay is_replayed jagged enable"),
-    (True, "norm_adv_by_std_in_grpo drop_negative_off_policy clip_off_policy use_current_policy_entropy text"),
+    (True, "enable unsolved_first drop_negative_off_policy clip_off_policy use_current_policy_entropy text in_turns"),
     (True, "exp_is_correct prepare_in_background enable_summarizer enable_context_generator val_summarizer_save"),
-    (True, "init_experience_before_training in_turns"),
-    ("x", "task_id task directory task_prefix name query tokenizer_fingerprint reward_fingerprint think_hint base"),
-    ("x", "workspace_id model api_key prompt when_to_use content before after text path source store experience"),
-    ("x", "pool_path key TrainerConfig.environment TrainerConfig.device"),
+    (True, "init_experience_before_training"),
+    ("x", "reward_fingerprint workspace_id path pool_path key TrainerConfig.environment TrainerConfig.device"),
 ):
     TAKES.setdefault(repr(value), set()).update(names.split())
 
@@ -82,11 +60,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)  # "x" is a fine path
 
 
-def may_take(name: str, argument: str, value: Any) -> bool:
-    if argument in TAKES_ANY:
-        return True
+def may_take(name: str, key: str, value: Any) -> bool:
     return type(value) is not object and (
-        repr(value) not in TAKES or not TAKES[repr(value)].isdisjoint((argument, f"{name}.{argument}"))
+        repr(value) not in TAKES or not TAKES[repr(value)].isdisjoint((key, f"{name}.{key}"))
     )
 
 
@@ -101,24 +77,6 @@ def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str | Non
     return None
 
 
-def test_hostile_arguments_are_refused_by_name(everything: dict[str, Callable[[], Call]]) -> None:
-    wrong = []
-    for name, make in everything.items():
-        otherwise = outcome(*make())  # some calls fail in any case, for want of a folder or a service
-        assert otherwise is None or not otherwise.startswith("RAW"), (name, otherwise)
-        for argument, value in itertools.product(make()[1], HOSTILE):
-            function, given = make()
-            said = outcome(function, {**given, argument: value})
-            if said is None:
-                fine = may_take(name, argument, value)
-            else:
-                named = argument in said or ALIASES.get(argument, argument) in said
-                fine = said == otherwise or (named and not said.startswith("RAW"))
-            if not fine:
-                wrong.append(f"{name}({argument}={value!r}): {said or 'is taken'}")
-    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong)
-
-
 KINDS = (ExperienceReplayConfig, PoolRules, GuidanceConfig, TrainerConfig, RecordingConfig, OutcomeRule)
 
 
@@ -131,22 +89,9 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
         assert said is not None or may_take(kind.__name__, field.name, value), (field.name, value)
 
 
-def test_calls_that_read_configurations(tmp_path: Path) -> None:
-    pytest.importorskip("yaml")
-    path = tmp_path / "trainer.yaml"
-    path.write_text("exp_manager: {experience_replay: {enable: false}}")
-    for function, given in (
-        (ExperienceReplayConfig.from_mapping, {"values": {}, "n_rollout": 8}),
-        (ExperienceReplayConfig.from_yaml, {"path": path, "section": "exp_manager", "n_rollout": 8}),
-        (ExperienceReplayConfig().pool_rules, {"n_rollout": 8}),
-        (ExperienceReplayConfig().warn, {"knows_entropy": True}),
-        (GuidanceConfig.from_config, {"config": {}}),
-        (batch_of, {"data": None}),
-    ):
-        for argument, value in itertools.product(given, HOSTILE):
-            said = outcome(function, {**given, argument: value})
-            assert said is not None or type(value) is not object, (function, argument)
-            assert said is None or not said.startswith("RAW"), (function, argument, value, said)
+def test_unknown_keys_are_named_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"exp_rato: unknown key; did you mean exp_ratio\?"):
+        ExperienceReplayConfig.from_mapping({"exp_rato": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -158,13 +103,28 @@ def test_calls_that_read_configurations(tmp_path: Path) -> None:
         ("replay_hook.rollouts_done", {"task_ids": ["a"]}),
         ("replay_hook.rollouts_done", {"policy_versions": []}),
         ("filled.get_offpolicy_batch", {"tasks": "ab"}),
-        ("PlannedTask", {"task": None}),
         ("EndpointSummarizer", {"most_rollouts": 0}),
         ("UpdateQueue", {"capacity": 0}),
         ("ExperienceWorker", {"retrieve_top_k": 0}),
         ("compute_grpo_outcome_advantage", {"response_mask": torch.ones(2, 1)}),
         ("compute_grpo_outcome_advantage", {"index": [0]}),
-        ("het_compute_token_on_off_policy_loss", {"cliprange": None}),
+        # These would pass silently.
+        ("filled.count_offpolicy", {"tasks": "ab"}),
+        ("filled.get_all_candidates_batch", {"tasks": "ab"}),
+        ("filled.load_experience_pool_from_disk", {"same_run": "false"}),
+        ("collate.__call__", {"enable_replay": "false"}),
+        ("ExperienceMixCollateFn", {"unsolved_first": "false"}),
+        ("guidance_hook.before_rollout", {"mode": "sampel"}),
+        ("manager.allocate_add_exp", {"mode": "sampel"}),
+        ("TrajExpConfig", {"train_mode": "discarded"}),
+        ("EMClient", {"dialect": "0.3"}),
+        ("aggregate_loss", {"loss_agg_mode": "mean"}),
+        ("assign_group_ids", {"group_offpolicy": "alone"}),
+        ("to_tensordict", {"jagged": "false"}),
+        ("compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": "false"}),
+        ("het_compute_token_on_off_policy_loss", {"drop_negative_off_policy": "false"}),
+        ("het_compute_token_on_off_policy_loss", {"clip_off_policy": "false"}),
+        ("rows_of_messages", {"context": "tree"}),
         ("het_compute_token_on_off_policy_loss", {"clip_ratio_c": 0.5}),
         ("het_compute_token_on_off_policy_loss", {"off_policy_shaping": 0.0}),
         ("het_compute_token_on_off_policy_loss", {"exp_mask": torch.zeros(9, 9)}),
@@ -189,52 +149,8 @@ def test_what_is_out_of_range_is_refused(
     assert name in str(caught.value)
 
 
-# ---- fields of rollouts ----
-
-FIELDS = [field.name for field in dataclasses.fields(AgentTrajectory)]
-OF_REWARD = [field.name for field in dataclasses.fields(Reward)]
-
-
-def broken() -> Iterator[tuple[str, AgentTrajectory]]:
-    """Rollouts with one field that holds something hostile, and the field."""
-    for value in (*HOSTILE, "1", torch.ones(2, 2)):
-        for field in FIELDS:
-            yield field, dataclasses.replace(rollouts()[0], **{field: value})
-        for field in OF_REWARD:
-            reward = dataclasses.replace(Reward(outcome=1.0), **{field: value})
-            yield f"reward.{field}", dataclasses.replace(rollouts()[0], reward=reward)
-    yield "rows", dataclasses.replace(rollouts()[0], metadata={"rows": 3})
-    yield "guidance", dataclasses.replace(rollouts()[0], metadata={"guidance": 3})
-
-
-def test_rollouts_with_a_field_of_another_kind_are_refused_by_its_name() -> None:
-    batch = build_batch(batch_rows(), 0)
-    rows = torch.zeros(batch.tensors["responses"].shape)
-    plan = [PlannedTask("a", 1, ())]
-    hook, guidance = replay_hook(), guidance_hook()
-    wrong = []
-    for step, (field, one) in enumerate(broken()):
-        hook.tasks_chosen(TASKS, 0.5, step)
-        several = {
-            "batch_rows": lambda one=one: build_batch(hook.batch_rows(plan, [one]), 0),
-            "step_done": lambda one=one: hook.step_done(batch, [one], rows, rows),
-            "rollouts_done": lambda one=one: hook.rollouts_done([one], [], [], []),
-            "admit": lambda one=one: hook.admit([one]),
-            "seed": lambda one=one: filled().seed([one]),
-            "finished": lambda one=one: guidance.finished(one, TrajExpConfig()),
-            "guidance": lambda one=one, step=step: guidance.step_done([one], step),
-            "validated": lambda one=one: guidance.validated([one]),
-            "summarize": lambda one=one: ExtractiveSummarizer()([one]),
-        }
-        for name, call in several.items():
-            said = outcome(call, {})
-            if said is not None and (said.startswith("RAW") or not re.search(rf"{field}|rollout", said)):
-                wrong.append(f"{name}({field}={vars(one).get(field, one.reward)!r}): {said}")
-    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong)
-
-
 def test_an_outcome_that_is_a_text_is_named() -> None:
-    with pytest.raises(InvalidTrajectoryError, match=r"done\[0\].*rollout 'a/0'.*field reward\.outcome: '1' is a str"):
+    with pytest.raises(InvalidTrajectoryError, match=r"rollout 'a/0' of task 'a': field reward\.outcome: '1' is a str"):
         replay_hook().admit([dataclasses.replace(rollouts()[0], reward=Reward(outcome="1"))])  # type: ignore[arg-type]
 
 
@@ -280,6 +196,7 @@ def test_a_step_is_done_once() -> None:
 def test_a_step_of_guidance_is_done_once() -> None:
     guidance = guidance_hook()
     guidance.step_done(rollouts(), 1)
+    assert guidance.wait(60)
     figures = guidance.metrics()
     with pytest.raises(InvalidTrajectoryError, match=r"was handed over already in step 1"):
         guidance.step_done(rollouts(), 1)

@@ -44,7 +44,10 @@ def run_main(
         "OMP_NUM_THREADS": "1",
         **({} if witness is None else {WITNESS_FOLDER: str(witness.folder)}),
     }
-    ours = () if options else ("exp_manager.outcome.key=hit", "exp_manager.experience_replay.replay_start_ratio=0.0")
+    replay = "exp_manager.experience_replay"
+    ours = (
+        () if options else ("exp_manager.outcome.key=hit", f"{replay}.replay_start_ratio=0.0", f"{replay}.figures=all")
+    )
     options = options or project_root / "docs" / "howto" / "verl_replay.yaml"
     given = [one for one in BASE_OVERRIDES if not one.startswith("trainer.v1.trainer_mode")]
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]

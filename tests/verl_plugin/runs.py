@@ -25,6 +25,7 @@ REPLAY = (
     "+exp_manager.outcome.key=hit",
     "+exp_manager.experience_replay.enable=true",
     "+exp_manager.experience_replay.replay_start_ratio=0.0",
+    "+exp_manager.experience_replay.figures=all",
 )
 # Each worker gets half of the 16 rows, and verl wants whole micro-batches.
 TWO_WORKERS = (

@@ -17,7 +17,7 @@ from tests import stores
 from tests.interrupting import Tracer, within
 from tests.stores import keys_at
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.buffer.backing import StoreBacking
+from trajstore.buffer.sink import StoreSink
 from trajstore.inspection.verify import verify
 from trajstore.interrupts import CHANGE_THREAD, uninterrupted
 from trajstore.store.index import COLUMNS, TrajectoryIndex
@@ -105,8 +105,8 @@ def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str, moments: int
 
 def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_them(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
-        assert isinstance(buffer._backing, StoreBacking)
-        rewriter = buffer._backing.writer.rewriter
+        assert isinstance(buffer.sink, StoreSink)
+        rewriter = buffer.sink.writer.rewriter
         tracer = Tracer(None)
         tracer.run(rewriter.note)
         for at in range(tracer.count):
@@ -136,7 +136,7 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
             Tracer(at).run(lambda: buffer.sample(3))
         gc.collect()
         buffer.sample(3)
-        assert buffer._view.contents.addresses.copies.idle
+        assert buffer.live.contents.addresses.copies.idle
 
 
 def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:

@@ -34,7 +34,7 @@ STEPS = [
     "trajstore.reading.contents.Contents.add",
     "trajstore.reading.contents.Contents._trim",
     "trajstore.writing.queue.WriteQueue.submit",
-    "trajstore.buffer.intake.copied",
+    "trajstore.buffer.sink.copied",
     "trajstore.reading.contents.columns_of",
 ]
 

@@ -16,7 +16,6 @@ import torch
 
 from tools.mutate.pristine import RULES, Kind, agent_witness, files_of
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.buffer.internals import internals_of
 from trajstore.columns.facts import SCORE
 from trajstore.experience import ExperienceManager
 from trajstore.experience.store import BufferStore
@@ -171,7 +170,7 @@ def _look(path: Path, kind: Kind, report: Report, *, strict: bool, pin: str | No
             state = (
                 buffer.seed,
                 buffer.state_dict(),
-                internals_of(buffer).trajectory_counter,
+                buffer.trajectory_counter,
                 buffer.trajectory_format,
             )
             look.facts["state"] = digest(state)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.feeding import ReplayLoader, TokenLoader
@@ -160,7 +159,7 @@ def _check_tokens(ids: Any, starts: Any, columns: dict[str, torch.Tensor]) -> li
 def _tokens(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:
     ids = buffer.trajectory_ids
     try:
-        rows = internals_of(buffer).token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
+        rows = buffer.sampling.token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
     except TrajectoryUnavailableError:  # let go of since it was listed
         return
     with ExitStack() as ending:

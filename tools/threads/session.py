@@ -18,7 +18,6 @@ from tools.campaigns import Result
 from tools.threads.readers import ID_BITS, READERS, check, made
 from tools.threads.released import released_is_unreadable
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.buffer.internals import internals_of
 from trajstore.errors import EmptyBufferError, StoreClosedError, TrajectoryUnavailableError
 from trajstore.files.opening import open_directory
 from trajstore.store.catalog import Catalog
@@ -77,7 +76,7 @@ class Stage:
 
     def add(self, buffer: TrajectoryReplayBuffer, store: int, count: int) -> None:
         """Add trajectories whose keys say which store and which id is theirs; nobody else adds to this buffer."""
-        first = internals_of(buffer).trajectory_counter
+        first = buffer.trajectory_counter
         keys = [(store << ID_BITS) + first + at for at in range(count)]
         self.given.update(keys)
         ids = buffer.add_trajectories([made(self.kind, key) for key in keys])
@@ -116,7 +115,7 @@ class Stage:
             except EmptyBufferError:
                 return
             except StoreClosedError:
-                if not internals_of(buffer).closed:
+                if not buffer.closed:
                     raise
             except TrajectoryUnavailableError:
                 if self.path == self.folder / "store" or "loader" not in name:
@@ -138,7 +137,7 @@ class Stage:
             except TrajectoryUnavailableError:  # let go of since it was listed
                 return
             except StoreClosedError:
-                if not internals_of(buffer).closed:
+                if not buffer.closed:
                     raise
         time.sleep(0.002 * random.random())  # else nobody else ever comes to hold it
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.reference.model import ModelConfig
-from trajstore.arguments import finite, whole
-from trajstore.checked import checked
-from trajstore.settings import Settings
+from trajstore.settings import Count, NotNegative, Positive, Settings, Whole
 
 Rows = Literal["rollout", "turns"]
 RowWeight = Literal["row", "rollout"]
 
 
-_ABOVE_0 = partial(finite, least=0, above=True)
-
-
-@checked
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Settings):
     """Everything that a run depends on.
@@ -31,28 +26,28 @@ class TrainerConfig(Settings):
     """
 
     environment: str = "household"
-    steps: Annotated[int, partial(whole, least=1)] = 120
+    steps: Count = 120
     """Training steps of the whole run; training progress is measured against it."""
-    tasks_per_step: Annotated[int, partial(whole, least=1)] = 16
-    n_rollout: Annotated[int, partial(whole, least=2)] = 8
+    tasks_per_step: Count = 16
+    n_rollout: Annotated[int, Meta(ge=2)] = 8
     """Rows per task: fresh rollouts, plus histories if there are any. Advantages compare rollouts."""
-    minibatches: Annotated[int, partial(whole, least=1)] = 2
+    minibatches: Count = 2
     """Optimizer steps per training step; each takes an equal share of the rows, drawn at random."""
-    learning_rate: Annotated[float, _ABOVE_0] = 5e-4
-    entropy_coeff: Annotated[float, partial(finite, least=0)] = 0.003
+    learning_rate: Positive = 5e-4
+    entropy_coeff: NotNegative = 0.003
     """Weight of the mean entropy that is added to the objective."""
-    cliprange_low: Annotated[float, partial(finite, least=0)] = 0.2
-    cliprange_high: Annotated[float, partial(finite, least=0)] = 0.28
-    clip_ratio_c: Annotated[float, partial(finite, least=1)] = 3.0
-    max_grad_norm: Annotated[float, _ABOVE_0] = 1.0
-    warm_start_steps: Annotated[int, partial(whole, least=0)] = 200
+    cliprange_low: NotNegative = 0.2
+    cliprange_high: NotNegative = 0.28
+    clip_ratio_c: Annotated[float, Meta(ge=1, le=1e9)] = 3.0
+    max_grad_norm: Positive = 1.0
+    warm_start_steps: Whole = 200
     """Supervised steps on replies that ignore the goal; see ``warm_start``."""
-    warm_start_learning_rate: Annotated[float, _ABOVE_0] = 2e-3
-    evaluate_every: Annotated[int, partial(whole, least=1)] = 5
+    warm_start_learning_rate: Positive = 2e-3
+    evaluate_every: Count = 5
     """Steps between evaluations; these draw from a generator of their own and do not count as rollouts."""
-    evaluation_rollouts: Annotated[int, partial(whole, least=1)] = 4
+    evaluation_rollouts: Count = 4
     """Rollouts of each task in an evaluation."""
-    solved_at: Annotated[float, partial(finite, least=0, most=1, above=True)] = 0.9
+    solved_at: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Success rate over all tasks at which the environment counts as solved."""
     seed: int = 0
     device: str = "cpu"

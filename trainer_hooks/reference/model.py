@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from trajstore.arguments import whole
-from trajstore.checked import checked
 from trajstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Size of the policy. ``max_length`` bounds the tokens of a conversation."""

@@ -29,7 +29,6 @@ from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.warm_start import warm_start
-from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.experience.rows import turns_as_rows
@@ -46,7 +45,6 @@ _PATIENCE = 60.0
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-@checked
 class ReferenceTrainer(Closing):
     """Trains one small policy on one environment.
 

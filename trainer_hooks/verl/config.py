@@ -7,18 +7,16 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
-from trajstore.arguments import finite, text_or_none, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 from trajstore.experience import is_success
 from trajstore.formats import get_format
-from trajstore.settings import Settings, keys_of, refuse, unknown
+from trajstore.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
 
 SECTION = "exp_manager"
 """Where the block stands in verl's configuration."""
@@ -58,9 +56,9 @@ class RecordingConfig(Settings):
     section: ClassVar[str] = f"{SECTION}.recording"
 
     enable: bool = True
-    path: Annotated[str | None, text_or_none] = None
+    path: Text | None = None
     format: Annotated[str, _format] = "pt"
-    capacity: Annotated[int | None, partial(whole_or_none, least=1)] = None
+    capacity: Count | None = None
     text: bool = True
     on_error: OnError = "raise"
 
@@ -80,8 +78,8 @@ class OutcomeRule(Settings):
 
     section: ClassVar[str] = f"{SECTION}.outcome"
 
-    key: Annotated[str | None, text_or_none] = None
-    success: Annotated[float, partial(finite, least=0, above=True)] = 1.0
+    key: Text | None = None
+    success: Positive = 1.0
 
     def of(self, score: float, reward_extra: Mapping[str, Any]) -> float:
         """Return the outcome of a rollout, 1 for a success and below 1 otherwise; what is not finite stays so.

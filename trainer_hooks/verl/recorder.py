@@ -13,7 +13,6 @@ from trainer_hooks.verl.config import OnError
 from trainer_hooks.verl.reading import Scribe
 from trajstore import Retention, TrajectoryReplayBuffer, exits
 from trajstore.background import Background
-from trajstore.buffer.internals import internals_of
 from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreError, StoreWriteError
 from trajstore.trajectory import AgentTrajectory
 
@@ -98,13 +97,7 @@ class RolloutRecorder:
             tokens = sum(0 if one.input_ids is None else one.input_ids.numel() for one in made)
             self._background.submit(partial(self._write, made), tokens)
         # Ids are given in order, so the newest one and the newest durable one tell how many the store has to write.
-        waiting = (
-            self._taken
-            - self._handed_on
-            + internals_of(self.buffer).trajectory_counter
-            - 1
-            - self.buffer.points.committed
-        )
+        waiting = self._taken - self._handed_on + self.buffer.trajectory_counter - 1 - self.buffer.points.committed
         return {
             "recording/rollouts": float(len(trajectories)),  # the thread takes its rollouts out of its own list
             "recording/waiting": float(max(waiting, 0)),
@@ -178,7 +171,7 @@ class RolloutRecorder:
 
     def _add(self, some: Sequence[AgentTrajectory]) -> list[StoreError | InvalidTrajectoryError]:
         """Add rollouts; return why some of them, or earlier ones, cannot be written."""
-        before = internals_of(self.buffer).trajectory_counter
+        before = self.buffer.trajectory_counter
         try:
             self.buffer.add_trajectories(some)
             return []
@@ -189,7 +182,7 @@ class RolloutRecorder:
             # An add tells of writes that failed before it, once; the store goes on trying those by itself. And one
             # rollout that cannot be stored has the whole list refused.
             errors = [error]
-        rest = some[internals_of(self.buffer).trajectory_counter - before :]
+        rest = some[self.buffer.trajectory_counter - before :]
         if not isinstance(errors[0], InvalidTrajectoryError):
             self._failed(errors[0], 0)
         for one in rest:

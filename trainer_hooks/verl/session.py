@@ -23,6 +23,7 @@ from transfer_queue import KVBatchMeta
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import LossOptions
+from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
@@ -48,7 +49,6 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable
-from trajstore.buffer.internals import internals_of
 from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.experience.entry import is_demonstration
 from trajstore.experience.outcomes import asked_for, is_success, outcome_of
@@ -291,7 +291,7 @@ class ReplaySession:
         figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
         figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
-        return figures | (taken or {})
+        return shown(figures | (taken or {}), self._block.experience_replay.figures)
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""
@@ -356,7 +356,7 @@ class ReplaySession:
         if self._recorder is not None:
             self._recorder.flush()
             buffer = self._recorder.buffer
-            rollouts, rollouts_store = buffer.points.committed, str(internals_of(buffer).store_id)
+            rollouts, rollouts_store = buffer.points.committed, str(buffer.store_id)
         manager = self._hook.manager
         pool = None if manager is None else self._on_disk(manager.state_dict)
         expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.expected.items()}
@@ -436,9 +436,7 @@ class ReplaySession:
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Let rollouts that were recorded after a checkpoint, or at all, enter the pool, step by step."""
-        if self._recorder is None or (
-            cut is not None and internals_of(self._recorder.buffer).store_id != cut.rollouts_store
-        ):
+        if self._recorder is None or (cut is not None and self._recorder.buffer.store_id != cut.rollouts_store):
             logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
             return
         steps = 0

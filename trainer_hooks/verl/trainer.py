@@ -26,6 +26,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
@@ -199,7 +200,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         batch = super()._update_actor(batch, metrics)
         if self._block.masks_rows:
             figures = take_figures(metrics)
-            metrics.update(figures)
+            metrics.update(shown(figures, self._block.experience_replay.figures))
             self._session.updated(figures)
         return batch
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from trajstore.arguments import path_or_url, text
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.clock import microseconds
 from trajstore.columns.facts import SCORE
@@ -84,7 +83,7 @@ def annotate(
     said, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):
         if said.ids and (said.values or rows):
-            internals_of(store).backing.annotate(said, rows)
+            store.sink.annotate(said, rows)
         return
     if rows:
         raise ConfigurationError(
@@ -156,7 +155,7 @@ def notes_of(
     """
     (number,) = ids_from("trajectory_id", [trajectory_id])
     if isinstance(store, TrajectoryReplayBuffer):
-        return internals_of(store).backing.history(number)
+        return store.sink.history(number)
     directory = _stores(store, storage_options or {}).get(rank_of_id(number))
     if directory is None:
         raise StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here")

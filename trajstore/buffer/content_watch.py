@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
+from trajstore.columns.conversion import flatten
 from trajstore.columns.doubts import doubts, sound
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import shown
+from trajstore.columns.steps import NothingToStoreError
+from trajstore.errors import InvalidTrajectoryError, listed
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 logger = logging.getLogger(__name__)
@@ -29,15 +34,43 @@ class ContentWatch:
         self._counts: dict[str, int] = {}
         self._newest: OrderedDict[int, None] = OrderedDict()  # a dict looks for its first one past all that went
 
-    def look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
+    def flatten(self, trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
+        """Return trajectories as columns, all checked; empty ones are skipped with a warning.
+
+        Raises:
+            InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
+        """
+        if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+            raise InvalidTrajectoryError(
+                f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
+                "write add_trajectories([trajectory])"
+            )
+        flats, stored, empty = [], [], []
+        for place, trajectory in enumerate(trajectories):
+            try:
+                flats.append(flatten(trajectory))
+                stored.append(trajectory)
+            except NothingToStoreError:
+                empty.append(place)
+        self._look(stored, flats)
+        if empty:
+            logger.warning(
+                "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
+                "the others have ids",
+                listed(str(place) for place in empty),
+                len(empty) + len(flats),
+            )
+        return flats
+
+    def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
         """Look at trajectories that are about to be added, as they came and as columns."""
         pairs = zip(trajectories, flats, strict=True)
         rollouts = [(one, flat) for one, flat in pairs if isinstance(one, AgentTrajectory)]
         for (rollout, flat), fine in zip(rollouts, sound([flat for _, flat in rollouts]), strict=True):
             if not fine or rollout.rollout_id:
-                self._look(rollout, [] if fine else [*doubts(flat, rollout.response_start)])
+                self._count(rollout, [] if fine else [*doubts(flat, rollout.response_start)])
 
-    def _look(self, trajectory: AgentTrajectory, found: list[str]) -> None:
+    def _count(self, trajectory: AgentTrajectory, found: list[str]) -> None:
         if trajectory.rollout_id and self._was_added(trajectory):
             found.append("the task_id, rollout_id and policy_version of another one")
         for doubt in found:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trajstore.arguments import seconds_or_none, whole_numbers
-from trajstore.buffer.backing import Backing
+from trajstore.buffer.sink import Sink
 from trajstore.errors import StoreError
 from trajstore.mirroring.options import MirrorState
 
@@ -16,15 +16,15 @@ class MirrorOfBuffer:
     """``buffer.mirror``: how far the mirror of a buffer's store is, and waiting for it.
 
     Args:
-        _backing: of the buffer.
+        _sink: of the buffer.
     """
 
-    _backing: Backing
+    _sink: Sink
 
     @property
     def state(self) -> MirrorState | None:
         """What is on the mirror, and why the last attempt failed; None without a mirror."""
-        mirror = self._backing.mirror
+        mirror = self._sink.mirror
         return None if mirror is None else mirror.state
 
     def wait(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
@@ -40,9 +40,9 @@ class MirrorOfBuffer:
             StoreWriteError: with ``ids=None``, a write failed; names the file.
         """
         wanted = None if ids is None else whole_numbers("ids", ids)
-        timeout, mirror = seconds_or_none("timeout", timeout), self._backing.mirror
+        timeout, mirror = seconds_or_none("timeout", timeout), self._sink.mirror
         if mirror is None:
             raise StoreError("mirror.wait: this buffer has no mirror; give one with mirror=...")
         if wanted is None:
-            return mirror.wait_for_all(self._backing.flush, timeout)
+            return mirror.wait_for_all(self._sink.flush, timeout)
         return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True

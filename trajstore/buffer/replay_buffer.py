@@ -1,29 +1,34 @@
-"""The replay buffer: a facade over its backing, its view, draws and checkpoints. Adding, evicting, opening, closing."""
+"""The replay buffer: a reader with a writer."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from trajstore.arguments import (
     check_kind,
     path_or_url,
-    rank_of_ranks,
     seconds_or_none,
+    text,
     truth,
     whole,
     whole_or_none,
 )
-from trajstore.buffer.backing import Backing, ReaderBacking, StoreBacking
-from trajstore.buffer.loading import LoadRequest
-from trajstore.buffer.restorable import RestorableBuffer
+from trajstore.buffer.checkpoint import Layout
+from trajstore.buffer.loading import Loaded, LoadRequest
+from trajstore.buffer.mirroring import MirrorOfBuffer
+from trajstore.buffer.reader import Reader, unpickled
 from trajstore.buffer.retention import Retention
+from trajstore.buffer.saved_points import PointsOfBuffer
+from trajstore.buffer.sink import Sink, StoreSink
 from trajstore.buffer.view import View
-from trajstore.closing import Closing
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, listed
+from trajstore.errors import ConfigurationError, StoreError, listed
 from trajstore.files.opening import check_options, directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.mirroring.options import Mirror, as_mirror
@@ -33,15 +38,20 @@ from trajstore.store.run_ids import ids_from
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
 
+logger = logging.getLogger(__name__)
 
-class TrajectoryReplayBuffer(RestorableBuffer, Closing):
+
+class TrajectoryReplayBuffer(Reader):
     """A replay buffer of trajectories ``[T, B, ...]`` (or agent trajectories) on disk, or in memory only.
 
     With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; what was
     flushed survives a crash, and a buffer made on a directory that holds a store continues it. With
     ``auto_save=False`` the newest ``sample_window_size`` trajectories are kept in memory; older ones are
     counted, as RLinf does, but never drawn. The first seven arguments, their defaults, and the samples drawn
-    for a seed are those of RLinf's buffer.
+    for a seed are those of RLinf's buffer. ``TrajectoryReplayBuffer.open(path)`` returns a :class:`Reader`.
+
+    Attributes:
+        sink: where additions go; for other packages of trajstore.
 
     Args:
         seed: seed of the generator that draws samples; None draws one from the system. ``load_checkpoint`` says when
@@ -117,72 +127,21 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
         self.auto_save = auto_save
         self.auto_save_path = path if auto_save else None
-        self.trajectory_format = trajectory_format
-        self._format = get_format(trajectory_format, **(format_options or {}))
-        self._storage_options = options = dict(storage_options or {})
+        new_format = get_format(trajectory_format, **(format_options or {}))
+        options = dict(storage_options or {})
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = window_size or None, cache_bytes
-        view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
-        backing = Backing(view)
+        live = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
+        self.sink: Sink = Sink(live)
         if auto_save:
             check_options(path, options)
             directory = open_directory(path, **options)
             check_no_store_above(directory, directories_above(directory, **options))
             writer, target = writer or WriterOptions(), as_mirror(mirror)
-            backing = StoreBacking(view, draws, directory, self._format, writer, on_commit, target)
-        super().__init__(view, draws, backing, window_size)
-
-    @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        *,
-        pin: str | None = None,
-        share: tuple[int, int] | None = None,
-        strict: bool | None = None,
-        seed: int | None = None,
-        sample_window_size: int = 0,
-        verify_shards: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Open what lies at a path for reading, whoever writes there meanwhile; nothing is ever written to it.
-
-        A store, a checkpoint, a directory of RLinf, or a run with one folder per rank. All trajectories are shown as
-        they were at this moment; :meth:`refresh` shows what was committed since. Adding is refused.
-
-        Args:
-            path: directory or URL.
-            pin: name of a pin, whose trajectories are shown instead of the newest ones.
-            share: (rank, number of ranks): show only this rank's contiguous share.
-            strict: as for :meth:`load_checkpoint`.
-            seed: of the generator that draws, kept as it is; None: that of the store, and of a checkpoint also how far
-                it had drawn. Of a share among another number of ranks than have saved: that of the store and the rank.
-            sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
-            verify_shards: compare the checksums of each shard when it is read for the first time.
-            storage_options: passed on to the fsspec file system.
-
-        Raises:
-            StoreNotFoundError: there is nothing that can be read; says what is there.
-            IncompleteCheckpointError, CorruptStoreError, UnsafeContentError, UnsupportedVersionError: as for
-                :meth:`load_checkpoint`.
-        """
-        path_or_url("path", path)
-        share = None if share is None else rank_of_ranks("share", share)
-        check_options(path, storage_options or {})
-        buffer = cls(
-            seed, sample_window_size=sample_window_size, verify_shards=verify_shards, storage_options=storage_options
-        )
-        buffer._read_only()
-        state = buffer.state_dict()
-        rank, ranks = share or (0, 1)
-        buffer.load_checkpoint(path, share is not None, rank, ranks, strict=strict, pin=pin)
-        if seed is not None:
-            buffer.load_state_dict(state)
-        return buffer
-
-    def _read_only(self) -> None:
-        self._backing = self._internals.backing = ReaderBacking(self._view)
+            self.sink = StoreSink(live, draws, directory, new_format, writer, on_commit, target)
+        super().__init__(live, draws, window_size, options, self.sink.keep_facts)
+        self.trajectory_format, self._format = trajectory_format, new_format
 
     # -- adding -----------------------------------------------------------------------------------
 
@@ -204,7 +163,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
                 ``ids`` are those of the trajectories that were added.
             PendingFullError: no room for more waiting writes (``on_full="raise"``).
         """
-        return self._backing.add(trajectories)
+        return self.sink.add(trajectories)
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.
@@ -214,7 +173,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
             TimeoutError: ``timeout`` seconds passed.
         """
-        self._backing.flush(seconds_or_none("timeout", timeout))
+        self.sink.flush(seconds_or_none("timeout", timeout))
 
     def wait(self, ids: Sequence[int], timeout: float | None = None) -> bool:
         """Wait until trajectories are committed; return whether all are (False after ``timeout`` seconds).
@@ -223,7 +182,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             StoreWriteError: they cannot be written at present.
         """
         wanted = ids_from("ids", ids)
-        return self._backing.wait(wanted, seconds_or_none("timeout", timeout))
+        return self.sink.wait(wanted, seconds_or_none("timeout", timeout))
 
     def evict(self, ids: Sequence[int | str]) -> None:
         """Delete trajectories, durably. Files go when no pin and no reader needs them.
@@ -240,8 +199,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         wanted = ids_from("ids", ids)
         if not wanted:
             return
-        self._view.check_shown(wanted)
-        self._backing.evict(wanted)
+        self.live.check_shown(wanted)
+        self.sink.evict(wanted)
 
     def clear(self) -> None:
         """Delete all trajectories. Ids go on; they are never given twice."""
@@ -258,7 +217,153 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             StoreWriteError: it could not be written; the store is as it was.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        self._backing.compact()
+        self.sink.compact()
+
+    # -- points, mirror, checkpoints --------------------------------------------------------------
+
+    @property
+    def points(self) -> PointsOfBuffer:
+        """Saved points of this buffer's store, to which it can go back, and pins."""
+        return PointsOfBuffer(self.sink, self.live, self._draws)
+
+    @property
+    def mirror(self) -> MirrorOfBuffer:
+        """The mirror of this buffer's store: its progress, and waiting for it."""
+        return MirrorOfBuffer(self.sink)
+
+    def load_checkpoint(
+        self,
+        load_path: str | Path,
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        *,
+        strict: bool | None = None,
+        pin: str | None = None,
+    ) -> int:
+        """Replace the contents by those of a directory, which is read in place and never written to.
+
+        A store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` directories, which are united.
+        Later additions go to this buffer's own path.
+
+        The generator takes up where the checkpoint left it, whatever ``seed`` this buffer was made with; for a store,
+        which does not say how far it had drawn, it begins with the store's seed. With ``is_distributed``, rank ``r`` of
+        as many ranks as have saved takes up that of ``rank_<r>``. Of another number each begins anew by its own
+        ``seed`` and its rank: no two draw alike, also with equal seeds. (Of a single directory of RLinf's all
+        ranks draw by its seed, as with RLinf.)
+
+        Args:
+            load_path: directory or URL.
+            is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
+            local_rank: 0-based.
+            world_size: number of shares.
+            strict: refuse a directory of which anything is damaged or absent (True; what lies in shards is not read:
+                sizes are compared), or leave out what cannot be read, work out what can be, and log a warning on each
+                (False). By default a directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory
+                only list more trajectories than they hold, which is told in a warning; any other directory is refused.
+                Of RLinf's directories, True and False open every file (some tenths of a millisecond each): one that
+                cannot be read is refused or left out; by default it fails when it is drawn, as in RLinf. Files absent
+                before the oldest one that is there are counted by ``len`` and ``is_ready``, as RLinf counts them, and
+                never drawn.
+            pin: name of a pin of the store.
+
+        Returns:
+            The number of trajectories whose files are absent, or which were left out because they are damaged, as far
+            as it can be told: of a rank whose folder is empty or gone nobody knows how many it had.
+
+        Raises:
+            StoreNotFoundError: there is nothing that can be loaded.
+            IncompleteCheckpointError: files or ranks are absent, or files cut (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; names
+                all ranks that cannot be.
+            StoreError: a store lies beside ``rank_*`` stores (``strict``).
+        """
+        share = None
+        if truth("is_distributed", is_distributed):
+            share = whole("local_rank", local_rank, 0), whole("world_size", world_size, 1)
+        strict = None if strict is None else truth("strict", strict)
+        pin = None if pin is None else text("pin", pin)
+        directory = open_directory(path_or_url("load_path", load_path), **self._storage_options)
+        self.sink.flush()
+        self._load(LoadRequest(directory, share, strict, pin))
+        return self.left_out
+
+    def _load(self, request: LoadRequest) -> None:
+        super()._load(request)
+        self.live.tell_hidden()
+        self.sink.retain()
+
+    def _take_up(self, loaded: Loaded) -> None:
+        kept = self.trajectory_format, self._format
+        super()._take_up(loaded)
+        if isinstance(self.sink, StoreSink):
+            self.trajectory_format, self._format = kept
+
+    def _show(self, request: LoadRequest) -> Loaded:
+        contents, loaded = self.live.open(request)
+        with self.sink.lock:
+            self.live.replace(request, contents, loaded)
+            self.sink.go_on(loaded.counter, request.first_id(loaded.next_id), request.stride)
+        return loaded
+
+    def refresh(self) -> bool:
+        changed = super().refresh()
+        self.sink.retain()
+        return changed
+
+    def _follow(self, request: LoadRequest) -> bool:
+        with self.sink.lock:
+            next_id = self.live.follow()
+            if next_id is not None:
+                self.sink.go_on(next_id, request.first_id(next_id), request.stride)
+                return True
+        added = self.live.contents.added
+        if added:
+            kept = isinstance(self.sink, StoreSink)
+            logger.warning(
+                "refresh: loads again, and no longer shows the %d trajectories that were added here since; %s",
+                added,
+                "they stay in its own store" if kept else "they were in memory only and are lost",
+            )
+        return False
+
+    def _keeping_files(self) -> AbstractContextManager[object]:
+        return self.sink.keeping_files()
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def grows(self) -> bool:
+        """True: trajectories may be added."""
+        return True
+
+    @property
+    def retention(self) -> Retention:
+        """Limits, beyond which the oldest trajectories are deleted."""
+        return self.live.retention
+
+    @property
+    def store_id(self) -> str | None:
+        """UUID of the buffer's own store; None in memory only."""
+        return self.sink.store_id
+
+    @property
+    def trajectory_counter(self) -> int:
+        """One more than the newest id."""
+        return self.sink.counter
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the numbers of a reader, and those of the buffer's own store.
+
+        ``pending_bytes`` wait to be written. ``live_bytes`` are of its trajectories, ``shard_bytes`` of the files that
+        these and its pins need, ``held_bytes`` of files that stay only because a reader still shows what was evicted.
+        """
+        figures = self.sink.figures()
+        return {**super().get_stats(), **figures}
+
+    def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
+        self.sink.flush()
+        super().save_checkpoint(save_path, layout=layout)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -274,58 +379,33 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         Raises:
             StoreWriteError: something did not reach the disk; the buffer is closed all the same.
         """
-        self._view.release()
-        self._backing.close()
+        super().close()
+        self.sink.close()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Send a buffer that only reads to another process, which opens what this one loaded, by its absolute path.
-
-        What lies there must be the same store then: else unpickling raises StoreNotFoundError.
+        """Send a buffer that has added nothing to another process, which opens what this one loaded.
 
         Raises:
             StoreError: the buffer writes, or holds trajectories that are nowhere else; says what to do instead.
         """
-        if self._backing.keeps:
+        if isinstance(self.sink, StoreSink):
             raise StoreError(
                 f"{self.auto_save_path}: a buffer that writes stays in its process, as a store has one writer; in the "
                 f"other process make a buffer, load_checkpoint({self.auto_save_path!r}), and refresh() to follow"
             )
-        if self._view.locked(lambda contents: bool(contents.snapshot().memory)):
+        if self.live.locked(lambda contents: bool(contents.snapshot().memory)):
             raise StoreError(
                 "this buffer has trajectories that are in the memory of this process only; call save_checkpoint, and "
                 "load_checkpoint in the other process"
             )
-        options = {
-            "sample_window_size": self.sample_window_size,
-            "trajectory_format": self.trajectory_format,
-            "cache_bytes": self._view.cache_bytes,
-            "retention": self._view.retention,
-            "storage_options": self._storage_options,
-            "verify_shards": self._view.verify_shards,
-        }
-        reads = isinstance(self._backing, ReaderBacking)
-        # As bytes: torch would send a tensor as an open file, of which there are few.
-        return _reopened, (options, self._view.request, self._view.store_ids, pickle.dumps(self.state_dict()), reads)
-
-
-def _reopened(
-    options: Mapping[str, Any], request: LoadRequest | None, store_ids: Sequence[str], state: bytes, reads: bool
-) -> TrajectoryReplayBuffer:
-    """Return a buffer that reads what another process had loaded; ``reads``: it was opened for nothing else.
-
-    Raises:
-        StoreNotFoundError: another store lies there now.
-    """
-    buffer = TrajectoryReplayBuffer(seed=None, **options)
-    if reads:
-        buffer._read_only()
-    if request is not None:
-        buffer._load(request)
-        gone = set(store_ids) - set(buffer._view.store_ids)
-        if gone:
-            raise StoreNotFoundError(
-                f"{request.directory.url}: the buffer that was sent reads the store {listed(sorted(gone))}, which does "
-                f"not lie there now; what does is {listed(sorted(buffer._view.store_ids)) or 'no store'}"
-            )
-    buffer.load_state_dict(pickle.loads(state))
-    return buffer
+        make = partial(
+            TrajectoryReplayBuffer,
+            None,
+            sample_window_size=self.sample_window_size,
+            trajectory_format=self.trajectory_format,
+            cache_bytes=self.live.cache_bytes,
+            retention=self.live.retention,
+            storage_options=self._storage_options,
+            verify_shards=self.live.verify_shards,
+        )
+        return unpickled, (make, self.live.request, self.live.store_ids, pickle.dumps(self.state_dict()))

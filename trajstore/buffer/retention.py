@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.settings import Settings
+from trajstore.settings import Count, Settings, Whole
 from trajstore.store.index import TrajectoryIndex
 
 
@@ -30,10 +27,10 @@ class Retention(Settings):
         ConfigurationError: a limit is no whole number, or too low.
     """
 
-    max_trajectories: Annotated[int | None, partial(whole_or_none, least=1)] = None
-    max_samples: Annotated[int | None, partial(whole_or_none, least=1)] = None
-    max_bytes: Annotated[int | None, partial(whole_or_none, least=1)] = None
-    max_policy_age: Annotated[int | None, partial(whole_or_none, least=0)] = None
+    max_trajectories: Count | None = None
+    max_samples: Count | None = None
+    max_bytes: Count | None = None
+    max_policy_age: Whole | None = None
 
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
         """Return the positions of the trajectories that must go, oldest first."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trajstore.arguments import check_kind, path_or_url, text, truth, whole, whole_or_none
-from trajstore.buffer.backing import Backing, StoreBacking
 from trajstore.buffer.checkpoint import CheckpointState
+from trajstore.buffer.sink import Sink, StoreSink
 from trajstore.buffer.view import View
 from trajstore.errors import StoreError
 from trajstore.files.opening import check_options, open_directory
@@ -36,12 +36,12 @@ class PointsOfBuffer:
     """``buffer.points``: moments of a buffer's store: what is committed, and what is kept as saved points and pins.
 
     Args:
-        _backing: its store; in memory only it saves no points.
+        _sink: its store; in memory only it saves no points.
         _view: what it shows.
         _draws: its generator.
     """
 
-    _backing: Backing
+    _sink: Sink
     _view: View
     _draws: Draws
 
@@ -51,21 +51,21 @@ class PointsOfBuffer:
         Raises:
             StoreError: it has no store, or shows what was loaded from elsewhere.
         """
-        if not isinstance(self._backing, StoreBacking):
+        if not isinstance(self._sink, StoreSink):
             raise StoreError(f"points.{call}: this buffer has no store of its own; use auto_save=True")
         request = self._view.request
         if request is not None:
             raise StoreError(
                 f"points.{call}: this buffer shows what was loaded from {request.directory.url}, and a saved point "
-                f"names trajectories of its own store {self._backing.writer.directory.url} alone; to have both in one "
+                f"names trajectories of its own store {self._sink.writer.directory.url} alone; to have both in one "
                 "store, save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
             )
-        return self._backing.writer
+        return self._sink.writer
 
     @property
     def committed(self) -> int:
         """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
-        return self._backing.committed
+        return self._sink.committed
 
     @property
     def saved(self) -> list[SavedPoint]:
@@ -178,21 +178,21 @@ class PointsOfBuffer:
             ConfigurationError: the name cannot be that of a file, or is one that saved points have.
         """
         name = text("name", name)
-        self._backing.flush()
-        return self._backing.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
+        self._sink.flush()
+        return self._sink.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
 
     def unpin(self, name: str) -> None:
         """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
 
         Evicted trajectories that only it named are deleted. Where there is no such name a warning says so.
         """
-        self._backing.unpin(text("name", name))
+        self._sink.unpin(text("name", name))
 
     def _while_nothing_is_added(self, writer: StoreWriter, change: Callable[[], T]) -> T:
         with self._view.steady:
 
             def run() -> T:
-                with self._backing.intake.lock:
+                with self._sink.lock:
                     writer.flush()
                     return change()
 

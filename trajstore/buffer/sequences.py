@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from trajstore.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
-from trajstore.buffer.choices import Batch
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
+from trajstore.buffer.sampling import Batch
 from trajstore.columns.fields import nest, unnest
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.sampling.base import Drawn, IntArray, Sampler, uniform
@@ -37,7 +36,7 @@ class _Spans:
 
 
 def sample_sequences(
-    buffer: TrajectoryReplayBuffer,
+    buffer: Reader,
     count: int,
     length: int,
     *,
@@ -76,11 +75,11 @@ def sample_sequences(
         values = _read(buffer, spans.first, spans.rows, columns)
         return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
 
-    return internals_of(buffer).together(sampler, lambda _: sample())
+    return buffer.sampling.together(sampler, lambda _: sample())
 
 
 def sample_n_step(
-    buffer: TrajectoryReplayBuffer,
+    buffer: Reader,
     count: int,
     n: int,
     gamma: float,
@@ -120,13 +119,13 @@ def sample_n_step(
     count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
     ends, columns = _checked(buffer, ends), columns_or_none(columns)
     text("terminations", terminations)
-    return internals_of(buffer).together(
+    return buffer.sampling.together(
         sampler, lambda _: _n_step(buffer, count, n, gamma, sampler, columns, ends, terminations)
     )
 
 
 def _n_step(
-    buffer: TrajectoryReplayBuffer,
+    buffer: Reader,
     count: int,
     n: int,
     gamma: float,
@@ -157,7 +156,7 @@ def _n_step(
 
 
 def sample_hindsight(
-    buffer: TrajectoryReplayBuffer,
+    buffer: Reader,
     count: int,
     *,
     goal: str,
@@ -207,12 +206,12 @@ def sample_hindsight(
     for name in (goal, achieved, "rewards"):
         if name not in values:
             raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
-    chance = uniform(2 * len(first), internals_of(buffer).generator)
+    chance = uniform(2 * len(first), buffer.sampling.generator)
     chosen = np.flatnonzero(chance[: len(first)] < share)
     relabelled = torch.zeros(len(first), dtype=torch.bool)
     if len(chosen):
         some = Drawn(first.ids[chosen], first.samples[chosen])
-        steps, batch = internals_of(buffer).extents(some.ids)
+        steps, batch = buffer.sampling.extents(some.ids)
         longest = int((steps - some.samples // batch).max())
         if longest > horizon:
             raise ConfigurationError(f"horizon: {horizon}, but {longest} steps follow a drawn one; allow as many")
@@ -242,26 +241,26 @@ def sample_hindsight(
 
 
 def _checked(buffer: Any, ends: Any) -> Ends:
-    check_instance("buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer")
+    check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer")
     return texts("ends", ends)
 
 
 # -- spans -------------------------------------------------------------------------------------------
 
 
-def _spans(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
+def _spans(buffer: Reader, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
     return _mask(buffer, buffer.draw(count, sampler=sampler), length, ends)
 
 
-def _mask(buffer: TrajectoryReplayBuffer, first: Drawn, length: int, ends: Ends) -> _Spans:
-    steps, batch = internals_of(buffer).extents(first.ids)
+def _mask(buffer: Reader, first: Drawn, length: int, ends: Ends) -> _Spans:
+    steps, batch = buffer.sampling.extents(first.ids)
     rows, inside = rows_after(first.samples, steps, batch, length)
     mask = within_episode(inside, _any(buffer, first, rows, ends))
     last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
     return _Spans(first, np.where(mask, rows, last), mask)
 
 
-def _whole(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
+def _whole(buffer: Reader, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
     """Draw starts that have ``length`` steps after them, in one draw: the others count as not drawn."""
     in_vain = 0
 
@@ -276,10 +275,10 @@ def _whole(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sam
             )
         return good
 
-    return _mask(buffer, internals_of(buffer).draw(count, buffer.sample_window_size, sampler, fits), length, ends)
+    return _mask(buffer, buffer.sampling.draw(count, buffer.sample_window_size, sampler, fits), length, ends)
 
 
-def _any(buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:
+def _any(buffer: Reader, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:
     """Return, for rows ``[n, k]``, whether any value of any of some columns is true."""
     read = _read(buffer, first, rows, names) if names else {}
     found = np.zeros(rows.shape, np.bool_)
@@ -288,9 +287,7 @@ def _any(buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, names: Se
     return found
 
 
-def _read(
-    buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, columns: Sequence[str] | None
-) -> dict[str, torch.Tensor]:
+def _read(buffer: Reader, first: Drawn, rows: IntArray, columns: Sequence[str] | None) -> dict[str, torch.Tensor]:
     """Return columns of rows ``[n, k]`` as tensors ``[n, k, ...]``."""
     drawn = Drawn(np.repeat(first.ids, rows.shape[1]), rows.reshape(-1))
     values = unnest(buffer.read(drawn, columns=columns))

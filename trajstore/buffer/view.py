@@ -352,8 +352,8 @@ class View:
             self._own_lost -= set(ids)
 
         def drop(contents: Contents) -> None:
-            found = [contents.index.find(number) for number in ids]
-            contents.drop(np.array([position for position in found if position is not None], np.intp))
+            positions = contents.index.find_many(ids)
+            contents.drop(positions[positions >= 0])
 
         self.locked(drop)
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.sampling import Batch
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.demo import SAMPLERS, DemoSettings, Progress
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.loading import LoadRequest, load_sources
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.columns.fields import unnest
 from trajstore.distributed.actors import away, first_line, ray
 from trajstore.distributed.handle import DistributedReplayBuffer
@@ -197,9 +196,9 @@ def _divided(shares: Sequence[Share], count: int) -> Iterator[Share]:
 
 
 @lru_cache(maxsize=2)
-def _reader(path: str, pin: str | None, options: tuple[tuple[str, Any], ...]) -> TrajectoryReplayBuffer:
+def _reader(path: str, pin: str | None, options: tuple[tuple[str, Any], ...]) -> Reader:
     """Return a reader that later tasks of this process use too."""
-    return TrajectoryReplayBuffer.open(path, pin=pin, storage_options=dict(options))
+    return Reader.open(path, pin=pin, storage_options=dict(options))
 
 
 def _read(
@@ -213,10 +212,10 @@ def _read(
     try:
         reader = _reader(share.path, pin, tuple(options.items()))
     except TypeError:  # options that cannot be told apart (dicts in them)
-        reader = TrajectoryReplayBuffer.open(share.path, pin=pin, storage_options=options)
-    if not internals_of(reader).readable(own_id(share.ids)).all() and pin is None:
+        reader = Reader.open(share.path, pin=pin, storage_options=options)
+    if not reader.sampling.readable(own_id(share.ids)).all() and pin is None:
         reader.refresh()  # it was opened before these were added
-    gone = share.ids[~internals_of(reader).readable(own_id(share.ids))]
+    gone = share.ids[~reader.sampling.readable(own_id(share.ids))]
     if len(gone):
         raise TrajectoryUnavailableError(
             f"{share.path}: {len(gone)} trajectories ({listed(map(shown_id, gone.tolist()))}) were evicted since it "
@@ -226,9 +225,7 @@ def _read(
         yield from _blocks(reader, share.part(np.flatnonzero(share.schemas == number)), unit, columns)
 
 
-def _blocks(
-    reader: TrajectoryReplayBuffer, share: Share, unit: Unit, columns: frozenset[str] | None
-) -> Iterator[Block]:
+def _blocks(reader: Reader, share: Share, unit: Unit, columns: frozenset[str] | None) -> Iterator[Block]:
     """Yield blocks of trajectories of one schema."""
     before = np.cumsum(share.nbytes) - share.nbytes
     for number in np.unique(before // _BLOCK_BYTES):
@@ -238,7 +235,7 @@ def _blocks(
         yield block if columns is None else block.select([name for name in batch if name in columns])
 
 
-def _samples(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
+def _samples(reader: Reader, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
     ids = np.repeat(share.ids, share.samples)
     samples = np.arange(len(ids)) - np.repeat(np.cumsum(share.samples) - share.samples, share.samples)
     batch: dict[str, Any] = {ID: ids, SAMPLE: samples}
@@ -250,7 +247,7 @@ def _samples(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[st
     return batch
 
 
-def _trajectories(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
+def _trajectories(reader: Reader, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
     rows = [{ID: number, **row_of(reader.get(own_id(number)), columns)} for number in share.ids.tolist()]
     batch: dict[str, Any] = {}
     for name in rows[0]:

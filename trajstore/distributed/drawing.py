@@ -15,8 +15,7 @@ import torch
 
 from trajstore import locks
 from trajstore.arguments import columns_or_none, whole
-from trajstore.buffer.choices import Batch
-from trajstore.buffer.moved import OF_HANDLES, Moved
+from trajstore.buffer.sampling import Batch
 from trajstore.columns.fields import nest
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.census import Census
@@ -38,7 +37,7 @@ _PAUSE = 0.05  # seconds before a store that did not answer is asked again; doub
 _LONGEST_PAUSE = 1.0
 
 
-class DrawingHandle(Moved):
+class DrawingHandle:
     """Trajectories of many stores that can be looked at and drawn from. Users make a ``DistributedReplayBuffer``.
 
     Args:
@@ -46,8 +45,6 @@ class DrawingHandle(Moved):
         routes: hears which of them answer.
         options: of this handle.
     """
-
-    _MOVED = OF_HANDLES
 
     def __init__(self, stores: Stores, routes: Routes, options: HandleOptions) -> None:
         self._stores = stores
@@ -60,8 +57,45 @@ class DrawingHandle(Moved):
         self.sample_window_size = options.sample_window_size
 
     @property
-    def _internals(self) -> InternalsOfHandle:
-        return InternalsOfHandle(self)
+    def sampling(self) -> SamplingOfHandle:
+        """Facts of trajectories by arrays of ids; for loaders."""
+        return SamplingOfHandle(self)
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()``: loaders yield no more batches."""
+        return self._closed
+
+    @property
+    def grows(self) -> bool:
+        """True: trajectories may be added to the stores."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """The name by which the stores are found."""
+        return self._stores.name
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks of the stores that did not answer the last request."""
+        with self._lock:
+            return self._survey.census.absent
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """None: a handle shows all trajectories of the stores."""
+        return None
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that answer.
+
+        Raises:
+            StoreUnreachableError: one has just fallen silent.
+        """
+        stores, absent = self._stores, self.absent
+        return [stores.describe(rank).store_id for rank in stores.ranks if rank not in absent]
 
     def _all_ranks(self) -> list[int]:
         """Look which stores there are; return the ranks of all, also of those that are lost."""
@@ -355,55 +389,14 @@ class DrawingHandle(Moved):
 
 
 @dataclass(frozen=True, slots=True)
-class InternalsOfHandle:
-    """What loaders and samplers ask of a handle, as of a buffer; see :mod:`trajstore.buffer.internals`.
+class SamplingOfHandle:
+    """Facts of trajectories by arrays of ids, as :class:`~trajstore.buffer.sampling.Sampling` of a buffer has them.
 
     Args:
         _handle: whose.
     """
 
     _handle: DrawingHandle
-
-    @property
-    def closed(self) -> bool:
-        """Whether the handle was closed: loaders give no more of its batches."""
-        return self._handle._closed
-
-    @property
-    def grows(self) -> bool:
-        """True: stores are added to."""
-        return True
-
-    @property
-    def generator(self) -> torch.Generator:
-        """Generator of all draws; part of ``state_dict``."""
-        return self._handle._draws.generator
-
-    @property
-    def name(self) -> str:
-        """By which the stores are found."""
-        return self._handle._stores.name
-
-    @property
-    def absent(self) -> list[int]:
-        """Ranks of the stores that did not answer when they were asked last."""
-        with self._handle._lock:
-            return self._handle._survey.census.absent
-
-    @property
-    def share(self) -> tuple[int, int] | None:
-        """None: a handle shows all that the stores have."""
-        return None
-
-    @property
-    def store_ids(self) -> list[str]:
-        """UUIDs of the stores that answer.
-
-        Raises:
-            StoreUnreachableError: one has just fallen silent.
-        """
-        stores, absent = self._handle._stores, self.absent
-        return [stores.describe(rank).store_id for rank in stores.ranks if rank not in absent]
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be drawn, as far as the stores have told."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from trajstore.arguments import check_kind, one_of
 from trajstore.buffer.content_watch import ContentWatch
-from trajstore.buffer.intake import flatten_all
 from trajstore.closing import Closing
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.options import HandleOptions, handle_options
@@ -146,7 +145,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             InvalidTrajectoryError: one cannot be stored; nothing was sent.
             StoreUnreachableError, StoreWriteError: trajectories sent before cannot be stored at present.
         """
-        flats = flatten_all(trajectories, self._content)
+        flats = self._content.flatten(trajectories)
         self._check_open()
         return self._outbox.send(flats)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from trajstore.arguments import is_number, whole
 from trajstore.errors import ConfigurationError
+from trajstore.settings import Count, Positive, Seconds, Settings, Whole, names_of, unknown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandleOptions:
+@dataclass(frozen=True, kw_only=True)
+class HandleOptions(Settings):
     """How a handle waits, sends and draws.
 
     Attributes:
@@ -28,21 +28,12 @@ class HandleOptions:
     """
 
     seed: int | None = 1234
-    deadline: float = 60.0
-    patience: float = 10.0
-    max_pending_bytes: int = 256 << 20
-    parcel_bytes: int = 8 << 20
-    refresh_interval: float = 1.0
-    sample_window_size: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("deadline", "patience", "max_pending_bytes", "parcel_bytes"):
-            value = getattr(self, name)
-            if not is_number(value) or not value > 0:
-                raise ConfigurationError(f"{name}: {value!r}, must be a number of more than 0")
-        whole("sample_window_size", self.sample_window_size, 0)
-        if not is_number(self.refresh_interval) or not self.refresh_interval >= 0:
-            raise ConfigurationError(f"refresh_interval: {self.refresh_interval!r}, must be a number of at least 0")
+    deadline: Positive = 60.0
+    patience: Positive = 10.0
+    max_pending_bytes: Count = 256 << 20
+    parcel_bytes: Count = 8 << 20
+    refresh_interval: Seconds = 1.0
+    sample_window_size: Whole = 0
 
 
 def handle_options(given: Mapping[str, Any]) -> HandleOptions:
@@ -51,8 +42,6 @@ def handle_options(given: Mapping[str, Any]) -> HandleOptions:
     Raises:
         ConfigurationError: there is no such option, or one is out of range.
     """
-    known = [field.name for field in fields(HandleOptions)]
-    unknown = sorted(given.keys() - set(known))
-    if unknown:
-        raise ConfigurationError(f"{', '.join(unknown)}: no such option of a handle; there are {', '.join(known)}")
+    if problems := unknown(given, names_of(HandleOptions)):
+        raise ConfigurationError("; ".join(problems))
     return HandleOptions(**given)

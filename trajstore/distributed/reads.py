@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from trajstore import locks
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.columns.fields import nest, unnest
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
@@ -48,7 +47,7 @@ class _Last:
     """
 
     listing: Listing | None = None
-    reader: TrajectoryReplayBuffer | None = None
+    reader: Reader | None = None
     placing: Placing | None = None
     until: float = -math.inf
     again: float = _SOON
@@ -63,7 +62,7 @@ class Reads:
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
-        self._readers: dict[int, TrajectoryReplayBuffer | None] = {}
+        self._readers: dict[int, Reader | None] = {}
         self._lock = locks.lock("Reads._lock")
         self._last = _Last()
         self._row_nbytes: dict[tuple[str, ...] | None, float] = {}
@@ -89,13 +88,13 @@ class Reads:
             found = placing.rows(places)
             with suppress(TrajectoryUnavailableError):  # the store knows more
                 if found is not None:
-                    values = internals_of(reader).read_at(placing.known, *found, columns=columns, out=out)
+                    values = reader.sampling.read_at(placing.known, *found, columns=columns, out=out)
                     if values is not None:
                         return values
                     self._last = _Last()  # trajectories have left what the reader shows: the next call counts again
         return nest(self.rows(listing.drawn(places), columns, out, seconds))
 
-    def _placing(self, listing: Listing, seconds: float) -> tuple[TrajectoryReplayBuffer | None, Placing | None]:
+    def _placing(self, listing: Listing, seconds: float) -> tuple[Reader | None, Placing | None]:
         """Return the reader of the one store that all of a listing is of, and where its samples are there."""
         last = self._last
         if last.listing is listing and time.monotonic() < last.until:
@@ -105,11 +104,11 @@ class Reads:
         if reader is None:
             self._last = _Last(listing, None, None, math.inf)
             return None, None
-        placing = Placing(listing, internals_of(reader).positions(listing.ids))
+        placing = Placing(listing, reader.sampling.locate(listing.ids))
         if not placing.whole:
             with self._lock:
                 reader.refresh()
-            placing = Placing(listing, internals_of(reader).positions(listing.ids))
+            placing = Placing(listing, reader.sampling.locate(listing.ids))
         again = last.again if last.listing is listing else _SOON
         until = math.inf if placing.whole else time.monotonic() + again
         self._last = _Last(listing, reader, placing, until, 2 * again)
@@ -226,7 +225,7 @@ class Reads:
             steps[mine], batch[mine] = told[rank]
         return steps, batch
 
-    def _reader(self, rank: int, seconds: float) -> TrajectoryReplayBuffer | None:
+    def _reader(self, rank: int, seconds: float) -> Reader | None:
         """Return a reader of a store's directory; None if this machine has not got it."""
         if rank not in self._readers:
             try:
@@ -248,15 +247,13 @@ class Reads:
             self._last = _Last()
 
 
-def _open(about: ServedStore) -> TrajectoryReplayBuffer | None:
+def _open(about: ServedStore) -> Reader | None:
     """Return a reader of the directory that a store has, if it can be read by this process without asking the store."""
     path = os.path.join(about.path, f"rank_{about.rank}")
     if about.host != socket.gethostname() or not os.path.isdir(path):
         return None
     try:
-        reader = TrajectoryReplayBuffer(seed=None, sample_window_size=0)
-        reader.load_checkpoint(path)
+        return Reader.open(path)
     except StoreError as error:
         logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
         return None
-    return reader

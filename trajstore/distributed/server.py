@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore import locks
 from trajstore.buffer.checkpoint import check_target
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.runs import save_rank_point
 from trajstore.columns.fields import unnest
@@ -24,7 +23,7 @@ from trajstore.files.folders import put_in_place
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.mirroring.options import MirrorState, as_mirror
-from trajstore.querying.relations import Asked, Found
+from trajstore.querying.relations import Asked, Found, late_columns, read_rows
 from trajstore.sampling.base import IntArray
 from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
@@ -104,8 +103,8 @@ class StoreServer:
             auto_save_path=_of_run(path, rank),
             **_of_rank(options, rank),
         )
-        internals_of(self._buffer).share_ids(rank, MOST_STORES)
-        self._about = replace(self._about, store_id=internals_of(self._buffer).store_id or "")
+        self._buffer.sink.share_ids(rank, MOST_STORES)
+        self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
         self._era = 0
         """Rollbacks of this process."""
@@ -117,7 +116,7 @@ class StoreServer:
 
     def _recall(self) -> None:
         """Learn from the store what it was given."""
-        uuids, ids = internals_of(self._buffer).trajectory_uuids, self._buffer.trajectory_ids
+        uuids, ids = self._buffer.trajectory_uuids, self._buffer.trajectory_ids
         self._known.note(uuids[-REMEMBERED:].tobytes(), ids[-REMEMBERED:].tolist())
 
     def describe(self) -> ServedStore:
@@ -128,7 +127,7 @@ class StoreServer:
 
     def tick(self, clock: int) -> int:
         """Give out no id below ``clock`` from now on; return the lowest that may be given out."""
-        return internals_of(self._buffer).share_ids(self._about.rank, MOST_STORES, at_least=clock)
+        return self._buffer.sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
     def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:
         """Add a parcel's trajectories, those that are not here yet, and tell the ids of all.
@@ -155,7 +154,7 @@ class StoreServer:
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
                     self._known.note(
-                        wanted, internals_of(self._buffer).add_flattened([flats[place] for place in absent], wanted)
+                        wanted, self._buffer.sink.add_flattened([flats[place] for place in absent], wanted)
                     )
                 except BaseException:
                     self._recall()  # a part of it may have been added
@@ -233,15 +232,15 @@ class StoreServer:
 
     def rows(self, asked: Asked) -> Found:
         """Return messages, tokens or steps of some trajectories."""
-        return internals_of(self._buffer).rows(asked)
+        return read_rows(self._buffer.live.locked, asked)
 
     def late_rows(self, relation: str) -> dict[str, bool]:
         """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`."""
-        return internals_of(self._buffer).late_rows(relation)
+        return late_columns(self._buffer.live.locked, relation)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return T and B of trajectories; see :meth:`Internals.extents`."""
-        return internals_of(self._buffer).extents(ids)
+        """Return T and B of trajectories; see :meth:`Sampling.extents`."""
+        return self._buffer.sampling.extents(ids)
 
     # -- changing ---------------------------------------------------------------------------------
 

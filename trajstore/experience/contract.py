@@ -32,6 +32,17 @@ def task_id_of(task: Any) -> str:
     return str(task.task_id)
 
 
+def task_ids_of(tasks: Sequence[Any]) -> list[str]:
+    """Return the ids of tasks, each once.
+
+    Raises:
+        ConfigurationError: one of them has no id; or they are one text, which would pass for tasks of one letter.
+    """
+    if isinstance(tasks, str):
+        raise ConfigurationError(f"tasks: {shown(tasks)} is one text, must be a list of tasks: [{shown(tasks)}]")
+    return list(dict.fromkeys(map(task_id_of, tasks)))
+
+
 def check_same(other: str, ours: str, name: str) -> None:
     """Refuse a fingerprint that differs from ours. An empty one is unknown and passes.
 

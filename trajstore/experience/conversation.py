@@ -18,12 +18,11 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from trajstore.arguments import whole
-from trajstore.checked import checked
+from trajstore.arguments import one_of, whole
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience.rows import over_rows, pack_rows, rows_of
 from trajstore.trajectory import AgentTrajectory
@@ -37,7 +36,6 @@ _RECORDED = ("old_log_probs", "rollout_log_probs", "entropys")
 Message = Mapping[str, Any]
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """What makes tokens of messages.
@@ -88,7 +86,6 @@ class ChatTemplate:
         return self.encode(asked[len(said) :]) if asked.startswith(said) else []
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class TokenRow:
     """Tokens of one row.
@@ -123,7 +120,6 @@ def is_trained(message: Message) -> bool:
     return is_of_model(message) and message.get("weight") != 0
 
 
-@checked
 def rows_of_messages(
     messages: Sequence[Message], template: ChatTemplate, context: Context = "linear", think_hint: str = ""
 ) -> list[TokenRow]:
@@ -144,6 +140,7 @@ def rows_of_messages(
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__
             raise InvalidTrajectoryError(f"messages[{number}].content: a {kind}, must be a text to become tokens")
+    one_of("context", context, get_args(Context))
     turns = [number for number, message in enumerate(messages) if is_trained(message)]
     if not turns:
         raise InvalidTrajectoryError("messages: none is the model's with a weight, so there is nothing to train on")
@@ -163,7 +160,6 @@ def rows_of_messages(
     return rows
 
 
-@checked
 def with_tokens(
     trajectory: AgentTrajectory, template: ChatTemplate, context: Context = "linear", think_hint: str = ""
 ) -> AgentTrajectory:
@@ -217,7 +213,6 @@ def _recorded(trajectory: AgentTrajectory, name: str, masks: Sequence[torch.Tens
     return found if found is not None and agree else [None] * len(masks)
 
 
-@checked
 def with_prompt(trajectory: AgentTrajectory, messages: Sequence[Message], template: ChatTemplate) -> AgentTrajectory:
     """Return a copy of the trajectory with these messages, and with their tokens as the prompt of each of its rows.
 

@@ -9,7 +9,6 @@ from enum import StrEnum
 
 import torch
 
-from trajstore.checked import Offered, checked
 from trajstore.columns.facts import RECORDED
 from trajstore.experience.outcomes import outcome_of
 from trajstore.experience.prompts import UNKNOWN_PROMPT, Prompt, plain_json, prompt_of
@@ -127,7 +126,6 @@ class PoolEntry:
         return self.outcome if self.outcome is not None and math.isfinite(self.outcome) else None
 
 
-@checked
 def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
     """Return the mean of ``entropys`` over positions with ``response_mask == 1``; ``None`` if that is no number.
 
@@ -197,8 +195,7 @@ def is_demonstration(trajectory: AgentTrajectory) -> bool:
     return trajectory.old_log_probs is None and trajectory.metadata.get(DEMONSTRATION) is True
 
 
-@checked
-def of_earlier_run(trajectory: Offered) -> AgentTrajectory:
+def of_earlier_run(trajectory: AgentTrajectory) -> AgentTrajectory:
     """Return a rollout of an earlier run as one whose age is unknown; tensors and messages are shared.
 
     Its ``policy_version`` is on that run's count of steps and says nothing on another's. It goes to

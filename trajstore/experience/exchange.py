@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trajstore.checked import checked
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -66,7 +65,6 @@ class Exchanged:
     without_log_probs: int = 0
 
 
-@checked
 def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exchanged:
     """Write the pool of a store as files, ``difficulty2task_dict.json`` and the others; also of a run that goes on.
 
@@ -92,7 +90,6 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
         )
 
 
-@checked
 def import_pool(
     store: str | Path,
     source: str | Path,

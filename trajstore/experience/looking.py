@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trajstore.buffer.reader import Reader
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
 from trajstore.experience.buckets import DifficultyBuckets
@@ -35,7 +36,7 @@ class SeenPool:
         of_files: whether three files have it, which do not say how often histories were drawn, and when they came.
     """
 
-    buffer: TrajectoryReplayBuffer
+    buffer: Reader
     state: PoolState
     difficulties: Mapping[int, Mapping[int, int]]
     of_files: bool = False
@@ -78,7 +79,7 @@ class Records:
         reader: shows the store.
     """
 
-    def __init__(self, reader: TrajectoryReplayBuffer) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._known: dict[int, AgentTrajectory] = {}
         """Records without messages and tokens."""

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from trajstore.checked import Offered, checked
+from trajstore.arguments import one_of
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.experience.contract import fingerprint_of
@@ -29,7 +29,6 @@ NEEDS_TOKENIZER = (
 """The remedy for trajectories that have messages only."""
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class MessageTokenizer:
     """Makes rows of messages, as the run that will replay them does.
@@ -70,6 +69,7 @@ class MessageTokenizer:
         Raises:
             ConfigurationError: it is no tokenizer, or has no chat template.
         """
+        one_of("context", context, get_args(Context))
         if not hasattr(tokenizer, "get_vocab"):
             raise ConfigurationError(
                 f"tokenizer: {shown(tokenizer)} is a {type(tokenizer).__name__}, must be a tokenizer of Hugging Face"
@@ -138,8 +138,7 @@ class Tokenized:
             logger.warning("%s: %d trajectories cannot become tokens: %s", source, count, problem)
 
 
-@checked
-def tokenized(histories: Sequence[Offered], tokenizer: MessageTokenizer) -> Tokenized:
+def tokenized(histories: Sequence[AgentTrajectory], tokenizer: MessageTokenizer) -> Tokenized:
     """Return histories with rows of their messages, each by itself: one that cannot become rows stays as it is."""
     made: list[AgentTrajectory] = []
     problems: Counter[str] = Counter()

@@ -13,12 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from trajstore.arguments import is_number, share, whole
-from trajstore.checked import checked
+from trajstore.arguments import is_number, share, truth, whole
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience.buckets import TaskSampling
-from trajstore.experience.contract import task_id_of
+from trajstore.experience.contract import task_id_of, task_ids_of
 from trajstore.experience.pool import ExperienceManager
 from trajstore.retrieval import RetrievalIndex
 from trajstore.settings import refuse
@@ -30,7 +29,6 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 
-@checked
 @dataclass(frozen=True)
 class RatioSchedule:
     """A ratio over training progress: straight lines between points, constant before the first and after the last.
@@ -58,7 +56,6 @@ class RatioSchedule:
         return min(float(np.interp(training_progress, steps, ratios)), 1.0)  # rounding must not make it more
 
 
-@checked
 class ExperienceMixCollateFn(Generic[Task]):
     """Splits every batch into experience tasks, which bring histories, and on-policy tasks.
 
@@ -110,7 +107,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._exp_ratio = exp_ratio if callable(exp_ratio) else share("exp_ratio", exp_ratio)
         self._start = share("replay_start_ratio", replay_start_ratio)
         self._histories = histories
-        self._unsolved_first = unsolved_first
+        self._unsolved_first = truth("unsolved_first", unsolved_first)
         self._n_rollout = n_rollout
         self._told_others = False
         self._known: dict[str, bool] = {}
@@ -152,7 +149,8 @@ class ExperienceMixCollateFn(Generic[Task]):
             ConfigurationError: the training progress, or the schedule's ratio, is outside [0, 1].
         """
         share("training_progress", training_progress)
-        if not enable_replay or training_progress < self._start:
+        task_ids_of(training_tasks)
+        if not truth("enable_replay", enable_replay) or training_progress < self._start:
             for task in training_tasks:
                 self._manager.waiting_tasks.pop(task_id_of(task), None)
             self.asked_share = 0.0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajstore.checked import checked
+from trajstore.arguments import is_number
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
@@ -20,7 +21,6 @@ REPLAY_MARK = "is_experience_replay"
 """Key of ``metadata`` that is true on a trajectory that came out of the pool."""
 
 
-@checked
 def is_success(outcome: float | None, threshold: float = 1.0) -> bool:
     """Return whether an outcome reaches the threshold; an unknown one does not.
 
@@ -85,10 +85,18 @@ def outcome_of(trajectory: AgentTrajectory) -> float | None:
     """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one.
 
     A whole number that no float reaches is infinite.
+
+    Raises:
+        InvalidTrajectoryError: the outcome is no number; ``"1"`` would pass for a success.
     """
     outcome = None if trajectory.reward is None else trajectory.reward.outcome
     if outcome is None:
         return None
+    if not is_number(outcome):
+        raise InvalidTrajectoryError(
+            f"rollout {shown(trajectory.rollout_id)} of task {shown(trajectory.task_id)}: field reward.outcome:"
+            f" {shown(outcome)} is a {type(outcome).__name__}, must be a number or None"
+        )
     try:
         return float(outcome)
     except OverflowError:

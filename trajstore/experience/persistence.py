@@ -26,10 +26,11 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.checked import checked, offered_problem
+from trajstore.columns.limits import shown
 from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
 from trajstore.experience.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
+from trajstore.experience.outcomes import outcome_of
 from trajstore.files.base import EncodedFile
 from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
@@ -67,7 +68,6 @@ class PoolContents:
         return PoolContents(buckets, [prefix + task for task in self.skip_uid_set], held, self.unreadable)
 
 
-@checked
 def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
     """Return the newest complete ``step_N`` below ``base`` with N <= ``not_after``; ``None`` if there is none.
 
@@ -157,8 +157,10 @@ def _trajectory(one: Any, task: str) -> AgentTrajectory:
         ValueError: it is none of that task (also AttributeError, KeyError, OverflowError, RuntimeError, TypeError).
     """
     found = from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
-    if problem := offered_problem(found):
-        raise ValueError(problem)
+    for name, kind in (("rollout_id", str), ("metadata", dict), ("messages", list), ("reward", Reward | None)):
+        if not isinstance(getattr(found, name), kind):
+            raise TypeError(f"field {name}: {shown(getattr(found, name))}")
+    outcome_of(found)
     if found.task_id != task:
         raise ValueError("it says that it is of another task")
     return found

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trajstore.arguments import whole, whole_or_none
-from trajstore.checked import Offered, checked
+from trajstore.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_tasks
-from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories, task_id_of
+from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
 from trajstore.experience.entry import (
     REWARD_FINGERPRINT,
     Departure,
@@ -64,7 +63,6 @@ CurrentEntropy = Callable[[Sequence[AgentTrajectory]], Sequence[float]]
 """Returns, for each trajectory, its mean entropy in nats under the current policy. One batched call."""
 
 
-@checked
 class ExperienceManager:
     """Keeps successful rollouts of partly solved tasks, and gives them back as histories.
 
@@ -125,7 +123,7 @@ class ExperienceManager:
     # ---- after a step ----
 
     def update_difficulty2task_dict(
-        self, trajectories: Sequence[Offered], asked: Mapping[str, int] | None = None
+        self, trajectories: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None
     ) -> None:
         """Put every task of this step's rollouts into the bucket of its difficulty (``TaskOutcome.difficulty``).
 
@@ -145,7 +143,7 @@ class ExperienceManager:
 
     def update_skip_uid_set_and_filter_trajectories(
         self,
-        trajectories: Sequence[Offered],
+        trajectories: Sequence[AgentTrajectory],
         entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
         response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
         asked: Mapping[str, int] | None = None,
@@ -188,7 +186,7 @@ class ExperienceManager:
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
         return self._keep(trajectories, means, count_outcomes(trajectories, self.rules.success_threshold, asked))
 
-    def judge(self, rollouts: Sequence[Offered], asked: Mapping[str, int] | None = None) -> None:
+    def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
         """Let rollouts that shall not be replayed say what they say of their tasks: both updates, and no more.
 
         None of them enters the pool, and none is refused: a trainer that drops groups has no log-probs of them.
@@ -207,7 +205,7 @@ class ExperienceManager:
 
     def admit(
         self,
-        rollouts: Sequence[Offered],
+        rollouts: Sequence[AgentTrajectory],
         asked: Mapping[str, int] | None = None,
         *,
         left_out: MutableMapping[LeftOut, int] | None = None,
@@ -245,7 +243,7 @@ class ExperienceManager:
         self._take(kept, are_checked=True)
         return offered, self.refused.total() - before
 
-    def save_trajectories_to_memory(self, trajectories: Sequence[Offered]) -> int:
+    def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
         """Take trajectories into the pool and return how many of them it holds now.
 
         The store has its own copies. What cannot be replayed, is there already, or is no improvement for a
@@ -268,7 +266,7 @@ class ExperienceManager:
         self._fingerprint = fingerprint
         return len(plan.accepted)
 
-    def seed(self, demonstrations: Sequence[Offered]) -> Counter[str]:
+    def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
         """Take demonstrations in: trajectories that no policy of this run sampled, without log-probs.
 
         Each has ``metadata["demonstration"]`` true and token ids. Its task comes into the bucket of difficulty 0, where
@@ -372,7 +370,7 @@ class ExperienceManager:
             num_trajectories_per_task: histories per task at the most.
         """
         whole("num_trajectories_per_task", num_trajectories_per_task, 0)
-        names = list(dict.fromkeys(map(task_id_of, tasks)))
+        names = task_ids_of(tasks)
         scores = self._current_entropies(names, num_trajectories_per_task)
         versions: Counter[int | None] = Counter()
         chosen: list[AgentTrajectory] = []
@@ -391,13 +389,13 @@ class ExperienceManager:
         Nothing is drawn, scored or read; a record that turns out to be damaged makes it fewer.
         """
         whole("n", n, 0)
-        names = dict.fromkeys(map(task_id_of, tasks))
+        names = task_ids_of(tasks)
         orders = {task: self._order(task, n, np.random.default_rng(0), {}, Counter()) for task in names}
         return {task: len(order) for task, order in orders.items() if order}
 
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
         """Return, per task that has any, all histories that may come out now, oldest first, as marked copies."""
-        names = dict.fromkeys(map(task_id_of, tasks))
+        names = task_ids_of(tasks)
         found = {one: self._ledger.read(self._state.eligible(one, self.rules, self.global_steps)) for one in names}
         return {task: [journal.replayed_copy(record) for _, record in held] for task, held in found.items() if held}
 
@@ -653,7 +651,7 @@ class ExperienceManager:
                 f"{directory}: not one of its {len(held)} trajectories has token ids, and their messages cannot become"
                 f" tokens: {self._why_no_tokens()}"
             )
-        if not same_run:
+        if not truth("same_run", same_run):
             held = [of_earlier_run(one) for one in held]
         fingerprint = check_trajectories(held, self._fingerprint)
         fresh = journal.PoolState(

@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.checked import checked
 from trajstore.columns.document import encode_document
 from trajstore.trajectory import AgentTrajectory
 
@@ -47,7 +46,6 @@ class Prompt:
 UNKNOWN_PROMPT = Prompt()
 
 
-@checked
 def prompt_of_row(row: Sequence[Message] | torch.Tensor) -> Prompt:
     """Return the prompt of a row of the training data.
 
@@ -60,7 +58,6 @@ def prompt_of_row(row: Sequence[Message] | torch.Tensor) -> Prompt:
     return Prompt(messages=frozenset(_beginnings(row, {len(row)}))) if row else UNKNOWN_PROMPT
 
 
-@checked
 def prompt_of(trajectory: AgentTrajectory) -> Prompt:
     """Return the prompt of a rollout.
 

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from trajstore.arguments import finite, is_number, whole, whole_or_none
-from trajstore.columns.limits import shown
-from trajstore.errors import ConfigurationError
 from trajstore.experience.buckets import TaskSampling
-from trajstore.settings import Settings
+from trajstore.settings import Count, Finite, Number, Settings, Whole
 
 SelectMode = Literal["argmin", "argmax", "random", "reward"]
 
 PolicyVersions = Literal["any", "spread"]
 SaveFilter = Literal["success", "best", "positive"]
-
-
-def _bound(name: str, value: Any) -> float | None:
-    """Check a bound; infinity is one too.
-
-    Raises:
-        ConfigurationError: it is no number.
-    """
-    if value is not None and (not is_number(value) or math.isnan(value)):
-        raise ConfigurationError(f"{name}: {shown(value)}, must be a number or null")
-    return None if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +51,21 @@ class PoolOptions(Settings):
         ConfigurationError: values out of range; the message lists all of them.
     """
 
-    success_threshold: Annotated[float, finite] = 1.0
-    experience_lbound: Annotated[float | None, _bound] = 0
-    experience_rbound: Annotated[float | None, _bound] = 8
+    success_threshold: Finite = 1.0
+    experience_lbound: Number | None = 0
+    experience_rbound: Number | None = 8
     save_filter: SaveFilter = "success"
     exp_select_mode: SelectMode = "argmin"
     policy_versions: PolicyVersions = "any"
     in_turns: bool = False
-    max_uses: Annotated[int | None, partial(whole_or_none, least=1)] = None
-    max_trajectories_per_task: Annotated[int, partial(whole, least=1)] = 10
-    max_policy_age: Annotated[int | None, partial(whole_or_none, least=0)] = None
-    min_reward: Annotated[float | None, _bound] = None
+    max_uses: Count | None = None
+    max_trajectories_per_task: Count = 10
+    max_policy_age: Whole | None = None
+    min_reward: Number | None = None
     use_current_policy_entropy: bool = True
-    replay_difficulty: Annotated[int | None, partial(whole_or_none, least=0)] = None
+    replay_difficulty: Whole | None = None
     task_sampling: TaskSampling = "by_task"
-    seed: Annotated[int, partial(whole, least=0)] = 1234
+    seed: Whole = 1234
 
     def contradictions(self) -> list[str]:
         low, high = self.experience_lbound, self.experience_rbound
@@ -103,4 +87,4 @@ class PoolRules(PoolOptions):
 
     section: ClassVar[str] = "experience pool"
 
-    n_rollout: Annotated[int, partial(whole, least=1)]
+    n_rollout: Count

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 
 from trajstore.arguments import path_or_url, text, whole_or_none
-from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
@@ -23,6 +23,7 @@ from trajstore.trajectory import AgentTrajectory
 if TYPE_CHECKING:
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.querying import Query
+    from trajstore.reading.contents import Contents
 
 LEAST_CAPACITY = 256
 """Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
@@ -71,7 +72,6 @@ class PoolStore(PoolRecords, Protocol):
         """Give up trajectories. Ids that are not kept are no error."""
 
 
-@checked
 class MemoryStore:
     """Keeps records in this process only."""
 
@@ -115,7 +115,6 @@ class MemoryStore:
             self._kept.pop(trajectory_id, None)
 
 
-@checked
 class BufferStore(Closing):
     """The pool's records in a trajectory buffer that writes what it is given.
 
@@ -132,15 +131,13 @@ class BufferStore(Closing):
     durable = True
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
-        from trajstore.buffer.internals import internals_of  # a pool in memory needs none of it
-
         if not hasattr(buffer, "auto_save"):
             raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
         if not buffer.auto_save:
             raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
-        _check_capacity(internals_of(buffer).retention.max_trajectories)
+        _check_capacity(buffer.retention.max_trajectories)
         self._buffer = buffer
-        self.store_id = str(internals_of(buffer).store_id)
+        self.store_id = str(buffer.store_id)
 
     @classmethod
     def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
@@ -198,9 +195,15 @@ class BufferStore(Closing):
 
     def outcomes_given(self) -> Mapping[int, float]:
         """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
-        from trajstore.buffer.internals import internals_of
+        from trajstore.reading.late import outcomes_given  # a pool in memory needs none of it
 
-        return internals_of(self._buffer).outcomes_given()
+        def look(contents: Contents) -> dict[int, float]:
+            index = contents.index
+            given = outcomes_given(index, np.arange(index.first, index.end))
+            there = np.flatnonzero(~np.isnan(given))
+            return dict(zip(index["trajectory_id"][there].tolist(), given[there].tolist(), strict=True))
+
+        return self._buffer.live.locked(look)
 
     def query(self, relation: str) -> Query:
         """Ask about all that is stored, the pool's own records and what has left the pool included."""

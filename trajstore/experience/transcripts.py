@@ -29,7 +29,6 @@ from typing import Any
 import orjson
 
 from trajstore.arguments import finite
-from trajstore.checked import checked
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
@@ -85,7 +84,6 @@ class BadLine:
     reason: str
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class TranscriptReader:
     """Makes demonstrations of lines.
@@ -254,7 +252,6 @@ class Imported(Exchanged):
     highest_failure: float | None = None
 
 
-@checked
 def import_transcripts(
     store: str | Path, source: str | Path, rules: PoolRules, reader: TranscriptReader, progress: Progress | None = None
 ) -> Imported:
@@ -311,7 +308,6 @@ def import_transcripts(
         )
 
 
-@checked
 def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     """Return a Hugging Face tokenizer, with a chat template of a file if one is given.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.buffer.internals import internals_of
 from trajstore.errors import ConfigurationError, listed
 from trajstore.feeding.options import Replay
 from trajstore.sampling.base import Drawn, IntArray
@@ -27,10 +26,10 @@ def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
     ids = buffer.trajectory_ids
     some = ids[np.linspace(0, len(ids) - 1, min(len(ids), _WITNESSES)).astype(np.int64)] if len(ids) else ids
     return {
-        "stores": internals_of(buffer).store_ids,
+        "stores": buffer.store_ids,
         "trajectories": len(ids),
         "ids": tensor_of(some),
-        "names": tensor_of(internals_of(buffer).names_of(some)),
+        "names": tensor_of(buffer.sampling.names_of(some)),
     }
 
 
@@ -48,9 +47,9 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     check_state(then, ("stores", "trajectories", "ids", "names"))
     ids, here = np.asarray(then["ids"], np.int64), len(buffer)
     names = names_in(then, len(ids))
-    check_names(what, ids, names, internals_of(buffer).names_of(ids))
+    check_names(what, ids, names, buffer.sampling.names_of(ids))
     left = int(np.count_nonzero(np.isin(ids, buffer.trajectory_ids)))
-    shown_now = internals_of(buffer).store_ids
+    shown_now = buffer.store_ids
     if names.any() and here and not left and not set(then["stores"]) & set(shown_now):
         raise ConfigurationError(
             f"state: {what} is of other trajectories: none of the {len(ids)} that it names is here, and it was taken "
@@ -101,7 +100,7 @@ def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | N
     if drawn is None or buffer is None:
         return None
     named: dict[str, Any] = {"ids": tensor_of(drawn.ids), "samples": tensor_of(drawn.samples)}
-    named["names"] = tensor_of(internals_of(buffer).names_of(drawn.ids) if drawn.names is None else drawn.names)
+    named["names"] = tensor_of(buffer.sampling.names_of(drawn.ids) if drawn.names is None else drawn.names)
     if drawn.weights is not None:
         named["weights"] = tensor_of(drawn.weights)
     return named
@@ -121,4 +120,4 @@ def check_rows(state: Any, buffer: Replay) -> None:
     """
     check_state(state, ("ids", "samples"))
     ids: IntArray = np.asarray(state["ids"], np.int64)
-    check_names("a batch under way", ids, names_in(state, len(ids)), internals_of(buffer).names_of(ids))
+    check_names("a batch under way", ids, names_in(state, len(ids)), buffer.sampling.names_of(ids))

@@ -12,8 +12,8 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trajstore.arguments import truth
-from trajstore.buffer.choices import Batch
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
+from trajstore.buffer.sampling import Batch
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
 from trajstore.feeding.belonging import tell
@@ -265,7 +265,7 @@ class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
         ConfigurationError: an argument is unknown or out of range.
     """
 
-    def __init__(self, buffer: TrajectoryReplayBuffer, tokens: int, **options: Unpack[TokenOptions]) -> None:
+    def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
         super().__init__(TokenSource(buffer, tokens, **options), options, reuse=False, even=False)
 
     def _batch(self, values: Any, drawn: tuple[Drawn, ...]) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from trajstore.arguments import (
     truth,
     whole,
 )
-from trajstore.buffer.internals import internals_of
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Drawn, Sampler, Unit
@@ -34,17 +33,9 @@ Stores = Literal["shared", "per_rank"]
 """What W ranks draw from: one store, or each from its own."""
 
 
-class Asked(Protocol):
-    """What loaders ask of buffers besides what users do, see :mod:`trajstore.buffer.internals`."""
+class ByIds(Protocol):
+    """Facts of trajectories by arrays of ids: see :class:`trajstore.buffer.sampling.Sampling`."""
 
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def grows(self) -> bool: ...
-    @property
-    def share(self) -> tuple[int, int] | None: ...
-    @property
-    def store_ids(self) -> list[str]: ...
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]: ...
 
@@ -57,7 +48,15 @@ class Replay(Protocol):
     """
 
     @property
-    def _internals(self) -> Asked: ...
+    def sampling(self) -> ByIds: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def grows(self) -> bool: ...
+    @property
+    def share(self) -> tuple[int, int] | None: ...
+    @property
+    def store_ids(self) -> list[str]: ...
     @property
     def seed(self) -> int | None: ...
     @property
@@ -168,7 +167,7 @@ def check_replay(name: str, value: Any) -> None:
     Raises:
         ConfigurationError: it is no buffer, and no handle of stores.
     """
-    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "_internals")):
+    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "sampling")):
         raise ConfigurationError(
             f"{name}: {shown(value)} is a {type(value).__name__}, must be a TrajectoryReplayBuffer or a handle"
         )
@@ -250,7 +249,7 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
     if stores == "per_rank":
         low, high = (batch_size * number // rank[1] for number in (rank[0], rank[0] + 1))
         return (0, 1), high - low
-    share = internals_of(buffer).share
+    share = buffer.share
     if rank[1] > 1 and share is not None:
         raise ConfigurationError(
             f"rank: {rank} of a shared store, but the buffer shows the share {share} alone, so ranks would draw "

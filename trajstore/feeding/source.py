@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar, Unpack
 import numpy as np
 import torch
 
-from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import nest, unnest
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.feeding.belonging import (
@@ -189,11 +188,11 @@ class BatchSource(Source[DrawnBatch]):
 
     @property
     def closed(self) -> bool:
-        return internals_of(self.replay).closed or (self.demos is not None and internals_of(self.demos).closed)
+        return self.replay.closed or (self.demos is not None and self.demos.closed)
 
     @property
     def grows(self) -> bool:
-        return internals_of(self.replay).grows or (self.demos is not None and internals_of(self.demos).grows)
+        return self.replay.grows or (self.demos is not None and self.demos.grows)
 
     def ready(self) -> bool:
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))
@@ -358,7 +357,7 @@ class BatchSource(Source[DrawnBatch]):
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
     """Return the rows whose trajectories can still be read."""
-    there = internals_of(buffer).readable(drawn)
+    there = buffer.sampling.readable(drawn)
     return drawn if there.all() else drawn.at(there)
 
 

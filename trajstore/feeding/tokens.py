@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from trajstore.arguments import check_instance, whole
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError
 from trajstore.feeding.belonging import (
     belonging_of,
@@ -70,11 +69,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         ConfigurationError: an argument is out of range.
     """
 
-    def __init__(self, buffer: TrajectoryReplayBuffer, tokens: int, **options: Unpack[TokenOptions]) -> None:
+    def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
         check_options("TokenLoader", options, TokenOptions)
-        check_instance(
-            "buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer: tokens are copied from its maps"
-        )
+        check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer: tokens are copied from its maps")
         self._buffer = buffer
         self._tokens = tokens = whole("tokens", tokens, 1)
         self._batch_size, self._lookahead = options.get("batch_size", 1), options.get("lookahead", 32)
@@ -104,11 +101,11 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     @property
     def closed(self) -> bool:
-        return internals_of(self._buffer).closed
+        return self._buffer.closed
 
     @property
     def grows(self) -> bool:
-        return internals_of(self._buffer).grows
+        return self._buffer.grows
 
     def ready(self) -> bool:
         return self._buffer.is_ready(self._min_size)
@@ -156,7 +153,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
             drawn = still_there(self._buffer, drawn)
             try:
-                lengths = internals_of(self._buffer).extents(drawn.ids)[0].tolist()
+                lengths = self._buffer.sampling.extents(drawn.ids)[0].tolist()
             except TrajectoryUnavailableError:  # evicted in this very moment: others are drawn
                 continue
             weights = [None] * len(drawn) if drawn.weights is None else drawn.weights.tolist()
@@ -207,9 +204,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """Return this rank's packs, see :func:`~trajstore.feeding.packing.lay_out`; ``out`` is of no account."""
         packs = []
         for pack in self._part(drawn):
-            rows = internals_of(self._buffer).token_rows(pack.ids, self._columns)
+            rows = self._buffer.sampling.token_rows(pack.ids, self._columns)
             try:
-                if not internals_of(self._buffer).readable(pack).all():
+                if not self._buffer.sampling.readable(pack).all():
                     raise TrajectoryUnavailableError("other trajectories have the ids of drawn ones since a load")
                 packs.append(lay_out(rows, self._layout, self._pad_id, pack.weights))
             finally:
@@ -253,7 +250,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             return tell_unnamed()
         waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
         then = np.asarray(state["waiting_names"], np.int64)
-        check_names("what waits for a pack", waiting, then, internals_of(self._buffer).names_of(waiting))
+        check_names("what waits for a pack", waiting, then, self._buffer.sampling.names_of(waiting))
         return check_belonging("buffer", self._buffer, state["of"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

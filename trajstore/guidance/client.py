@@ -15,11 +15,10 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trajstore import locks
-from trajstore.arguments import seconds, whole
-from trajstore.checked import checked
+from trajstore.arguments import one_of, seconds, whole
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience.outcomes import known_outcome
@@ -130,7 +129,6 @@ class JsonClient(Closing):
         return response.status_code, bytes(text)
 
 
-@checked
 class EMClient:
     """Speaks to a ReMe service. Thread-safe.
 
@@ -167,6 +165,7 @@ class EMClient:
         if not workspace_id:
             raise ConfigurationError("workspace_id: '', must be a name")
         self._workspace = workspace_id
+        one_of("dialect", dialect, get_args(Dialect))
         self._dialect: Dialect = dialect
         self._timeouts = seconds("retrieve_timeout", retrieve_timeout), seconds("summary_timeout", summary_timeout)
         self._retries = whole("retries", retries, 0)
@@ -286,7 +285,6 @@ class EMClient:
             self._rest_until = time.monotonic() + rest
 
 
-@checked
 class EndpointSummarizer(Closing):
     """One experience for each task, written by a language model behind an OpenAI-compatible endpoint.
 

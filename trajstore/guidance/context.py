@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from trajstore.arguments import whole
-from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
@@ -29,7 +28,6 @@ TrainMode = Literal["keep", "discard"]
 Content = TypeVar("Content", str, list[Any])
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Insertion:
     """A text that was put in front of a message's content.
@@ -46,7 +44,6 @@ class Insertion:
         whole("message", self.message, 0)
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class ExperienceTemplate:
     """The text around an experience. Only the one ``{}`` is special: other braces are what they are.
@@ -76,7 +73,6 @@ class ExperienceTemplate:
         return f"{self.before}{experience}{self.after}"
 
 
-@checked
 def put_in(messages: Sequence[Message], text: str) -> tuple[list[dict[str, Any]], Insertion]:
     """Put a text in front of the last message's content; return new messages and what was done.
 
@@ -104,7 +100,6 @@ def put_in(messages: Sequence[Message], text: str) -> tuple[list[dict[str, Any]]
     return changed, Insertion(index, text)
 
 
-@checked
 def take_out(messages: Sequence[Message], insertions: Sequence[Insertion]) -> list[dict[str, Any]]:
     """Return the messages as they were before the insertions, to the byte.
 
@@ -132,7 +127,6 @@ def take_out(messages: Sequence[Message], insertions: Sequence[Insertion]) -> li
     return changed
 
 
-@checked
 def strip_template(text: str, template: ExperienceTemplate) -> tuple[list[str], str]:
     """Return the experiences that a text holds by the look of it, and the text without them.
 
@@ -153,7 +147,6 @@ GUIDANCE = "guidance"
 """Key of ``AgentTrajectory.metadata``."""
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Guidance:
     """What a rollout was shown. A rollout into which nothing was put has none.
@@ -216,7 +209,6 @@ class Guidance:
             raise InvalidTrajectoryError(f"field metadata.{GUIDANCE}: not what guidance records: {error!r}") from error
 
 
-@checked
 def with_guidance(trajectory: AgentTrajectory, guidance: Guidance | None) -> AgentTrajectory:
     """Return a copy of the trajectory that records its guidance; the same one if there is none."""
     if guidance is None:
@@ -225,7 +217,6 @@ def with_guidance(trajectory: AgentTrajectory, guidance: Guidance | None) -> Age
     return dataclasses.replace(trajectory, metadata=metadata)
 
 
-@checked
 def plain_messages(trajectory: AgentTrajectory) -> Sequence[Mapping[str, Any]]:
     """Return a trajectory's messages without what guidance put in.
 

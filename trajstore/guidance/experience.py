@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.arguments import finite
-from trajstore.checked import checked
 from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -15,7 +14,6 @@ EXPERIENCE = "experience"
 """Key of ``metadata`` of a trajectory that is an experience."""
 
 
-@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
     """What past rollouts of a task teach, in text.

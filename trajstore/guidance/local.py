@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from trajstore import locks
 from trajstore.arguments import whole
-from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
 from trajstore.experience import MemoryStore, PoolStore
@@ -20,7 +19,6 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
-@checked
 def as_text(experiences: Sequence[Experience]) -> str:
     """Return experiences as they go into the template, best first."""
     return "\n\n".join(
@@ -28,7 +26,6 @@ def as_text(experiences: Sequence[Experience]) -> str:
     )
 
 
-@checked
 class LocalMaker:
     """Experiences in a trajectory store, or in memory. Thread-safe.
 

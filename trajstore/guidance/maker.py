@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from trajstore import locks
-from trajstore.checked import checked
 from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Retrieved:
     """What a maker found for a query.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from trajstore.arguments import share, whole
-from trajstore.checked import checked
+from trajstore.arguments import one_of, whole
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.guidance.context import TrainMode
 from trajstore.guidance.updates import UpdateQueue
-from trajstore.settings import Settings
+from trajstore.settings import Settings, Share
 from trajstore.trajectory import AgentTrajectory
 
 RolloutMode = Literal["sample", "validate"]
@@ -21,7 +20,6 @@ RolloutExpMode = Literal["woexp", "all", "mixed"]
 SampleExpMode = Literal["allkeep", "alldiscard", "hybrid"]
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class TaskExpConfig:
     """What guidance has decided for one task of a step.
@@ -56,12 +54,11 @@ class AllocationRules(Settings):
 
     train_rollout_expmode: RolloutExpMode = "mixed"
     val_rollout_expmode: RolloutExpMode = "woexp"
-    rollout_expratio: Annotated[float, share] = 0.0
+    rollout_expratio: Share = 0.0
     train_sample_expmode: SampleExpMode = "alldiscard"
-    train_sample_keepratio: Annotated[float, share] = 1.0
+    train_sample_keepratio: Share = 1.0
 
 
-@checked
 class GuidanceManager:
     """Allocation by a seeded generator, and updates of the pool of experiences. Not thread-safe: the training loop's.
 
@@ -102,6 +99,7 @@ class GuidanceManager:
         """
         for place, count in enumerate(rollouts):
             whole(f"rollouts[{place}]", count, 0)
+        one_of("mode", mode, get_args(RolloutMode))
         rules = self._rules
         chosen = rules.train_rollout_expmode if mode == "sample" else rules.val_rollout_expmode
         if chosen != "mixed":

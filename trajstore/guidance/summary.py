@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from trajstore.arguments import finite
-from trajstore.checked import checked
 from trajstore.experience import is_success
 from trajstore.experience.outcomes import known_outcome
 from trajstore.guidance.context import ExperienceTemplate, Guidance, plain_messages, strip_template
@@ -82,7 +81,6 @@ def unicode_of(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@checked
 class ExtractiveSummarizer:
     """One experience for each task: the replies of its shortest success, and those of a failure to avoid.
 

@@ -9,7 +9,6 @@ from functools import partial
 from trajstore import locks
 from trajstore.arguments import seconds, whole
 from trajstore.background import Background
-from trajstore.checked import checked
 from trajstore.guidance.context import ExperienceTemplate
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Trouble
 from trajstore.guidance.summary import by_task, unguided
@@ -18,7 +17,6 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
-@checked
 class UpdateQueue:
     """Hands rollouts to a maker, in the background, in batches of whole tasks.
 

@@ -7,11 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from trajstore import locks
-from trajstore.arguments import whole
-from trajstore.checked import checked
+from trajstore.arguments import one_of, whole
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience.control_tokens import ControlTokens
 from trajstore.guidance.context import ExperienceTemplate, Guidance, Insertion, TrainMode, put_in, take_out
@@ -21,7 +20,6 @@ from trajstore.guidance.summary import text_of, unicode_of
 logger = logging.getLogger(__name__)
 
 
-@checked
 @dataclass(kw_only=True)
 class TrajExpConfig:
     """What guidance has decided for one rollout, and what it did to its messages so far.
@@ -42,6 +40,9 @@ class TrajExpConfig:
     names: list[str] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        one_of("train_mode", self.train_mode, get_args(TrainMode))
+
     def guidance(self, *, taken_out: bool = False) -> Guidance | None:
         """Return what the trajectory is to say of it; ``None`` if nothing was put in."""
         if not self.insertions:
@@ -49,7 +50,6 @@ class TrajExpConfig:
         return Guidance(self.train_mode, tuple(self.names), tuple(self.insertions), taken_out)
 
 
-@checked
 class ExperienceWorker:
     """Puts experience into messages and takes it out. Thread-safe; every rollout has a ``TrajExpConfig`` of its own.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.buffer.loading import LoadRequest, left_out_in_words
+from trajstore.buffer.reader import Reader
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
 from trajstore.files.base import Directory
@@ -234,13 +235,13 @@ def _copy(
 
     ``unwritten`` trajectories are left out of it without a loss: RLinf lists them, but draws none either.
     """
-    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False, verify_shards=True) as reader:
-        directory = open_directory(source)  # without ranks beside it: they are copied one by one
-        before = reader._load(LoadRequest(directory, None, strict, None, united={0: directory}, quiet=strict is False))
-        shown = set(reader.trajectory_ids.tolist())
-        reader.evict([number for number in lost if number in shown])
+    directory = open_directory(source)  # without ranks beside it: they are copied one by one
+    request = LoadRequest(directory, None, strict, None, united={0: directory}, quiet=strict is False)
+    with Reader.of(request, verify_shards=True, cache=False) as reader:
+        before = reader.left_out
+        reader.live.forget(lost)
         shards = damaged_shards(directory, damaged)
-        reader._view.locked(lambda contents: contents.forget_rows(shards))
+        reader.live.locked(lambda contents: contents.forget_rows(shards))
         reader.save_checkpoint(target)
     found = verified(target, f"the copy of {source}", progress)
     copied = Copied(source, target, found.trajectories, found.nbytes, lost)

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import orjson
 import torch
 
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.columns.facts import SCORE
 from trajstore.columns.portions import portions
 from trajstore.errors import ConfigurationError, TrajstoreError
@@ -29,6 +28,7 @@ from trajstore.querying.engine import polars
 from trajstore.querying.facts import FACTS
 from trajstore.querying.messages import text_of
 from trajstore.querying.query import Query
+from trajstore.querying.relations import late_columns
 from trajstore.reading.late import COLUMNS
 from trajstore.store.run_ids import shown_id
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory
@@ -107,7 +107,7 @@ def export_rollouts(
         raise ConfigurationError(f"export: form {form!r}, must be one of {', '.join(get_args(Form))}")
     if target.exists() or target.is_symlink():
         raise ConfigurationError(f"export: {target} exists already; name another target, or delete it")
-    with TrajectoryReplayBuffer.open(source, pin=pin) as reader:
+    with Reader.open(source, pin=pin) as reader:
         question = reader.query() if where is None else reader.query().where(where)
         late = _late_columns(reader, question)
         given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
@@ -123,12 +123,12 @@ def export_rollouts(
     return done
 
 
-def _late_columns(reader: TrajectoryReplayBuffer, question: Query) -> dict[str, DataType]:
+def _late_columns(reader: Reader, question: Query) -> dict[str, DataType]:
     """Return the names of values that came late, and the types of their columns in Parquet."""
     pl = polars()
     facts = question.limit(0).table().schema
     found = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
-    by_row = internals_of(reader).late_rows("tokens")
+    by_row = late_columns(reader.live.locked, "tokens")
     found |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
     if both := sorted(facts.keys() & by_row.keys()):
         logger.warning(
@@ -140,7 +140,7 @@ def _late_columns(reader: TrajectoryReplayBuffer, question: Query) -> dict[str, 
 
 
 def _read(
-    reader: TrajectoryReplayBuffer, rows: Sequence[Mapping[str, Any]], late: Collection[str], done: Exported
+    reader: Reader, rows: Sequence[Mapping[str, Any]], late: Collection[str], done: Exported
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of rollouts; what cannot be read is noted."""
     for row in rows:

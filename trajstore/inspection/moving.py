@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from trajstore.arguments import one_of, whole
 from trajstore.buffer.checkpoint import CheckpointState, check_target, save_checkpoint
-from trajstore.buffer.internals import internals_of
 from trajstore.buffer.loading import LoadRequest
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
 from trajstore.files.base import Directory
 from trajstore.files.folders import publish_folder
@@ -87,7 +86,7 @@ def split(
             :func:`merge`, as are the other errors.
     """
 
-    def select(reader: TrajectoryReplayBuffer, snapshot: ReadSnapshot) -> Mapping[str, npt.NDArray[np.intp]]:
+    def select(reader: Reader, snapshot: ReadSnapshot) -> Mapping[str, npt.NDArray[np.intp]]:
         entries = np.arange(len(snapshot.index))
         if where is not None:
             matching = np.isin(snapshot.index["trajectory_id"], reader.query().where(where).ids())
@@ -177,7 +176,7 @@ def _leaves(place: Place) -> list[Place]:
 
 
 @contextmanager
-def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[TrajectoryReplayBuffer]:
+def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[Reader]:
     """Yield a reader of what is whole of stores; notes in ``result`` what is not. Every checksum is compared."""
     lost = []
     damaged: set[tuple[str, str]] = set()
@@ -190,11 +189,10 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
     first = next(iter(united.values()))
-    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
-        reader._load(LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True))
-        reader.evict(np.intersect1d(reader.trajectory_ids, np.array(lost, np.int64)).tolist())
-        reader._view.locked(lambda contents: contents.forget_rows(damaged))
-        sources = [source for source in reader._view.contents.sources if isinstance(source, StoreSource)]
+    with Reader.of(LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True), cache=False) as reader:
+        reader.live.forget(lost)
+        reader.live.locked(lambda contents: contents.forget_rows(damaged))
+        sources = [source for source in reader.live.contents.sources if isinstance(source, StoreSource)]
         uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
         doubled = len(uuids) - len(np.unique(uuids))
         if doubled:
@@ -202,15 +200,13 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         yield reader
 
 
-def _snapshot(reader: TrajectoryReplayBuffer) -> ReadSnapshot:
-    return reader._view.locked(lambda contents: contents.snapshot())
+def _snapshot(reader: Reader) -> ReadSnapshot:
+    return reader.live.locked(lambda contents: contents.snapshot())
 
 
-def _state(
-    reader: TrajectoryReplayBuffer, draws: Draws | None = None, trajectory_format: str | None = None
-) -> CheckpointState:
+def _state(reader: Reader, draws: Draws | None = None, trajectory_format: str | None = None) -> CheckpointState:
     draws = draws or reader._draws
-    counter = internals_of(reader).trajectory_counter
+    counter = reader.trajectory_counter
     return CheckpointState(trajectory_format or reader.trajectory_format, counter, draws.seed, draws.rng_state)
 
 
@@ -260,8 +256,8 @@ def _holds(target: Directory, parts: Mapping[str, _Part], trajectory_format: str
     for name, (snapshot, _) in parts.items():
         place = target.inner(name) if name else target
         try:
-            with TrajectoryReplayBuffer.open(place.url) as reader:
-                if not np.array_equal(internals_of(reader).trajectory_uuids, snapshot.index["uuid"]):
+            with Reader.open(place.url) as reader:
+                if not np.array_equal(reader.trajectory_uuids, snapshot.index["uuid"]):
                     return False
                 if trajectory_format not in (None, reader.trajectory_format):
                     return False

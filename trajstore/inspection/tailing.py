@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.errors import ConfigurationError
 from trajstore.querying.engine import polars
 from trajstore.store.run_ids import ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
@@ -80,17 +79,17 @@ class Tail:
     """Tells what is committed to a store or a run.
 
     Args:
-        path: path or URL, as :meth:`TrajectoryReplayBuffer.open` takes it.
+        path: path or URL, as :meth:`Reader.open` takes it.
         since: where to go on; None: all that is there is news.
 
     Raises:
-        StoreNotFoundError, CorruptStoreError: as by :meth:`TrajectoryReplayBuffer.open`.
+        StoreNotFoundError, CorruptStoreError: as by :meth:`Reader.open`.
         MissingDependencyError: Polars is not installed.
     """
 
     def __init__(self, path: str | Path, since: Cursor | None = None) -> None:
         polars()
-        self._reader = TrajectoryReplayBuffer.open(path)
+        self._reader = Reader.open(path)
         self.cursor = since or Cursor({})
         """Up to where all was told."""
 
@@ -109,7 +108,7 @@ class Tail:
     def news(self) -> News:
         """Return what was not told yet of what is shown, and note that it is told now."""
         pl = polars()
-        found = internals_of(self._reader).stores_by_rank()
+        found = self._reader.live.stores_by_rank()
         told = dict(self.cursor.stores)
         stores = {rank: store_id for rank, (store_id, _) in found.items()}
         replaced = tuple(rank for rank, one in stores.items() if rank in told and told[rank][0] != one)

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from trajstore.arguments import check_instance, path_or_url, seconds
-from trajstore.settings import Settings
+from trajstore.arguments import check_instance, path_or_url
+from trajstore.settings import Seconds, Settings
 
 MIRRORED_NAME = "mirrored.json"
 """In a store's directory: what its mirror has, for tools. Renewed by the writer, not part of the store."""
@@ -35,9 +35,9 @@ class Mirror(Settings):
 
     url: Annotated[str | Path, path_or_url]
     storage_options: Annotated[Mapping[str, Any], _MAPPING] = field(default_factory=dict)
-    interval: Annotated[float, seconds] = 1.0
-    close_timeout: Annotated[float, seconds] = 60.0
-    longest_pause: Annotated[float, seconds] = 60.0
+    interval: Seconds = 1.0
+    close_timeout: Seconds = 60.0
+    longest_pause: Seconds = 60.0
 
 
 def as_mirror(given: str | Path | Mirror | None) -> Mirror | None:

@@ -74,6 +74,9 @@ class _Shown:
         )
 
 
+KeepFacts = Callable[[IntArray, npt.NDArray[Any], list[dict[str, Any]]], None]
+
+
 class Facts:
     """The facts of what a buffer shows.
 
@@ -82,9 +85,7 @@ class Facts:
         keep: is given what documents told, for the store: ids, UUIDs and facts of rollouts.
     """
 
-    def __init__(
-        self, locked: Locked, keep: Callable[[IntArray, npt.NDArray[Any], list[dict[str, Any]]], None]
-    ) -> None:
+    def __init__(self, locked: Locked, keep: KeepFacts) -> None:
         self._locked = locked
         self._keep = keep
         self._answer: tuple[_Shown, DataFrame] | None = None

@@ -26,7 +26,7 @@ class TrajectoryReplayBuffer(plain.TrajectoryReplayBuffer):
     @property
     def enable_cache(self) -> bool:
         """Whether trajectories stay in memory after they were written; always true in memory only."""
-        return self._view.contents.cache is not None
+        return self.live.contents.cache is not None
 
     @property
     def random_generator(self) -> torch.Generator:
@@ -61,10 +61,10 @@ class _Index(Mapping[int, dict[str, Any]]):
 
     @property
     def _index(self) -> TrajectoryIndex:
-        return self._buffer._view.contents.index
+        return self._buffer.live.contents.index
 
     def __getitem__(self, trajectory_id: int) -> dict[str, Any]:
-        with self._buffer._view.contents.lock:
+        with self._buffer.live.contents.lock:
             entry = self._index.entry(self._index.position_of(trajectory_id))
         return {
             "num_samples": entry.num_samples,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.reader import Reader
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -113,7 +112,7 @@ def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
 class _OfBuffer:
     """What a buffer shows, or the pool in it."""
 
-    _reader: TrajectoryReplayBuffer
+    _reader: Reader
     pool: SeenPool | None = None
     limits: Sequence[str] = ()
 
@@ -127,7 +126,7 @@ class _OfBuffer:
         return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
 
     def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self._reader).extents(ids)
+        return self._reader.sampling.extents(ids)
 
     def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
         return self._reader.read(drawn, columns=columns)
@@ -170,14 +169,14 @@ class OfReader(_OfBuffer):
         return True
 
     def catalogs(self) -> Mapping[int, Catalog]:
-        return internals_of(self._reader).catalogs_by_rank()
+        return self._reader.live.catalogs_by_rank()
 
     def close(self) -> None:
         """Give the reader's lease back."""
         self._reader.close()
 
 
-def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, str | None]:
+def _opened(path: str | Path, pin: str | None) -> tuple[Reader, str | None]:
     """Return a reader of a directory, and what is damaged there; None if all is whole. The rest is shown then.
 
     Raises:
@@ -185,11 +184,11 @@ def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, 
         CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
     """
     try:
-        return TrajectoryReplayBuffer.open(path, pin=pin), None
+        return Reader.open(path, pin=pin), None
     except (StoreNotFoundError, UnsupportedVersionError):
         raise
     except StoreError as error:
-        reader = TrajectoryReplayBuffer.open(path, pin=pin, strict=False)
+        reader = Reader.open(path, pin=pin, strict=False)
         damage = f"not all of it can be shown, as it was when the page was started: {error}"
         logger.warning("%s", damage)
         return reader, damage
@@ -256,7 +255,7 @@ class OfHandle:
 
     def __init__(self, handle: DistributedReplayBuffer) -> None:
         self._handle = handle
-        self.path = f"stores {internals_of(handle).name!r} of Ray"
+        self.path = f"stores {handle.name!r} of Ray"
         self._facts = handle.query().table()
         self._ids = handle.trajectory_ids
         self.refresh()
@@ -266,7 +265,7 @@ class OfHandle:
 
     def refresh(self) -> bool:
         self._handle.refresh()
-        if silent := internals_of(self._handle).absent:
+        if silent := self._handle.absent:
             names = listed(f"rank_{rank}" for rank in silent)
             raise StoreUnreachableError(f"{self.path}: no answer from {names}; shown is what there was before")
         ids = self._handle.trajectory_ids
@@ -286,7 +285,7 @@ class OfHandle:
         return self._handle.get(number)
 
     def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return internals_of(self._handle).extents(ids)
+        return self._handle.sampling.extents(ids)
 
     def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
         return self._handle.read(drawn, columns=columns)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
-from trajstore.arguments import seconds, whole
-from trajstore.settings import Settings
+from trajstore.settings import Count, Seconds, Settings, Whole
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,9 @@ class WriterOptions(Settings):
         ConfigurationError: a value is out of range.
     """
 
-    threads: Annotated[int, partial(whole, least=1)] = 2
-    max_pending_bytes: Annotated[int, partial(whole, least=1)] = 256 << 20
+    threads: Count = 2
+    max_pending_bytes: Count = 256 << 20
     on_full: Literal["block", "raise"] = "block"
-    shard_bytes: Annotated[int, partial(whole, least=1)] = 16 << 20
-    commit_interval: Annotated[float, seconds] = 0.05
-    snapshot_bytes: Annotated[int, partial(whole, least=0)] = 16 << 20
+    shard_bytes: Count = 16 << 20
+    commit_interval: Seconds = 0.05
+    snapshot_bytes: Whole = 16 << 20

@@ -268,7 +268,10 @@ def test_discarded_rows_need_the_loss_that_knows_them(override_verl: Compose) ->
 
 
 REFUSED = {
-    (*SHOWS, "+exp_manager.train_rollout_expmod=all"): "exp_manager: train_rollout_expmod: unknown key; known are ",
+    (
+        *SHOWS,
+        "+exp_manager.train_rollout_expmod=all",
+    ): "exp_manager: train_rollout_expmod: unknown key; did you mean train_rollout_expmode?",
     (*SHOWS, "+experience_maker.basis=a"): "experience_maker.basis: unknown key",
     (*SHOWS, "+exp_manager.rollout_ratio=0.5"): "is the same option as exp_manager.rollout_expratio",
     (SHOWS[0],): "no rollout is guided: train_rollout_expmode is mixed",

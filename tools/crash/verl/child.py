@@ -23,7 +23,6 @@ from tools.crash.journal import Journal
 from tools.crash.verl.digest import digest
 from tools.crash.verl.layout import ASSETS, SAVE_EVERY, journal_path, pool_files_path
 from trajstore import AgentTrajectory
-from trajstore.buffer.internals import internals_of
 
 NEVER = 1_000_000
 """Steps and epochs of a training that ends by being killed."""
@@ -130,7 +129,7 @@ class _Acknowledgements:
         self._lock = threading.Lock()
         self._taken: dict[int, list[str]] = {}
         self._states: list[tuple[int, dict[str, list[int]]]] = []
-        self._next_id = internals_of(self._rollouts).trajectory_counter
+        self._next_id = self._rollouts.trajectory_counter
         self._record = session._recorder.record
         session._recorder.record = self._note_taken
         _wrap(session._hook, "rollouts_done", after=self._note_state)
@@ -148,7 +147,7 @@ class _Acknowledgements:
         entries = self._hook.manager._state.entries
         ids = {task: [entry.trajectory_id for entry in held] for task, held in entries.items()}
         with self._lock:
-            self._states.append((internals_of(self._pool).trajectory_counter - 1, ids))
+            self._states.append((self._pool.trajectory_counter - 1, ids))
 
     def run(self) -> None:
         """Look until the process ends."""

@@ -1,7 +1,4 @@
-"""What stands behind a view: a store that the buffer writes, or nothing but memory.
-
-Takes no lock of its own; what it calls takes what it needs.
-"""
+"""Where additions go: trajectories are copied, numbered, shown, and queued for the store if the buffer has one."""
 
 from __future__ import annotations
 
@@ -11,19 +8,28 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajstore import locks
 from trajstore.buffer.column_watch import ColumnWatch
 from trajstore.buffer.content_watch import ContentWatch
-from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, flatten_all
 from trajstore.buffer.listener import ViewListener
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
-from trajstore.columns.flat import FlatTrajectory
-from trajstore.errors import StoreError, TrajectoryUnavailableError
+from trajstore.columns.flat import Block, FlatTrajectory
+from trajstore.columns.memory import Arena
+from trajstore.columns.owned import copied
+from trajstore.columns.portions import portions
+from trajstore.errors import (
+    ConfigurationError,
+    PartlyAddedError,
+    StoreError,
+    TrajectoryUnavailableError,
+)
 from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
@@ -34,9 +40,11 @@ from trajstore.reading.places import check_no_ranks, check_not_rlinf
 from trajstore.sampling.draws import Draws
 from trajstore.store.given import Said
 from trajstore.store.log_records import ids_in_words
+from trajstore.store.new_entries import NewEntries
 from trajstore.store.notes import Note
 from trajstore.store.row_notes import Rows
 from trajstore.trajectory import AnyTrajectory
+from trajstore.writing.groups import Batch, random_uuids
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import StoreWriter
 
@@ -45,37 +53,88 @@ logger = logging.getLogger(__name__)
 _UNLIMITED = Retention()
 
 
-class Backing:
-    """Keeps what is added in memory only. Its methods, and those of what extends it, do what the buffer's promise.
+class Sink:
+    """Keeps additions in memory, as many as cache and retention allow. Safe to call from several threads.
 
     Attributes:
-        intake: how trajectories get into the view.
-        keeps: whether what is added is somewhere else than in memory.
+        lock: held while additions are shown and while the contents are replaced.
+        counter: one more than the newest id.
         store_id: UUID of the store; None without one.
-        mirror: what keeps the mirror of the store, if it has one.
+        mirror: copies the store to another place, if there is a mirror.
     """
 
-    keeps = False
     store_id: str | None = None
     mirror: StoreMirror | None = None
 
     def __init__(self, view: View) -> None:
+        self.lock = locks.rlock("Sink.lock")
+        self.counter = 0
         self._view = view
-        self.intake: Intake = MemoryIntake(view)
         self._watch = ColumnWatch()
         self._content = ContentWatch()
+        self._arena = Arena(0)
+        self._next_id = 0
+        self._stride = 1
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
-        return self.add_flattened(flatten_all(trajectories, self._content), None)
+        return self._add_watched(self._content.flatten(trajectories), None)
 
-    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
-        """Add trajectories that were checked, under their UUIDs (16 bytes each) or random ones; return their ids."""
+    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
+        """Add trajectories that another process has checked and flattened into columns; return their ids.
+
+        Args:
+            flats: see :func:`trajstore.columns.conversion.flatten`; copied before this returns.
+            uuids: UUID of each, 16 bytes; where directories are united, trajectories of the same UUID count once.
+
+        Raises:
+            StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by ``add_trajectories``.
+            ConfigurationError: the numbers of UUIDs and trajectories differ.
+        """
+        if len(uuids) != 16 * len(flats):
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
+        return self._add_watched(flats, uuids)
+
+    def _add_watched(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         self._watch.look(flats)
-        return self.intake.add(flats, uuids) if flats else []
+        return self._add(flats, uuids) if flats else []
 
-    def share_ids(self, first: int, stride: int) -> int:
-        """Give out only every ``stride``-th id from now on, none below ``first``; return the next one."""
+    def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
+        """Add trajectories, one or more, whose tensors are copied; ``uuids``: 16 bytes each, None = random ones."""
+        blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+        with self.lock:
+            ids = [self._next_id + i * self._stride for i in range(len(flats))]
+            self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
+            self.counter = ids[-1] + 1
+            self._view.contents.add(blocks, entries, ids, uuids or random_uuids(len(flats)), pending=False)
+            self._view.forget(self._view.expire(ids[-1]))
+        return ids
+
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        """Set the ids that follow a load; the caller holds the lock.
+
+        Args:
+            counter: one more than the newest loaded id.
+            first: lowest id that may be given; lower ones are skipped, none is given twice.
+            stride: from one id to the next.
+        """
+        self.counter = counter
+        self._next_id, self._stride = max(first, self._next_id), stride
+
+    def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
+        """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
+
+        Args:
+            rank: of this store.
+            ranks: how many there may be.
+            at_least: no lower id is given out from now on.
+
+        Returns:
+            The next id that is given out. Every lower id is shown already, or never will be.
+
+        Raises:
+            StoreError: the buffer has no store (``auto_save=False``).
+        """
         raise StoreError("share_ids: this buffer has no store of its own; use auto_save=True")
 
     def retain(self) -> None:
@@ -150,25 +209,7 @@ class Backing:
         """Write what waits, and give the directory back."""
 
 
-class ReaderBacking(Backing):
-    """Behind a buffer that was opened for reading: nothing is added."""
-
-    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
-        return self.add_flattened((), None)
-
-    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
-        """Refuse trajectories.
-
-        Raises:
-            StoreError: always; says how to write.
-        """
-        raise StoreError(
-            "add_trajectories: this buffer was opened for reading, and nothing was added; a buffer that writes is "
-            "TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), one in memory TrajectoryReplayBuffer()"
-        )
-
-
-class StoreBacking(Backing):
+class StoreSink(Sink):
     """Writes what is added to a store, which it creates or continues.
 
     Args:
@@ -180,8 +221,6 @@ class StoreBacking(Backing):
         on_commit: the user's function.
         mirror: where the store is mirrored to.
     """
-
-    keeps = True
 
     def __init__(
         self,
@@ -222,13 +261,75 @@ class StoreBacking(Backing):
             _tell_format(directory, catalog.shards.manifest(newest).format, trajectory_format.name)
         listener.opened(catalog.next_id - 1)
         self.retain()
-        self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
+        self.counter = catalog.next_id
+        self._shard_bytes = options.shard_bytes
+        self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
         if self.mirror is not None:
             self.mirror.start()
 
-    def share_ids(self, first: int, stride: int) -> int:
-        with self.intake.lock:
-            return self.writer.queue.reserve_ids(first, stride)
+    def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
+        """Add trajectories; waits for room in the queue, or raises, as its options say.
+
+        A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
+        whole or not at all.
+
+        Raises:
+            StoreWriteError: an earlier write failed.
+            PartlyAddedError: it failed after pieces were added; has their ids.
+            PendingFullError: there is no room and ``on_full`` is ``"raise"``.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        ids: list[int] = []
+        pieces = list(portions(flats, self._shard_bytes, attrgetter("nbytes")))
+        total: int | None = sum([nbytes for _, nbytes in pieces])
+        for piece, nbytes in pieces:
+            given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
+            try:
+                ids += self._submit(piece, Batch(nbytes), total, given)
+            except Exception as error:  # whatever it is, the caller must learn which ids there are
+                if not ids:
+                    raise
+                raise PartlyAddedError(
+                    f"{error or repr(error)}; the first {len(ids)} of {len(flats)} trajectories were added before, "
+                    "this error's ids are theirs; add the others again",
+                    ids,
+                ) from error
+            total = None
+        return ids
+
+    def _submit(
+        self, flats: Sequence[FlatTrajectory], batch: Batch, total: int | None, given: bytes | None
+    ) -> list[int]:
+        queue = self.writer.queue
+        ids: list[int] = []
+        blocks: list[Block] = []
+        queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
+        try:
+            queue.reserve(batch, total)
+            blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+            with self.lock:
+                ids, uuids = queue.take_ids(len(flats))
+                uuids = given or uuids
+                self._view.contents.add(blocks, entries, ids, uuids, pending=True)
+                queue.submit(batch, blocks, entries, ids, uuids)
+                self.counter = ids[-1] + 1
+        except BaseException:
+            uninterrupted(partial(self._take_back, batch, blocks, ids))
+            raise
+        return ids
+
+    def _take_back(self, batch: Batch, blocks: Sequence[Block], ids: Sequence[int]) -> None:
+        """Undo what was begun; a batch that is queued already stays."""
+        if self.writer.queue.withdraw(batch):
+            self._view.contents.retract(blocks, ids)
+
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        self.counter = counter
+        self._view.own_first = self.writer.queue.reserve_ids(first, stride)
+
+    def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
+        with self.lock:
+            return self.writer.queue.reserve_ids(at_least + (rank - at_least) % ranks, ranks)
 
     def _retain(self) -> None:
         self.writer.retain()

@@ -1,6 +1,6 @@
-"""Draws of a buffer: who chooses (the buffer's own generator, or a sampler), and the rows that were chosen, read.
+"""Draws by the buffer's generator or a sampler, and rows of trajectories by arrays of ids.
 
-Samplers are told and asked with ``Contents.lock`` held, which every method takes itself; rows are copied without it.
+Samplers are called with ``Contents.lock`` held, which every method takes itself; rows are copied without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trajstore.buffer.following import Following, claim
 from trajstore.buffer.positions import Positions
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
-from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, listed
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.interrupts import uninterrupted
 from trajstore.reading.contents import Contents
 from trajstore.reading.plan import RowPlan
@@ -30,9 +30,7 @@ from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.sampling.base import Drawn, Fits, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
-from trajstore.sampling.weighted import WeightedSampler
 from trajstore.store.run_ids import shown_id
-from trajstore.trajectory import AnyTrajectory
 
 T = TypeVar("T")
 
@@ -57,8 +55,22 @@ class Batch(dict[str, Any]):
         return None if self.drawn.weights is None else torch.from_numpy(self.drawn.weights)
 
 
-def _check_unit(sampler: Sampler, unit: str, otherwise: str) -> None:
+def check_sampler(sampler: Sampler) -> None:
+    """Refuse anything but a sampler.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
     check_instance("sampler", sampler, Sampler, _SAMPLER)
+
+
+def check_unit(sampler: Sampler, unit: str, otherwise: str) -> None:
+    """Refuse a sampler that draws another unit.
+
+    Raises:
+        ConfigurationError: ``otherwise``.
+    """
+    check_sampler(sampler)
     if sampler.unit != unit:
         raise ConfigurationError(otherwise)
 
@@ -72,12 +84,12 @@ def _check_fits(sampler: Sampler) -> None:
         )
 
 
-class Choices:
-    """Draws from a view and reads what was drawn.
+class Sampling:
+    """Draws from a view, and reads by arrays of ids. Loaders and Ray's stores use it; it may change with any release.
 
     Args:
-        view: what the buffer shows.
-        draws: the buffer's generator, from which samplers take their chance too.
+        view: the trajectories shown.
+        draws: the buffer's generator, which samplers use too.
     """
 
     def __init__(self, view: View, draws: Draws) -> None:
@@ -88,19 +100,21 @@ class Choices:
         """The thread that is in a call of :meth:`together`."""
         self._following: weakref.WeakKeyDictionary[Sampler, Following] = weakref.WeakKeyDictionary()
 
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of all draws; part of ``state_dict``."""
+        return self._draws.generator
+
     def draw(self, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None) -> Drawn:
-        """Return rows of the window; how many and which is the sampler's to say, of those that fit.
+        """Draw rows of the window, only those that fit; a sampler decides how many and which.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
-        return self.together(sampler, lambda contents: self._draw(contents, count, window_size, sampler, fits))
+        return self.together(sampler, lambda contents: self.choose(contents, count, window_size, sampler, fits))
 
     def together(self, sampler: Sampler | None, call: Callable[[Contents], T]) -> T:
-        """Return what ``call`` makes of the contents, of which the sampler has been told, with their lock held.
-
-        ``call`` may draw and read more of the same buffer.
-        """
+        """Call with the contents, their lock held and the sampler up to date; ``call`` may draw and read more."""
         check_kind("sampler", sampler, Sampler, _SAMPLER)
         if sampler is None:
             return self._view.locked(call)
@@ -126,9 +140,10 @@ class Choices:
         # An interrupt amid the telling would leave a sampler that knows of a half; here the next draw waits for it.
         return uninterrupted(lambda: self._view.locked(within)) if done is None else done[0]
 
-    def _draw(
-        self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None
+    def choose(
+        self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None
     ) -> Drawn:
+        """Draw rows within :meth:`together`; see :meth:`draw`."""
         window = Window.newest(contents.index, window_size, contents.unavailable, contents.start)
         ids = contents.index.at("trajectory_id", slice(None))
         if sampler is None:
@@ -142,7 +157,7 @@ class Choices:
                 _check_fits(sampler)
                 drawn = sampler.draw(count, self._draws.generator, first, fits=fits)
         names = self._view.names_at(contents, contents.index.find_many(drawn.ids))
-        return replace(drawn, buffer=self._names()[0], names=names)
+        return replace(drawn, buffer=self.names()[0], names=names)
 
     def _uniformly(self, contents: Contents, count: int, window: Window, fits: Fits | None) -> Drawn:
         index, kept, still_wanted = contents.index, [], count
@@ -155,8 +170,8 @@ class Choices:
             still_wanted = 0 if fits is None else still_wanted - len(kept[-1][0])
         return Drawn(np.concatenate([ids for ids, _ in kept]), np.concatenate([samples for _, samples in kept]))
 
-    def _names(self) -> list[str]:
-        """Return by what draws of this buffer are known: the stores that it shows, or in memory a name of its own."""
+    def names(self) -> list[str]:
+        """Return the names that identify draws of this buffer: UUIDs of its stores, or a random one in memory."""
         return self._view.store_ids or [self._own_name]
 
     def _follow(self, contents: Contents, sampler: Sampler) -> None:
@@ -166,20 +181,15 @@ class Choices:
             following = self._following[sampler] = Following(sampler, self._view)
         following.sync(contents)
 
-    def read(
-        self, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None
-    ) -> dict[str, Any]:
-        """Return the transitions that were drawn, as :meth:`TrajectoryReplayBuffer.sample` does.
+    def plan(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
+        """Return drawn rows, ready to be copied.
 
         Raises:
-            TrajectoryUnavailableError: one of them has been evicted meanwhile, or replaced by a shorter one of its id.
-            ConfigurationError: a place is negative.
+            TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
+            ConfigurationError: a row number is negative.
         """
-        return nest(self._view.locked(lambda contents: self._prepare(contents, drawn, columns)).read(out))
-
-    def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
         index = contents.index
-        positions = self._positions(contents, drawn.ids)
+        positions = self.positions(contents, drawn.ids)
         if np.any(others := self._are_others(contents, drawn, positions)):
             raise TrajectoryUnavailableError(
                 f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, and another one has its id since a "
@@ -201,10 +211,10 @@ class Choices:
             return np.zeros(len(positions), np.bool_)
         now = self._view.names_at(contents, positions)
         said = (now != 0) & (drawn.names != 0)
-        elsewhere = drawn.buffer is not None and drawn.buffer not in self._names()
+        elsewhere = drawn.buffer is not None and drawn.buffer not in self.names()
         return np.where(said, now != drawn.names, elsewhere)
 
-    def positions(self, trajectory_ids: IntArray) -> Positions:
+    def locate(self, trajectory_ids: IntArray) -> Positions:
         """Return the positions of trajectories, for whoever reads of the same ones many times."""
         return self._view.locked(lambda contents: Positions.of(contents.index, trajectory_ids))
 
@@ -264,52 +274,7 @@ class Choices:
             SchemaMismatchError: one is no agent trajectory, or lacks a column.
         """
         ids, columns = whole_numbers("trajectory_ids", trajectory_ids), columns_or_none(columns)
-        return self._view.locked(lambda found: token_rows(found, self._positions(found, ids), columns))
-
-    def trajectories(self, count: int, window_size: int, sampler: Sampler) -> list[AnyTrajectory]:
-        """Draw whole trajectories and return them.
-
-        Raises:
-            EmptyBufferError: there is nothing to draw from.
-            ConfigurationError: the sampler draws transitions.
-        """
-        _check_unit(
-            sampler, "trajectory", "this sampler draws transitions; make it with unit='trajectory', or call sample"
-        )
-
-        def draw(contents: Contents) -> list[AnyTrajectory]:
-            drawn = self._draw(contents, count, window_size, sampler, None)
-            return [contents.get(position) for position in self._positions(contents, drawn.ids).tolist()]
-
-        return self.together(sampler, draw)
-
-    def sample(
-        self,
-        count: int,
-        window_size: int,
-        sampler: Sampler,
-        columns: Sequence[str] | None,
-        out: Mapping[str, torch.Tensor] | None,
-    ) -> Batch:
-        """Draw transitions with a sampler and return them.
-
-        Raises:
-            EmptyBufferError: there is nothing to draw from.
-            ConfigurationError: the sampler draws trajectories.
-        """
-        _check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
-
-        def draw(contents: Contents) -> tuple[Drawn, RowPlan]:
-            drawn = self._draw(contents, count, window_size, sampler, None)
-            return drawn, self._prepare(contents, drawn, columns)
-
-        drawn, prepared = self.together(sampler, draw)
-        return Batch(nest(prepared.read(out)), drawn)
-
-    def follow(self, sampler: Sampler) -> None:
-        """Tell a sampler of what is shown now."""
-        check_instance("sampler", sampler, Sampler, _SAMPLER)
-        self.together(sampler, lambda contents: None)
+        return self._view.locked(lambda found: token_rows(found, self.positions(found, ids), columns))
 
     def names_of(self, trajectory_ids: IntArray) -> IntArray:
         """Return the first half of the UUID of some trajectories, by which states tell them from others of their ids.
@@ -337,30 +302,18 @@ class Choices:
         ids = whole_numbers("trajectory_ids", trajectory_ids)
 
         def look(contents: Contents) -> tuple[IntArray, IntArray]:
-            positions = self._positions(contents, ids)
+            positions = self.positions(contents, ids)
             steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
             return steps, batch
 
         return self._view.locked(look)
 
-    def update(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
-        """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile.
+    def positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
+        """Return the positions of trajectories in the index.
 
         Raises:
-            ConfigurationError: they were drawn from another buffer.
+            TrajectoryUnavailableError: one was evicted since it was drawn.
         """
-
-        def update(contents: Contents) -> int:
-            if drawn.buffer is not None and drawn.buffer not in self._names():
-                raise ConfigurationError(
-                    f"drawn: its rows are of another buffer ({drawn.buffer}) than this one "
-                    f"({listed(self._names())}); update the buffer that they were drawn from"
-                )
-            return sampler.update(drawn.ids, drawn.samples, priorities)
-
-        return self.together(sampler, update)
-
-    def _positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
         positions = contents.index.find_many(ids)
         if len(positions) and positions.min() < 0:
             number = int(ids[positions.argmin()])
