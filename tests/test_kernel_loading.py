@@ -35,7 +35,7 @@ from trajstore.sampling.tree import SumTree
 from trajstore.testing.witness import check_batch, witness
 
 assert "numba" not in sys.modules
-with trajstore.machine_code._lock:  # as if loading took for ever: making a buffer does not wait for it
+with trajstore.machine_code.MachineCode._lock:  # as if loading took for ever: making a buffer does not wait for it
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
 interrupted = 0
 sent = threading.Event()

@@ -28,6 +28,8 @@ class MachineCode:
         module: its full name.
     """
 
+    _lock = locks.rlock("MachineCode._lock")
+
     def __init__(self, module: str) -> None:
         self._module = module
         self._begun = False
@@ -49,14 +51,17 @@ class MachineCode:
                 start_thread(threading.Thread(target=self._load, name=LOADING_THREAD))
 
     def _load(self) -> None:
-        with _lock:
+        with self._lock:
             functions = vars(import_module(self._module))
             self.__dict__.update({name: functions[name] for name in functions if not name.startswith("_")})
 
 
-_lock = locks.rlock("MachineCode._lock")
 # A child that is forked while a thread loads would have modules that nobody loads to their end.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+os.register_at_fork(
+    before=MachineCode._lock.acquire,
+    after_in_parent=MachineCode._lock.release,
+    after_in_child=MachineCode._lock.release,
+)
 
 kernels = MachineCode("trajstore._kernels")
 """Kernels that move rows; a buffer begins to load them, so that the first add or sample hardly waits."""

@@ -202,8 +202,8 @@ class Reader(Closing):
             check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
             def choose(contents: Contents) -> tuple[Drawn, RowPlan]:
-                drawn = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
-                return drawn, self.sampling.plan(contents, drawn, columns)
+                drawn, positions = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
+                return drawn, contents.plan(positions, drawn.samples, contents.index.first, columns)
 
             drawn, plan = self.sampling.together(sampler, choose)
             return Batch(nest(plan.read(out)), drawn)
@@ -235,8 +235,8 @@ class Reader(Closing):
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
             if sampler is not None:
-                drawn = self.sampling.choose(contents, count, self.sample_window_size, sampler)
-                return [contents.get(position) for position in self.sampling.positions(contents, drawn.ids).tolist()]
+                _, positions = self.sampling.choose(contents, count, self.sample_window_size, sampler)
+                return [contents.get(position) for position in positions.tolist()]
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 

@@ -197,7 +197,7 @@ class TrajectoryIndex:
         """Return where rows of trajectories are in their tables, on each axis that can be sampled: ``[3, n]``."""
         places = np.empty((3, len(positions)), np.int64)
         columns = self.by_position("start_samples", "start_extra", "steps", "batch", "extra")
-        kernels.place_rows(positions, rows, *columns, places)
+        kernels.place_rows(positions, np.ascontiguousarray(rows, np.int64), *columns, places)
         return places
 
     def append(self, columns: Mapping[str, npt.ArrayLike]) -> range:
