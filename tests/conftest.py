@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from trajstore import locks
+from trajstore.core.base import locks
 
 # A run of the tests tries what the last one tried, however fast the machine is; the slow forms search anew each time.
 settings.register_profile(

@@ -14,7 +14,7 @@ import pytest
 
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
-from trajstore.files.local import LocalDirectory
+from trajstore.core.files.local import LocalDirectory
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import AnyTrajectory
 

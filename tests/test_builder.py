@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import ChunkStepResult, EmbodiedRolloutResult, Trajectory, TrajectoryReplayBuffer
-from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS, walk
+from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, walk
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import get_model_weights_id
 

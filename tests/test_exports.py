@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 import trajstore
-import trajstore.rlinf
+import trajstore.interop.rlinf
 
 
-@pytest.mark.parametrize("module", [trajstore, trajstore.rlinf])
+@pytest.mark.parametrize("module", [trajstore, trajstore.interop.rlinf])
 def test_exports_are_listed_by_dir_and_other_names_are_attribute_errors(module: ModuleType) -> None:
     assert set(module.__all__) <= set(dir(module))
     with pytest.raises(AttributeError, match="no_such_name"):

@@ -18,8 +18,8 @@ from tests.pages import blocks
 from tests.stores import writer_to
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.columns.conversion import flatten
-from trajstore.formats import FORMATS
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.formats import FORMATS
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 

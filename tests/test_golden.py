@@ -12,7 +12,7 @@ import torch
 from tests import stores
 from tests.golden.make import rows
 from trajstore import TrajectoryReplayBuffer, notes_of
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUTS = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("layout_") and path.is_dir())
@@ -26,7 +26,7 @@ def keys_of(layout: str) -> dict[int, int]:
 
 
 def test_there_is_one_for_every_layout_version() -> None:
-    from trajstore.store.sealed import LAYOUT_VERSION
+    from trajstore.core.store.sealed import LAYOUT_VERSION
 
     assert [f"layout_{number}" for number in range(1, LAYOUT_VERSION + 1)] == LAYOUTS
 

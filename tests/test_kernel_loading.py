@@ -29,13 +29,13 @@ signal.signal(signal.SIGINT, interrupt)
 import numpy as np
 import torch
 
-import trajstore.machine_code
+import trajstore.core.base.machine_code
 from trajstore import TrajectoryReplayBuffer
-from trajstore.sampling.tree import SumTree
+from trajstore.core.sampling.tree import SumTree
 from trajstore.testing.witness import check_batch, witness
 
 assert "numba" not in sys.modules
-with trajstore.machine_code.MachineCode._lock:  # as if loading took for ever: making a buffer does not wait for it
+with trajstore.core.base.machine_code.MachineCode._lock:  # as if loading took for ever: making a buffer does not wait for it
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
 interrupted = 0
 sent = threading.Event()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tools.api_page import PAGE, find, written
+from trainer_hooks.replay.entry import Departure
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
-from trajstore.experience.entry import Departure
 
 ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
 PACKAGES = tuple(
@@ -87,7 +87,7 @@ def shown_classes() -> dict[str, type]:
     return {f"{one.__module__}.{one.__qualname__}": one for one in shown}
 
 
-BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.rlinf.trajectory.Trajectory"}
+BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.interop.rlinf.trajectory.Trajectory"}
 """Their fields are those of ``Trajectory``, as their docstrings say."""
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trainer_hooks.guidance import RetrievalIndex
+from trainer_hooks.retrieval import words_of
 from trajstore.errors import ConfigurationError
-from trajstore.guidance import RetrievalIndex
-from trajstore.retrieval import words_of
 
 WORDS = st.sampled_from(["go", "kitchen", "cup", "7", "größe", "任务", "the", "a_b", "𐍈", "or"])
 TEXTS = st.lists(st.lists(WORDS, max_size=6).map(" ".join), max_size=90)

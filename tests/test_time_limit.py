@@ -11,7 +11,7 @@ import subprocess, threading, time
 
 import pytest
 
-from trajstore.interrupts import uninterrupted
+from trajstore.core.base.interrupts import uninterrupted
 
 
 def a_lock():

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-import trajstore.buffer.sequences
-import trajstore.feeding
-import trajstore.sampling
+import trajstore.core.buffer.sequences
+import trajstore.core.feeding
+import trajstore.core.sampling
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
-from trajstore.buffer.sequences import sample_n_step
-from trajstore.errors import TrajstoreError
-from trajstore.feeding import ReplayBufferDataset, ReplayLoader
-from trajstore.sampling import (
+from trajstore.core.buffer.sequences import sample_n_step
+from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader
+from trajstore.core.sampling import (
     Drawn,
     EpochSampler,
     Priorities,
     WeightedSampler,
     sampler_of,
 )
+from trajstore.errors import TrajstoreError
 
 WRONG: dict[str, Any] = {
     "None": None,
@@ -131,7 +131,7 @@ GOOD: dict[str, Any] = {
     **dict.fromkeys(("path", "load_path"), lambda b: b.auto_save_path),
     **{"drawn": lambda b: b.draw(3), "sampler": lambda b: weighted(b)},
 }
-MODULES = (trajstore, trajstore.feeding, trajstore.sampling, trajstore.buffer.sequences)
+MODULES = (trajstore, trajstore.core.feeding, trajstore.core.sampling, trajstore.core.buffer.sequences)
 ALSO: dict[str, dict[str, Any]] = {
     **{"wait": {"ids": [0], "timeout": 0}, "mirror.wait": {"timeout": 0}, "TokenLoader": {"layout": "padded"}},
     **{"sample_sequences": {"ends": []}, "sample_n_step": {"ends": [], "terminations": "rewards"}},

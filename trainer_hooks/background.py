@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
-from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, newest_pool
+from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, newest_pool
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

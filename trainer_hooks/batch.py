@@ -29,10 +29,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer_hooks.guidance import TrainMode
 from trainer_hooks.masks import build_exp_mask, compute_response_mask
-from trajstore.arguments import one_of, truth, whole, whole_or_none
+from trajstore.core.base.arguments import one_of, truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
-from trajstore.guidance import TrainMode
 from trajstore.trajectory import AgentTrajectory
 
 GroupOffPolicy = Literal["shared", "separate"]

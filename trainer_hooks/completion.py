@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trainer_hooks.batch import Batch
+from trainer_hooks.replay import mean_entropy
+from trainer_hooks.replay.rows import pack_rows, row_count, rows_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import mean_entropy
-from trajstore.experience.rows import pack_rows, row_count, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar
 
 from trainer_hooks.batch import GroupOffPolicy
 from trainer_hooks.metrics import Shown
-from trajstore.arguments import finite, whole
+from trainer_hooks.replay import PoolRules, RatioSchedule
+from trainer_hooks.replay.mixing import history_problems, ratio_or_points
+from trainer_hooks.replay.rules import PoolOptions
+from trainer_hooks.replay.store import BufferStore, store_options
+from trajstore.core.base.arguments import finite, whole
+from trajstore.core.base.settings import Count, NotNegative, Share, Text, names_of, refuse
 from trajstore.errors import ConfigurationError, MissingDependencyError
-from trajstore.experience import PoolRules, RatioSchedule
-from trajstore.experience.mixing import history_problems, ratio_or_points
-from trajstore.experience.rules import PoolOptions
-from trajstore.experience.store import BufferStore, store_options
-from trajstore.settings import Count, NotNegative, Share, Text, names_of, refuse
 
 logger = logging.getLogger(__name__)
 

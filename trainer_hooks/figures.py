@@ -15,12 +15,12 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
+from trainer_hooks.replay import ExperienceManager
+from trainer_hooks.replay.entry import is_demonstration
+from trainer_hooks.replay.outcomes import known_outcome
+from trainer_hooks.replay.rows import row_count
 from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_of, label_sums, token_sums
 from trajstore.errors import ConfigurationError, listed
-from trajstore.experience import ExperienceManager
-from trajstore.experience.entry import is_demonstration
-from trajstore.experience.outcomes import known_outcome
-from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

@@ -34,13 +34,13 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
 from trainer_hooks.plan import MixedTasks, PlannedTask, prompts_of_rollouts, rows_of_plan
-from trajstore.arguments import finite, share, whole
-from trajstore.closing import Closing, of_no_use_when_closed
-from trajstore.experience import CurrentEntropy, ExperienceManager
-from trajstore.experience.contract import task_id_of
-from trajstore.experience.ledger import PoolCut
-from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.experience.prompts import Message, RowPrompts
+from trainer_hooks.replay import CurrentEntropy, ExperienceManager
+from trainer_hooks.replay.contract import task_id_of
+from trainer_hooks.replay.ledger import PoolCut
+from trainer_hooks.replay.message_rows import MessageTokenizer
+from trainer_hooks.replay.prompts import Message, RowPrompts
+from trajstore.core.base.arguments import finite, share, whole
+from trajstore.core.base.closing import Closing, of_no_use_when_closed
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_hooks.replay import is_success
+from trainer_hooks.replay.outcomes import known_outcome
+from trainer_hooks.replay.rows import response_length
+from trainer_hooks.replay.wellformed import field_problem
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.experience import is_success
-from trajstore.experience.outcomes import known_outcome
-from trajstore.experience.rows import response_length
-from trajstore.experience.wellformed import field_problem
 from trajstore.trajectory import AgentTrajectory
 
 PREFIX = "experience_replay/"

@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
-from trajstore.arguments import whole
+from trainer_hooks.guidance import Guidance
+from trainer_hooks.replay.contract import task_id_of
+from trainer_hooks.replay.prompts import Prompt, prompt_of
+from trainer_hooks.replay.rows import rows_of
+from trajstore.core.base.arguments import whole
 from trajstore.errors import ConfigurationError
-from trajstore.experience.contract import task_id_of
-from trajstore.experience.prompts import Prompt, prompt_of
-from trajstore.experience.rows import rows_of
-from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory
 
 Task = TypeVar("Task")
@@ -71,7 +71,7 @@ def rows_of_plan(
 
     A history with another prompt than its task's first rollout is left out.
 
-    A rollout that records guidance (``trajstore.guidance.Guidance``) gives a row with its flag and its train mode.
+    A rollout that records guidance (``trainer_hooks.guidance.Guidance``) gives a row with its flag and its train mode.
 
     Args:
         plan: the tasks of the step.

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore import errors
-    from trajstore.buffer.annotating import annotate, notes_of
-    from trajstore.buffer.reader import Reader
-    from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-    from trajstore.buffer.retention import Retention
-    from trajstore.buffer.runs import RunPoint, roll_back_run, run_points, save_run_point
-    from trajstore.buffer.saved_points import saved_points, saved_state
     from trajstore.builder import EmbodiedRolloutResult
-    from trajstore.mirroring.options import Mirror, MirrorState
-    from trajstore.store.notes import Note
-    from trajstore.store.saved_points import SavedPoint
+    from trajstore.core.buffer.annotating import annotate, notes_of
+    from trajstore.core.buffer.reader import Reader
+    from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+    from trajstore.core.buffer.retention import Retention
+    from trajstore.core.buffer.runs import RunPoint, roll_back_run, run_points, save_run_point
+    from trajstore.core.buffer.saved_points import saved_points, saved_state
+    from trajstore.core.store.notes import Note
+    from trajstore.core.store.saved_points import SavedPoint
+    from trajstore.core.writing.options import WriterOptions
+    from trajstore.remote.mirror.options import Mirror, MirrorState
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
-    from trajstore.writing.options import WriterOptions
 
 __version__ = "0.1.0"
 

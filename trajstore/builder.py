@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS
+from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import ChunkStepResult, Trajectory, get_model_weights_id, to_cpu
 

@@ -19,11 +19,11 @@ import torch
 from tests.stores import another_writer, nothing_can_be_deleted, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.writing.inbox import Inbox
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
-from trajstore.files.local import LocalDirectory
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.waiting import wait_until
-from trajstore.writing.inbox import Inbox
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from tests import stores
 from tests.stores import add_each, contents_of, keys_of, reader_of
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.files import folders
-from trajstore.files.held import HeldFolder
-from trajstore.files.local import LocalDirectory
-from trajstore.inspection.copying import copy_store, repair_store
-from trajstore.inspection.verify import verify
-from trajstore.mirroring.restoring import restore
-from trajstore.store.run_ids import own_id
+from trajstore.core.files import folders
+from trajstore.core.files.held import HeldFolder
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.run_ids import own_id
+from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.verify import verify
+from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness

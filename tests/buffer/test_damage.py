@@ -15,11 +15,11 @@ import pytest
 from tests.forging import forged_log
 from tests.stores import add_each, flip, opened
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.inspection.copying import copy_store, repair_store
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.points import roll_back
-from trajstore.inspection.verify import verify
-from trajstore.reading import shard_access
+from trajstore.core.reading import shard_access
+from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.inspect import inspect
+from trajstore.operations.points import roll_back
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 

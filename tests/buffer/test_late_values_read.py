@@ -13,9 +13,9 @@ import torch
 
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.columns.facts import GIVEN, RECORDED
+from trajstore.core.columns.facts import GIVEN, RECORDED
+from trajstore.core.feeding import TokenLoader
 from trajstore.errors import SchemaMismatchError
-from trajstore.feeding import TokenLoader
 
 
 def rollout(number: int, **fields: Any) -> AgentTrajectory:

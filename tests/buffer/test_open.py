@@ -10,10 +10,10 @@ import torch
 
 from tests.stores import reader_of, writer_to
 from trajstore import Reader, Trajectory, TrajectoryReplayBuffer
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
 from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
-from trajstore.files.local import LocalDirectory
-from trajstore.files.opening import open_directory
-from trajstore.store.catalog import Catalog
 
 
 def one(value: float) -> Trajectory:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.stores import add_each, opened, reader_of, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.buffer.sink import StoreSink
-from trajstore.files.local import LocalDirectory
-from trajstore.store.catalog import Catalog
+from trajstore.core.buffer.sink import StoreSink
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.catalog import Catalog
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 

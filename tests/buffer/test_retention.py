@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.stores import add_each, filled, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.sink import StoreSink
-from trajstore.columns.conversion import flatten
-from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.store.index import TrajectoryIndex
-from trajstore.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.buffer.sink import StoreSink
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
 from trajstore.testing.witness import witness
 
 

@@ -13,7 +13,11 @@ import torch
 from tests.mirroring.stores import level
 from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
-from trajstore.buffer.sequences import sample_sequences
+from trajstore.core.buffer.sequences import sample_sequences
+from trajstore.core.feeding import ReplayLoader, TokenLoader
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.formats import FORMATS
+from trajstore.core.sampling import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -21,13 +25,9 @@ from trajstore.errors import (
     SchemaMismatchError,
     TrajectoryUnavailableError,
 )
-from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.files.local import LocalDirectory
-from trajstore.formats import FORMATS
-from trajstore.inspection.copying import repair_store
-from trajstore.inspection.moving import convert, merge
-from trajstore.inspection.verify import verify
-from trajstore.sampling import WeightedSampler
+from trajstore.operations.copying import repair_store
+from trajstore.operations.moving import convert, merge
+from trajstore.operations.verify import verify
 
 
 def block(number: int, steps: int = 4) -> Trajectory:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from trajstore import SavedPoint, TrajectoryReplayBuffer, roll_back_run, run_points, save_run_point
-from trajstore.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.cli import main
+from trajstore.core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.points import roll_back
-from trajstore.inspection.verify import verify
+from trajstore.operations.inspect import inspect
+from trajstore.operations.points import roll_back
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
 
 RANKS = 3
@@ -67,7 +67,7 @@ def go_on(run: Path, rank: int, told: Any) -> None:
 def start(target: Any, run: Path) -> tuple[list[Any], Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed", "trajstore.buffer.runs", __name__]
+        ["torch.distributed", "trajstore.core.buffer.runs", __name__]
     )  # six imports of torch less
     told = context.Queue()
     children = [context.Process(target=target, args=(run, rank, told)) for rank in range(RANKS)]

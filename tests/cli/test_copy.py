@@ -14,11 +14,11 @@ import pytest
 from tests.cli.stores import Run
 from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refused_to_all, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
-from trajstore.buffer.runs import save_rank_point
 from trajstore.cli import DAMAGED
+from trajstore.core.buffer.runs import save_rank_point
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.inspection.copying import copy_store, repair_store
-from trajstore.inspection.verify import verify
+from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 

@@ -13,12 +13,12 @@ import torch
 
 from tests.cli.stores import Run
 from tools.crash.forked import forking
+from trainer_hooks.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
+from trainer_hooks.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore import saved_points, saved_state
 from trajstore.cli import DAMAGED, INTERRUPTED, main
-from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
-from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 
 pytest.importorskip("gymnasium", reason="the demo needs  pip install 'trajstore[demo]'")
 

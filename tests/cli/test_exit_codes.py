@@ -17,8 +17,8 @@ from tests.cli.test_pool import write_rollouts
 from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import COMMANDS, DAMAGED, FAILED
+from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.errors import CorruptStoreError
-from trajstore.store.sealed import INDEX_NAME
 
 
 def shards_of(store: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from tests.stores import stored, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
-from trajstore.inspection import export
+from trajstore.operations import export
 from trajstore.testing.witness import witness
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")

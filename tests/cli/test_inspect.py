@@ -20,10 +20,10 @@ from tests.stores import in_memory, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
-from trajstore.formats import FORMATS
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.statistics import RewardStatistics, merge_rewards
-from trajstore.inspection.verify import verify
+from trajstore.core.formats import FORMATS
+from trajstore.operations.inspect import inspect
+from trajstore.operations.statistics import RewardStatistics, merge_rewards
+from trajstore.operations.verify import verify
 
 
 @pytest.mark.parametrize("trajectory_format", FORMATS)

@@ -14,12 +14,12 @@ import torch
 from tests.cli.stores import Run
 from tests.experience.conftest import build
 from tests.stores import reader_of, stored
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.persistence import PoolContents, write_pool
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.persistence import PoolContents, write_pool
-from trajstore.inspection.inspect import inspect
+from trajstore.operations.inspect import inspect
 from trajstore.trajectory import Reward
 
 HOSTILE = "look\x1b[2J\x1b]0;owned\x07 \u202ehere\x9b\n  at a glance: all files there"

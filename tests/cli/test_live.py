@@ -13,17 +13,17 @@ import pytest
 
 from tests.cli.stores import Run, make_rollout
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.files.base import ReaderLease
+from trajstore.core.files.held import HeldFolder
+from trajstore.core.files.holder import holder_document
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.saved_points import Pins
 from trajstore.errors import TrajectoryUnavailableError
-from trajstore.files.base import ReaderLease
-from trajstore.files.held import HeldFolder
-from trajstore.files.holder import holder_document
-from trajstore.files.local import LocalDirectory
-from trajstore.files.opening import open_directory
-from trajstore.files.remote import RemoteDirectory
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.trajectory_report import inspect_trajectory
-from trajstore.inspection.verify import verify
-from trajstore.store.saved_points import Pins
+from trajstore.operations.inspect import inspect
+from trajstore.operations.trajectory_report import inspect_trajectory
+from trajstore.operations.verify import verify
+from trajstore.remote.directory import RemoteDirectory
 
 
 @pytest.fixture

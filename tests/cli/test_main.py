@@ -22,7 +22,7 @@ def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.Monkey
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trajstore.inspection.verify.find_place", interrupt)
+    monkeypatch.setattr("trajstore.operations.verify.find_place", interrupt)
     err = run.err("verify", store, code=INTERRUPTED)
     assert err == "trajstore: interrupted\n"
 

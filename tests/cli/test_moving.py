@@ -13,7 +13,7 @@ from tests.stores import contents_of, flip, opened, stored
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import DAMAGED, main
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")

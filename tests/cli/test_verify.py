@@ -14,9 +14,9 @@ from tests.cli.stores import Run, write_store
 from tests.stores import stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED
+from trajstore.core.formats import FORMATS
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
-from trajstore.formats import FORMATS
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 
 
 @pytest.mark.parametrize("trajectory_format", list(FORMATS))

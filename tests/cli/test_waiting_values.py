@@ -10,10 +10,10 @@ from tests.cli.stores import Run
 from tests.stores import filled, nothing_can_be_deleted, writer_to
 from trajstore import annotate
 from trajstore.cli import DAMAGED
-from trajstore.files.local import LocalDirectory
-from trajstore.store.catalog import Catalog
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.writing.inbox import Inbox, InboxView
 from trajstore.testing.witness import witness
-from trajstore.writing.inbox import Inbox, InboxView
 
 
 @pytest.fixture

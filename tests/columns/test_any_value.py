@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.schema import dtypes
-from trajstore.formats import FORMATS
-from trajstore.inspection.verify import verify
+from trajstore.core.columns.schema import dtypes
+from trajstore.core.formats import FORMATS
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
 

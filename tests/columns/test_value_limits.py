@@ -19,9 +19,9 @@ import torch
 from tests.forging import forged_index, forged_log
 from tests.stores import keys_of, refused_to_all
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.conversion import flatten
-from trajstore.inspection.verify import verify
-from trajstore.store.packing import pack, unpack
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.store.packing import pack, unpack
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import get_model_weights_id
@@ -322,7 +322,7 @@ def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
 
 
 def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.columns.agents._check_document", lambda values, document: None)
+    monkeypatch.setattr("trajstore.core.columns.agents._check_document", lambda values, document: None)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([AgentTrajectory(reward=1.0, task_id="t")])  # type: ignore[arg-type]
     buffer = TrajectoryReplayBuffer()

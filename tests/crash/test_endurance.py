@@ -14,7 +14,7 @@ from tools.crash.interrupted import DESCRIPTORS
 from tools.soak.measure import Sample, growth
 from tools.soak.session import Plan, judge, soak
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 

@@ -19,7 +19,7 @@ from tests.stores import opened
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
-from trajstore.store.facts import NOTE
+from trajstore.core.store.facts import NOTE
 from trajstore.testing.witness import check_trajectory, witness
 
 _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")

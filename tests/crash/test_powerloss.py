@@ -19,7 +19,7 @@ from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Pending, Sync, T
 from tools.powerloss.recorder import Recorder
 from tools.powerloss.sessions import record_pools, record_store, write_tree
 from tools.powerloss.states import Case, build, plan
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 
 
 def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:

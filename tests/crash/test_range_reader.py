@@ -16,7 +16,7 @@ from tools.campaigns import Result
 from tools.crash.range_reader import RangeReader, RangeRows, detours_told
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
-bucket_ranges = pytest.importorskip("trajstore.files.bucket_ranges", reason="needs obstore, of the extra 's3'")
+bucket_ranges = pytest.importorskip("trajstore.remote.bucket_ranges", reason="needs obstore, of the extra 's3'")
 
 
 @pytest.fixture(scope="module")

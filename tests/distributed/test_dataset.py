@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions
-from trajstore.columns.fields import join_name, walk
+from trajstore.core.columns.fields import join_name, walk
 from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajectoryUnavailableError
 from trajstore.testing.witness import check_trajectory, rows_of, witness
 

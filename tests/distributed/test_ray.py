@@ -17,6 +17,9 @@ import torch
 
 from tests.stores import reader_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
+from trajstore.core.feeding import ReplayLoader
+from trajstore.core.sampling import Priorities
+from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -25,11 +28,8 @@ from trajstore.errors import (
     StoreWriteError,
     TrajectoryUnavailableError,
 )
-from trajstore.feeding import ReplayLoader
-from trajstore.inspection.verify import verify
-from trajstore.querying import relations
-from trajstore.sampling import Priorities
-from trajstore.sampling.weighted import WeightedSampler
+from trajstore.operations.verify import verify
+from trajstore.query import relations
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 ray = pytest.importorskip("ray")
@@ -39,8 +39,9 @@ pytestmark = pytest.mark.timeout(600)  # processes start, and start again
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
-from trajstore.buffer.content_watch import ContentWatch  # noqa: E402
-from trajstore.columns.memory import Arena  # noqa: E402
+from trajstore.core.buffer.content_watch import ContentWatch  # noqa: E402
+from trajstore.core.columns.memory import Arena  # noqa: E402
+from trajstore.core.store.run_ids import own_id  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
     Channel,
     DistributedReplayBuffer,
@@ -56,7 +57,6 @@ from trajstore.distributed.parcel import Parcel, new_key, pack  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
 from trajstore.distributed.server import Answer  # noqa: E402
-from trajstore.store.run_ids import own_id  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ import torch
 
 from tests.distributed.test_server import equal, ids_of, parcel_of, server
 from trajstore import WriterOptions
-from trajstore.columns.fields import nest
+from trajstore.core.columns.fields import nest
+from trajstore.core.sampling.base import Drawn
+from trajstore.core.sampling.draws import Draws
 from trajstore.distributed.census import Census
 from trajstore.distributed.packed import Part, pack, pieces_of, request, requested, united
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.server import ServedStore, StoreServer
 from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreError
-from trajstore.sampling.base import Drawn
-from trajstore.sampling.draws import Draws
 from trajstore.testing.witness import check_batch, witness
 
 

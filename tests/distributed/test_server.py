@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.content_watch import ContentWatch
-from trajstore.columns.memory import Arena
+from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.columns.memory import Arena
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trajstore.experience import ExperienceManager
+from trainer_hooks.replay import ExperienceManager
 from trajstore.trajectory import AgentTrajectory, Reward
 
 PROMPT, RESPONSE = 2, 4

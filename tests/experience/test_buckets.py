@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experience.conftest import build
-from trajstore.errors import ConfigurationError
-from trajstore.experience import PoolRules
-from trajstore.experience.buckets import (
+from trainer_hooks.replay import PoolRules
+from trainer_hooks.replay.buckets import (
     TASK_SAMPLING,
     DifficultyBuckets,
     bucket_probabilities,
     draw_tasks,
 )
-from trajstore.experience.outcomes import TaskOutcome, count_outcomes, is_success
+from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_success
+from trajstore.errors import ConfigurationError
 
 N_ROLLOUT = 8
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.experience.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.trajectory import Trajectory
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)

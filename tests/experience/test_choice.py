@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tests.experience.conftest import build
 from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
+from trainer_hooks.replay.outcomes import TaskOutcome
+from trainer_hooks.replay.selection import choose_histories, choose_to_save, in_bounds, undecided
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
-from trajstore.experience.outcomes import TaskOutcome
-from trajstore.experience.selection import choose_histories, choose_to_save, in_bounds, undecided
 from trajstore.trajectory import AgentTrajectory
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trainer_hooks.replay.conversation import ChatTemplate, rows_of_messages, with_tokens
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience.conversation import ChatTemplate, rows_of_messages, with_tokens
 from trajstore.trajectory import AgentTrajectory
 
 jinja2 = pytest.importorskip("jinja2")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.experience.conftest import build
+from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules
+from trainer_hooks.replay.notices import why_nothing
 from trajstore import annotate
 from trajstore.errors import ConfigurationError
-from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules
-from trajstore.experience.notices import why_nothing
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_lbound=0, experience_rbound=4)
 

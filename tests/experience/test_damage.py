@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.experience.conftest import build
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.formats import FORMATS
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trajstore.core.formats import FORMATS
 from trajstore.trajectory import AgentTrajectory
 
 RULES = PoolRules(n_rollout=4)

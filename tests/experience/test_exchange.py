@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.experience.conftest import build
+from trainer_hooks.replay import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.exchange import Exchanged, import_pool
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.exchange import Exchanged, import_pool
 from trajstore.trajectory import AgentTrajectory
 
 ALL = PoolRules(n_rollout=4, max_trajectories_per_task=3)

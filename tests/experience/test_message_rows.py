@@ -14,15 +14,15 @@ from tests.experience.foreign_pools import of_conversations
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
+from trainer_hooks.replay import ExperienceManager, PoolRules
+from trainer_hooks.replay.conversation import Context
+from trainer_hooks.replay.entry import is_demonstration
+from trainer_hooks.replay.exchange import import_pool
+from trainer_hooks.replay.message_rows import MessageTokenizer, tokenized
+from trainer_hooks.replay.persistence import PoolContents, read_pool, write_pool
+from trainer_hooks.replay.rows import rows_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
-from trajstore.experience import ExperienceManager, PoolRules
-from trajstore.experience.conversation import Context
-from trajstore.experience.entry import is_demonstration
-from trajstore.experience.exchange import import_pool
-from trajstore.experience.message_rows import MessageTokenizer, tokenized
-from trajstore.experience.persistence import PoolContents, read_pool, write_pool
-from trajstore.experience.rows import rows_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ HINT = (
 
 @pytest.fixture(scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    from trajstore.experience.transcripts import load_tokenizer
+    from trainer_hooks.replay.transcripts import load_tokenizer
 
     return load_tokenizer(str(request.getfixturevalue("shared_fixtures") / "experience_pool_cmt" / "tokenizer"))
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experience.conftest import build, rollouts, step
+from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
+from trainer_hooks.replay.mixing import SimilarTasks
+from trainer_hooks.replay.prompts import RowPrompts
 from trajstore.errors import ConfigurationError
-from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
-from trajstore.experience.mixing import SimilarTasks
-from trajstore.experience.prompts import RowPrompts
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ import pytest
 import torch
 
 from tests.experience.conftest import build, rollouts, row, step
+from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
+from trainer_hooks.replay.compact import with_small_columns
+from trainer_hooks.replay.persistence import from_plain, read_pool, to_plain, write_pool
+from trajstore.core.reading.places import POOL_FILES
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
@@ -24,10 +28,6 @@ from trajstore.errors import (
     StoreWriteError,
     UnsafeContentError,
 )
-from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
-from trajstore.experience.compact import with_small_columns
-from trajstore.experience.persistence import from_plain, read_pool, to_plain, write_pool
-from trajstore.reading.places import POOL_FILES
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory, Reward
 

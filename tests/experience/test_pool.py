@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.experience.conftest import build, rollouts, step
+from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
-from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
 from trajstore.trajectory import AgentTrajectory
 
 

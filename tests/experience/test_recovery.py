@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.experience.conftest import build, rollouts, step, view
+from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
+from trainer_hooks.replay.ledger import COMPACT_AFTER
+from trainer_hooks.replay.store import LEAST_CAPACITY
 from trajstore.errors import CorruptStoreError
-from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
-from trajstore.experience.ledger import COMPACT_AFTER
-from trajstore.experience.store import LEAST_CAPACITY
 from trajstore.trajectory import AgentTrajectory
 
 TASKS = ("a", "b", "c")

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.experience.conftest import build
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules, Refusal, persistence
+from trainer_hooks.replay.entry import DEMONSTRATION
+from trainer_hooks.replay.exchange import import_pool
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules, Refusal, persistence
-from trajstore.experience.entry import DEMONSTRATION
-from trajstore.experience.exchange import import_pool
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=4)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experience.conftest import row
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.rows import ROWS, pack_rows, response_length, row_count, rows_of, turns_as_rows
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.rows import ROWS, pack_rows, response_length, row_count, rows_of, turns_as_rows
 from trajstore.trajectory import AgentTrajectory, Reward
 
 COLUMNS = ("input_ids", "loss_mask", "old_log_probs", "entropys", "response_mask")

@@ -12,11 +12,11 @@ import pytest
 
 from tests.experience.conftest import build
 from tests.experience.transcripts import WORDS, conversation, make_tokenizer, turn, write
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.contract import fingerprint_of
+from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.replay.transcripts import Imported, TranscriptReader, import_transcripts
 from trajstore.errors import ConfigurationError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.contract import fingerprint_of
-from trajstore.experience.rows import rows_of
-from trajstore.experience.transcripts import Imported, TranscriptReader, import_transcripts
 from trajstore.trajectory import AgentTrajectory
 
 pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import torch
 
 from tests.stores import in_memory
 from trajstore import Trajectory
-from trajstore.feeding import ReplayLoader, prefetch
+from trajstore.core.feeding import ReplayLoader, prefetch
 from trajstore.testing.waiting import wait_until
 
 

@@ -21,14 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.stores import in_memory
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.errors import (
-    ConfigurationError,
-    EmptyBufferError,
-    SchemaMismatchError,
-    StoreClosedError,
-    TrajectoryUnavailableError,
-)
-from trajstore.feeding import (
+from trajstore.core.feeding import (
     PreloadReplayBufferDataset,
     ReplayBufferDataset,
     ReplayLoader,
@@ -36,7 +29,14 @@ from trajstore.feeding import (
     prefetch,
     replay_buffer_collate_fn,
 )
-from trajstore.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore.errors import (
+    ConfigurationError,
+    EmptyBufferError,
+    SchemaMismatchError,
+    StoreClosedError,
+    TrajectoryUnavailableError,
+)
 from trajstore.testing.waiting import wait_until
 
 Store = Callable[..., TrajectoryReplayBuffer]

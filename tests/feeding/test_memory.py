@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from trajstore.core.feeding.device import Arrival
+from trajstore.core.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for, nbytes_of
 from trajstore.errors import ConfigurationError
-from trajstore.feeding.device import Arrival
-from trajstore.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for, nbytes_of
 
 
 class Copy:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from tests.feeding.test_loader import block, fill, reader, rewards
 from tools.crash.forked import forking
 from trajstore import saved_state
+from trajstore.core.feeding import ReplayLoader
 from trajstore.errors import StoreClosedError
-from trajstore.feeding import ReplayLoader
 
 
 def opened(folder: Path) -> list[str]:
@@ -100,7 +100,7 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 from tests.feeding.test_loader import reader
 from tests.feeding.test_processes import opened
-from trajstore.feeding import ReplayLoader
+from trajstore.core.feeding import ReplayLoader
 
 
 def killed():

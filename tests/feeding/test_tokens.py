@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from tests.stores import in_memory, stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.sampling import Sampling
+from trajstore.core.buffer.sampling import Sampling
+from trajstore.core.feeding import ReplayLoader, TokenLoader
+from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.errors import ConfigurationError, SchemaMismatchError
-from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.sampling import EpochSampler, Priorities, WeightedSampler
 
 
 def rollout(key: int, length: int, prompt: int, *, version: int | None = None, **more: Any) -> AgentTrajectory:

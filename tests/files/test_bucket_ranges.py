@@ -21,9 +21,9 @@ import pytest
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
-from trajstore.files import bucket_ranges
-from trajstore.files.object_store import ObjectStore
-from trajstore.files.remote import RemoteDirectory
+from trajstore.remote import bucket_ranges
+from trajstore.remote.directory import RemoteDirectory
+from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_batch, witness
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.files.test_remote import around
+from trajstore.core.files.base import Directory, EncodedFile
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.files.opening import open_directory
 from trajstore.errors import StoreLockedError
-from trajstore.files.base import Directory, EncodedFile
-from trajstore.files.local import LocalDirectory
-from trajstore.files.opening import open_directory
 from trajstore.testing.directory import DirectoryConformance
 from trajstore.testing.faults import FaultPlan, failing_disk
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.stores import add_each, filled, reader_of
+from trainer_hooks.replay.persistence import POOL_FILES, read_pool
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.experience.persistence import POOL_FILES, read_pool
-from trajstore.inspection.copying import copy_store
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.copying import copy_store
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory
 

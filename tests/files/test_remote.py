@@ -16,12 +16,12 @@ import torch
 from tests.pages import run_page
 from tests.stores import add_each, keys_of, writer_to
 from tools.crash.forked import forking
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.files.base import Directory, EncodedFile
+from trajstore.core.files.opening import open_directory
+from trajstore.core.formats.base import ShardContent
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
-from trajstore.files.base import Directory, EncodedFile
-from trajstore.files.opening import open_directory
-from trajstore.files.remote import RemoteDirectory
-from trajstore.formats.base import ShardContent
+from trajstore.remote.directory import RemoteDirectory
 from trajstore.testing.directory import DirectoryConformance, publish
 from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
@@ -138,8 +138,8 @@ def test_child_processes_connect_anew(context: Any, s3_url: str, s3_options: dic
 
 def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")
-    from trajstore.columns.conversion import flatten
-    from trajstore.formats.zarr import ZarrFormat
+    from trajstore.core.columns.conversion import flatten
+    from trajstore.core.formats.zarr import ZarrFormat
 
     rewards = torch.arange(24.0).reshape(4, 2, 3)
     encoded = ZarrFormat(codec="zstd").encode("shard_00000001", ShardContent.of([flatten(Trajectory(rewards=rewards))]))

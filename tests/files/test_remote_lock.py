@@ -20,24 +20,24 @@ import torch
 
 from tests.stores import add_each, contents_of, keys_at, opened
 from trajstore import annotate
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.files.base import Directory, EncodedFile
+from trajstore.core.files.holder import LOCK_NAME, holder_document
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.writing import commit_log
+from trajstore.core.writing.fencing import fence
 from trajstore.errors import CorruptStoreError, StoreError, StoreLockedError, WriterFencedError
-from trajstore.files import object_store
-from trajstore.files.answers import ObjectInfo
-from trajstore.files.base import Directory, EncodedFile
-from trajstore.files.holder import LOCK_NAME, holder_document
-from trajstore.files.object_store import ObjectStore
-from trajstore.files.opening import open_directory
-from trajstore.files.remote import RemoteDirectory
-from trajstore.files.remote_leases import RemoteReaderLease
-from trajstore.files.uploads import upload
-from trajstore.inspection.verify import verify
-from trajstore.store.catalog import Catalog
+from trajstore.operations.verify import verify
+from trajstore.remote import object_store
+from trajstore.remote.answers import ObjectInfo
+from trajstore.remote.directory import RemoteDirectory
+from trajstore.remote.leases import RemoteReaderLease
+from trajstore.remote.object_store import ObjectStore
+from trajstore.remote.uploads import upload
 from trajstore.testing.directory import publish
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.writing import commit_log
-from trajstore.writing.fencing import fence
 
 
 def lock_text(**changes: Any) -> bytes:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.files import uploads
-from trajstore.files.answers import ConflictError
-from trajstore.files.object_store import ObjectStore
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.remote import uploads
+from trajstore.remote.answers import ConflictError
+from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_trajectory, witness
 
 CONTENT = bytes(range(256)) * 44

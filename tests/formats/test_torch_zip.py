@@ -16,14 +16,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.flat import raw_bytes
-from trajstore.columns.schema import dtypes
+from trajstore.core.columns.flat import raw_bytes
+from trajstore.core.columns.schema import dtypes
+from trajstore.core.formats import zip_members
+from trajstore.core.formats.base import TrajectoryFormat
+from trajstore.core.formats.pkl import PklFormat
+from trajstore.core.formats.pt import PtFormat
+from trajstore.core.formats.torch_zip import (
+    ALIGNMENT,
+    TensorPlace,
+    TensorSlot,
+    damaged_members,
+    locate,
+    write_torch_zip,
+)
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, UnsafeContentError
-from trajstore.formats import zip_members
-from trajstore.formats.base import TrajectoryFormat
-from trajstore.formats.pkl import PklFormat
-from trajstore.formats.pt import PtFormat
-from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, damaged_members, locate, write_torch_zip
 from trajstore.testing.formats import FormatConformance, random_tensor, same_bytes
 
 

@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.crash.forked import forking
-from trajstore.columns.conversion import flatten
-from trajstore.columns.fields import Axis
-from trajstore.columns.flat import FlatTrajectory, raw_bytes
-from trajstore.columns.schema import Schema
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
+from trajstore.core.columns.schema import Schema
+from trajstore.core.files.base import Buffer
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.formats.base import ShardContent, TrajectoryFormat
+from trajstore.core.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
-from trajstore.files.base import Buffer
-from trajstore.files.local import LocalDirectory
-from trajstore.formats.base import ShardContent, TrajectoryFormat
-from trajstore.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.testing.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from trajstore.trajectory import Trajectory
 

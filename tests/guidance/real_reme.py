@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.guidance.stub_model import StubModel
-from trajstore.guidance import EMClient, MakerError, Retrieved
+from trainer_hooks.guidance import EMClient, MakerError, Retrieved
 
 FLOW = "reme config=default backend=http thread_pool_max_workers=8 http.host=127.0.0.1 http.port={port}"
 FLOW += " llm.default.model_name=stub embedding_model.default.model_name=stub vector_store.default.backend=local"

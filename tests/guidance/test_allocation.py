@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trajstore.guidance import AllocationRules, GuidanceManager
+from trainer_hooks.guidance import AllocationRules, GuidanceManager
 
 RATIOS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1))
 

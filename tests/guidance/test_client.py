@@ -12,7 +12,7 @@ import pytest
 
 from tests.guidance.reme import ERROR_TEXT, FakeReMe
 from tests.guidance.rollouts import rollout
-from trajstore.guidance import (
+from trainer_hooks.guidance import (
     EXPERIENCE_TEMPLATE,
     EMClient,
     ExperienceTemplate,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.guidance import (
+from trainer_hooks.guidance import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
     ExperienceWorker,
@@ -25,6 +24,7 @@ from trajstore.guidance import (
     take_out,
     with_guidance,
 )
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 # Pieces that break a pattern: the template's own tags and text, braces, characters of regular expressions.

@@ -16,9 +16,7 @@ import pytest
 from tests.guidance.loopback import Loopback, send
 from tests.guidance.rollouts import rollout
 from tools.crash.forked import forking
-from trajstore.errors import StoreWriteError
-from trajstore.experience import BufferStore, MemoryStore
-from trajstore.guidance import (
+from trainer_hooks.guidance import (
     EXPERIENCE_TEMPLATE,
     EndpointSummarizer,
     Experience,
@@ -30,8 +28,10 @@ from trajstore.guidance import (
     MakerError,
     with_guidance,
 )
-from trajstore.guidance.summary import unguided
-from trajstore.inspection.inspect import inspect
+from trainer_hooks.guidance.summary import unguided
+from trainer_hooks.replay import BufferStore, MemoryStore
+from trajstore.errors import StoreWriteError
+from trajstore.operations.inspect import inspect
 from trajstore.trajectory import AgentTrajectory
 
 

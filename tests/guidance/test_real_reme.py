@@ -14,7 +14,7 @@ import pytest
 from tests.guidance.real_reme import FLOW, START, Service, environment, kept_environments, programs_of_0_2
 from tests.guidance.rollouts import rollout
 from tests.guidance.stub_model import StubModel
-from trajstore.guidance import MakerError
+from trainer_hooks.guidance import MakerError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

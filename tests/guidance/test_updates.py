@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.guidance.rollouts import rollout
-from trajstore.guidance import Guidance, Insertion, LocalMaker, Retrieved, UpdateQueue, with_guidance
+from trainer_hooks.guidance import Guidance, Insertion, LocalMaker, Retrieved, UpdateQueue, with_guidance
 from trajstore.trajectory import AgentTrajectory
 
 

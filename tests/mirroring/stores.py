@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore import TrajectoryReplayBuffer
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import witness
 
 

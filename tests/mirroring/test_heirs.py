@@ -13,14 +13,14 @@ import pytest
 from tests.mirroring.stores import add, is_sound, level, make
 from tests.stores import keys_at
 from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.log_records import segment_name
+from trajstore.core.store.saved_points import pin_file
+from trajstore.core.store.sealed import LEDGER_NAME
 from trajstore.errors import StoreNotFoundError
-from trajstore.files.opening import open_directory
-from trajstore.inspection.verify import verify
-from trajstore.mirroring.replica import Replica
-from trajstore.mirroring.restoring import restore
-from trajstore.store.log_records import segment_name
-from trajstore.store.saved_points import pin_file
-from trajstore.store.sealed import LEDGER_NAME
+from trajstore.operations.verify import verify
+from trajstore.remote.mirror.replica import Replica
+from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.waiting import wait_until
 
 

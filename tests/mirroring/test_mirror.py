@@ -16,15 +16,15 @@ import pytest
 from tests.mirroring.stores import add, is_sound, level, make
 from tests.stores import keys_at, keys_of
 from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore.core.files.base import Buffer, EncodedFile
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.formats import FORMATS
+from trajstore.core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
-from trajstore.files.base import Buffer, EncodedFile
-from trajstore.files.local import LocalDirectory
-from trajstore.formats import FORMATS
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
-from trajstore.mirroring import mirror as mirror_module
-from trajstore.mirroring.restoring import IDS_LEFT_OUT, restore
-from trajstore.store.sealed import LEDGER_NAME
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
+from trajstore.remote.mirror import mirror as mirror_module
+from trajstore.remote.mirror.restoring import IDS_LEFT_OUT, restore
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import witness
 
@@ -171,8 +171,8 @@ def test_a_first_copy_that_was_interrupted_is_taken_up(tmp_path: Path, monkeypat
     with make(tmp_path / "store", None) as buffer:
         for key in range(6):
             add(buffer, [key])
-    monkeypatch.setattr("trajstore.mirroring.replica._BATCH_BYTES", 1)
-    monkeypatch.setattr("trajstore.mirroring.replica._LEDGER_BYTES", 1)
+    monkeypatch.setattr("trajstore.remote.mirror.replica._BATCH_BYTES", 1)
+    monkeypatch.setattr("trajstore.remote.mirror.replica._LEDGER_BYTES", 1)
     copied: list[str] = []
     publish = LocalDirectory.publish
 

@@ -12,11 +12,11 @@ import pytest
 from tests.mirroring.stores import add, is_sound, make
 from tests.stores import flip, keys_at, keys_of
 from trajstore.cli import main
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
-from trajstore.files.base import EncodedFile
-from trajstore.files.local import LocalDirectory
-from trajstore.inspection.copying import copy_store
-from trajstore.mirroring.restoring import MARKER_NAME, restore
+from trajstore.operations.copying import copy_store
+from trajstore.remote.mirror.restoring import MARKER_NAME, restore
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ from tests.forging import spoil_document
 from tests.stores import in_memory, stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore.core.formats import FORMATS
+from trajstore.core.reading.contents import Contents
+from trajstore.core.sampling import GroupSampler
 from trajstore.errors import ConfigurationError, MissingDependencyError
-from trajstore.formats import FORMATS
-from trajstore.inspection.export import export_rollouts
-from trajstore.inspection.mending import prune
-from trajstore.inspection.moving import split
-from trajstore.querying import FACTS, readable
-from trajstore.reading.contents import Contents
-from trajstore.sampling import GroupSampler
+from trajstore.operations.export import export_rollouts
+from trajstore.operations.mending import prune
+from trajstore.operations.moving import split
+from trajstore.query import FACTS, readable
 from trajstore.testing.witness import witness
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")

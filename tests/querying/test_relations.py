@@ -24,7 +24,7 @@ from tests.stores import in_memory, stored, writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
-from trajstore.querying import RELATIONS, Stream, relations
+from trajstore.query import RELATIONS, Stream, relations
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -449,7 +449,7 @@ import time
 import polars as pl
 import torch
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.querying import Query, relations
+from trajstore.query import Query, relations
 
 buffer = TrajectoryReplayBuffer(sample_window_size=0)
 buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(2)) for _ in range(4096)])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer_hooks.demo import DemoSettings
 from trainer_hooks.reference import demo
 from trainer_hooks.reference.config import CurvePoint
 from trainer_hooks.reference.curves import CurveSummary, draw_curves, summarize
-from trajstore.demo import DemoSettings
 
 
 def curve(*rates: float | None) -> list[CurvePoint]:

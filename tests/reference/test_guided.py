@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance import Guidance
+from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.environments import SortEnvironment
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
-from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory
 
 GUIDANCE: dict[str, Any] = {

@@ -14,8 +14,8 @@ from tests.reference.runs import HOUSEHOLD, SORT, Train
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig
+from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
-from trajstore.experience.persistence import read_pool
 
 
 @pytest.mark.parametrize(

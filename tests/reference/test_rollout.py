@@ -14,7 +14,7 @@ from trainer_hooks.batch import Batch
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import response_log_probs
 from trainer_hooks.reference.trainer import ReferenceTrainer
-from trajstore.experience.rows import row_count, rows_of
+from trainer_hooks.replay.rows import row_count, rows_of
 
 CONFIGS = [SORT, HOUSEHOLD]
 

@@ -11,11 +11,11 @@ import torch
 
 from tests.stores import reader_of, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.columns.fields import join_name, walk
+from trajstore.core.columns.fields import join_name, walk
+from trajstore.core.formats import FORMATS
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.formats import FORMATS
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 
 from .test_layout import digest, read_plainly, small
 

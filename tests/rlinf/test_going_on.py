@@ -9,14 +9,14 @@ import pytest
 
 from tests.stores import flip, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
+from trajstore.core.files.opening import open_directory
+from trajstore.core.formats import FORMATS
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.committed import Committed
+from trajstore.core.store.index import TrajectoryIndex
 from trajstore.errors import CorruptStoreError
-from trajstore.files.opening import open_directory
-from trajstore.formats import FORMATS
-from trajstore.inspection.copying import copy_store
-from trajstore.inspection.verify import verify
-from trajstore.store.catalog import Catalog
-from trajstore.store.committed import Committed
-from trajstore.store.index import TrajectoryIndex
+from trajstore.operations.copying import copy_store
+from trajstore.operations.verify import verify
 
 
 def convert(source: Path, target: Path, trajectory_format: str = "pt") -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajstore import rlinf as ours
+from trajstore.interop import rlinf as ours
 
 from .test_extra_rows import leaves, same
 from .test_members import BATCH, STEPS, collect

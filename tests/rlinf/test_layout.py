@@ -15,7 +15,7 @@ import torch
 
 from tests.stores import in_memory, reader_of
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.columns.fields import walk
+from trajstore.core.columns.fields import walk
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -23,8 +23,8 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     UnsafeContentError,
 )
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 
 FOLDERS = ("auto_save_pt", "auto_save_pkl")
 

@@ -10,8 +10,8 @@ import pytest
 from tests.stores import reader_of, stored
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness

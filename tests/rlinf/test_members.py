@@ -1,4 +1,4 @@
-"""What RLinf's workers and tools call, in their order, on ``trajstore.rlinf``."""
+"""What RLinf's workers and tools call, in their order, on ``trajstore.interop.rlinf``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trajstore.errors import ConfigurationError
-from trajstore.rlinf import (
+from trajstore.interop.rlinf import (
     ChunkStepResult,
     EmbodiedTrajectoryBuilder,
     PriorityStore,

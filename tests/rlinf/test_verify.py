@@ -11,11 +11,11 @@ import pytest
 from tests.stores import in_memory
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
+from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.errors import IncompleteCheckpointError
-from trajstore.inspection.copying import copy_store
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
-from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
+from trajstore.operations.copying import copy_store
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.sampling import Batch
+from trajstore.core.buffer.sampling import Batch
+from trajstore.core.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 
 
 def block(key: int, steps: int = 3, batch: int = 2) -> Trajectory:

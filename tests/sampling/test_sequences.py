@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.sampling.chance import fits
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
+from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
+from trajstore.core.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
-from trajstore.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 
 GAMMA = 0.5
 

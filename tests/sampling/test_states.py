@@ -13,9 +13,9 @@ import torch
 
 from tests.sampling.makers import WITH_ALL
 from tests.sampling.told import told
+from trajstore.core.sampling import Sampler, WeightedSampler
+from trajstore.core.sampling.draws import Draws
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
-from trajstore.sampling import Sampler, WeightedSampler
-from trajstore.sampling.draws import Draws
 
 WRONG: tuple[Any, ...] = (None, "text", -1, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), [], {}, object(), True)
 

@@ -11,8 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.sampling.told import told
 from tests.sampling.twins import SamplerTwin
-from trajstore.errors import EmptyBufferError
-from trajstore.sampling import (
+from trajstore.core.sampling import (
     Additions,
     Drawn,
     EpochSampler,
@@ -23,6 +22,7 @@ from trajstore.sampling import (
     UseLimit,
     WeightedSampler,
 )
+from trajstore.errors import EmptyBufferError
 
 MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.2
 

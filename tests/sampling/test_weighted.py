@@ -10,9 +10,8 @@ import torch
 
 from tests.sampling.chance import fits
 from tests.sampling.told import told
-from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
-from trajstore.sampling import (
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.sampling import (
     Drawn,
     EpochSampler,
     Priorities,
@@ -22,7 +21,8 @@ from trajstore.sampling import (
     WeightedSampler,
     sampler_of,
 )
-from trajstore.sampling.permutation import permuted
+from trajstore.core.sampling.permutation import permuted
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 
 
 def rows_of(drawn: Drawn) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.files.held import HeldFolder
+from trajstore.core.files.held import HeldFolder
 
 
 def block(key: int, steps: int = 4) -> Trajectory:

@@ -15,14 +15,14 @@ from tests.mirroring.stores import level
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, state_files
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.cli import main
+from trajstore.core.store.pin_names import removal_order
+from trajstore.core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreNotFoundError, StoreWriteError
-from trajstore.files.remote import RemoteDirectory
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.points import roll_back, take_back
-from trajstore.inspection.verify import verify
-from trajstore.mirroring.restoring import restore
-from trajstore.store.pin_names import removal_order
-from trajstore.writing.commit_log import CommitLog
+from trajstore.operations.inspect import inspect
+from trajstore.operations.points import roll_back, take_back
+from trajstore.operations.verify import verify
+from trajstore.remote.directory import RemoteDirectory
+from trajstore.remote.mirror.restoring import restore
 
 THEN = {number: number for number in range(4)}
 

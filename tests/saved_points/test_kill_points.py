@@ -12,11 +12,11 @@ import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, state_files
 from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.saved_points import PinHead
 from trajstore.errors import StoreError
-from trajstore.files.local import LocalDirectory
-from trajstore.files.remote import RemoteDirectory
-from trajstore.inspection.verify import verify
-from trajstore.store.saved_points import PinHead
+from trajstore.operations.verify import verify
+from trajstore.remote.directory import RemoteDirectory
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 import trajstore
 from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.feeding import ReplayLoader
+from trajstore.core.sampling import EpochSampler, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import StoreClosedError
-from trajstore.feeding import ReplayLoader
-from trajstore.sampling import EpochSampler, Sampler, UseLimit, WeightedSampler
 
 SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,

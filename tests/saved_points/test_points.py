@@ -14,10 +14,10 @@ import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, state_files
 from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.sampling import EpochSampler
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
-from trajstore.sampling import EpochSampler
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 
 
 @pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.stateful.machines import long, short
 from tests.stores import opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.formats import FORMATS
-from trajstore.inspection.trajectory_report import inspect_trajectory
-from trajstore.inspection.verify import verify
-from trajstore.sampling import EpochSampler, WeightedSampler
-from trajstore.store.run_ids import in_run, shown_id
+from trajstore.core.formats import FORMATS
+from trajstore.core.sampling import EpochSampler, WeightedSampler
+from trajstore.core.store.run_ids import in_run, shown_id
+from trajstore.operations.trajectory_report import inspect_trajectory
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 WINDOW = 3

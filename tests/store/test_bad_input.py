@@ -20,14 +20,14 @@ from tests.stores import add_each, contents_of, keys_at, keys_of, opened, reader
 from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.core.store.log_records import encode_line
+from trajstore.core.store.lost_records import Damage, LostRecords
+from trajstore.core.store.packing import pack, unpack
+from trajstore.core.store.sealed import METADATA_NAME, seal
 from trajstore.errors import CorruptStoreError
-from trajstore.inspection.copying import repair_store
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
-from trajstore.store.log_records import encode_line
-from trajstore.store.lost_records import Damage, LostRecords
-from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import METADATA_NAME, seal
+from trajstore.operations.copying import repair_store
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import WitnessError, check_batch, witness
 

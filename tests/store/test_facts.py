@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward
-from trajstore.columns.conversion import flatten, parse_document
-from trajstore.columns.facts import facts_of
-from trajstore.columns.fields import Axis
+from trajstore.core.columns.conversion import flatten, parse_document
+from trajstore.core.columns.facts import facts_of
+from trajstore.core.columns.fields import Axis
+from trajstore.core.store.facts import fact_columns, facts_to_json, is_fact
+from trajstore.core.store.index import COLUMNS, TrajectoryIndex
+from trajstore.core.store.index_file import index_from_json, index_to_json
+from trajstore.core.store.packing import StringTable
 from trajstore.errors import CorruptStoreError
-from trajstore.store.facts import fact_columns, facts_to_json, is_fact
-from trajstore.store.index import COLUMNS, TrajectoryIndex
-from trajstore.store.index_file import index_from_json, index_to_json
-from trajstore.store.packing import StringTable
 
 numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53) | st.booleans()
 rollouts = st.builds(

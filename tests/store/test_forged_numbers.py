@@ -22,14 +22,14 @@ from tools.crash.forked import forking
 from tools.mutate import forgery
 from tools.mutate.pristine import files_of
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.formats import FORMATS
-from trajstore.inspection.verify import verify
-from trajstore.store.index import COLUMNS
-from trajstore.store.index_file import index_from_json
-from trajstore.store.log_records import decode_lines, lie_in
-from trajstore.store.packing import StringTable, pack
-from trajstore.store.sealed import INDEX_NAME, unseal
-from trajstore.store.shard_table import ShardTable
+from trajstore.core.formats import FORMATS
+from trajstore.core.store.index import COLUMNS
+from trajstore.core.store.index_file import index_from_json
+from trajstore.core.store.log_records import decode_lines, lie_in
+from trajstore.core.store.packing import StringTable, pack
+from trajstore.core.store.sealed import INDEX_NAME, unseal
+from trajstore.core.store.shard_table import ShardTable
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.conversion import flatten
-from trajstore.columns.limits import UNKNOWN_TIME
-from trajstore.columns.schema import Extent
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.limits import UNKNOWN_TIME
+from trajstore.core.columns.schema import Extent
+from trajstore.core.store.entry_checks import in_blocks, shape_faults
+from trajstore.core.store.index import COLUMNS, TrajectoryIndex
+from trajstore.core.store.index_file import index_from_json, index_to_json
+from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.core.store.row_location import RowLocation
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.store.entry_checks import in_blocks, shape_faults
-from trajstore.store.index import COLUMNS, TrajectoryIndex
-from trajstore.store.index_file import index_from_json, index_to_json
-from trajstore.store.new_entries import NewEntries, columns_of, starts_of
-from trajstore.store.packing import StringTable, declared_rows, pack, unpack
-from trajstore.store.row_location import RowLocation
 from trajstore.testing.witness import witness
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -10,12 +10,11 @@ import numpy as np
 import orjson
 import pytest
 
-from trajstore.columns.fields import Axis
-from trajstore.columns.schema import ColumnSpec, Schema
-from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.store.additions import AddedShard, entries_from_json
-from trajstore.store.log_records import (
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.schema import ColumnSpec, Schema
+from trajstore.core.formats.base import ColumnPlace, ShardManifest, StoredFile
+from trajstore.core.store.additions import AddedShard, entries_from_json
+from trajstore.core.store.log_records import (
     decode_lines,
     encode_line,
     manifest_from_json,
@@ -26,8 +25,9 @@ from trajstore.store.log_records import (
     segment_generation,
     segment_name,
 )
-from trajstore.store.packing import StringTable, pack
-from trajstore.store.shard_table import ShardTable, shard_name, shard_number
+from trajstore.core.store.packing import StringTable, pack
+from trajstore.core.store.shard_table import ShardTable, shard_name, shard_number
+from trajstore.errors import CorruptStoreError, UnsafeContentError
 
 STEP = Schema(
     "step",

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tests.forging import forged_index
 from tests.stores import reader_of, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store import waiting
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.facts import fact_columns, facts_to_json
+from trajstore.core.store.index import COLUMNS, TrajectoryIndex
+from trajstore.core.store.index_file import index_from_json, index_to_json
+from trajstore.core.store.packing import pack
+from trajstore.core.store.sealed import INDEX_NAME
+from trajstore.core.store.waiting import Packed, Waiting
 from trajstore.errors import CorruptStoreError
-from trajstore.files.opening import open_directory
-from trajstore.inspection.verify import verify
-from trajstore.store import waiting
-from trajstore.store.catalog import Catalog
-from trajstore.store.facts import fact_columns, facts_to_json
-from trajstore.store.index import COLUMNS, TrajectoryIndex
-from trajstore.store.index_file import index_from_json, index_to_json
-from trajstore.store.packing import pack
-from trajstore.store.sealed import INDEX_NAME
-from trajstore.store.waiting import Packed, Waiting
+from trajstore.operations.verify import verify
 
 
 def rollout(number: int) -> AgentTrajectory:

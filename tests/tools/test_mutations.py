@@ -16,7 +16,7 @@ from tools.mutate.pristine import KINDS, Kind, build, files_of, kinds_of
 from tools.mutate.probe import Report, probe
 from tools.mutate.rules import Files, Level, weigh
 from trajstore import TrajectoryReplayBuffer
-from trajstore.inspection.verification import Verification
+from trajstore.operations.verification import Verification
 from trajstore.testing.witness import witness
 from trajstore.trajectory import AnyTrajectory
 

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from tests.experience.conftest import build
+from trainer_hooks import guidance
+from trainer_hooks import replay as experience
 from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import BatchRow, assign_group_ids, build_batch, to_tensordict
 from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance import GuidanceHook
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import aggregate_loss, het_compute_token_on_off_policy_loss
 from trainer_hooks.masks import (
@@ -30,11 +32,10 @@ from trainer_hooks.masks import (
     replace_recorded_old_log_probs,
 )
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, rows_of_rollout
+from trainer_hooks.replay.exchange import export_pool, import_pool
+from trainer_hooks.replay.transcripts import TranscriptReader
+from trainer_hooks.retrieval import RetrievalIndex
 from trainer_hooks.token_sums import token_sums
-from trajstore import experience, guidance
-from trajstore.experience.exchange import export_pool, import_pool
-from trajstore.experience.transcripts import TranscriptReader
-from trajstore.retrieval import RetrievalIndex
 from trajstore.trajectory import AgentTrajectory
 
 HOSTILE: tuple[Any, ...] = (None, -1, 2.5, True, "x", [], {}, math.nan, object(), [None], {"x": None}, [object()])

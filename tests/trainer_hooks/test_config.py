@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.replay import PoolRules, RatioSchedule
 from trajstore.errors import ConfigurationError
-from trajstore.experience import PoolRules, RatioSchedule
 
 
 class Node:

@@ -30,9 +30,9 @@ from trainer_hooks.metrics import (
     record_metrics,
 )
 from trainer_hooks.plan import PlannedTask
+from trainer_hooks.replay import Refusal
 from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
 from trajstore.errors import ConfigurationError
-from trajstore.experience import Refusal
 
 LOSS = "experience_replay/loss/"
 """Begins what verl's micro-batches report for the figures to be made of."""
@@ -144,7 +144,7 @@ def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
 def names_in_the_code(root: Path) -> set[str]:
     """Return the names that stand in the source in full, ``<n>`` for the end that a program puts in."""
     names = set()
-    for folder in ("trainer_hooks", "trainer_hooks/verl", "trajstore/experience"):
+    for folder in ("trainer_hooks", "trainer_hooks/verl", "trainer_hooks/replay"):
         for path in (root / folder).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 parts = node.values if isinstance(node, ast.JoinedStr) else [node]

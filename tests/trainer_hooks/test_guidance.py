@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tests.guidance.rollouts import rollout
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.batch import build_batch
-from trainer_hooks.guidance import GuidanceHook
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance import EXPERIENCE_TEMPLATE, Experience, Guidance, LocalMaker, Retrieved, TrajExpConfig
+from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.guidance.hook import GuidanceHook
+from trainer_hooks.guidance.summary import unicode_of
 from trainer_hooks.plan import PlannedTask, rows_of_plan
+from trainer_hooks.replay.conversation import ChatTemplate, with_tokens
+from trainer_hooks.replay.rows import turns_as_rows
+from trainer_hooks.replay.transcripts import load_tokenizer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience.conversation import ChatTemplate, with_tokens
-from trajstore.experience.rows import turns_as_rows
-from trajstore.experience.transcripts import load_tokenizer
-from trajstore.guidance import EXPERIENCE_TEMPLATE, Experience, Guidance, LocalMaker, Retrieved, TrajExpConfig
-from trajstore.guidance.summary import unicode_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 

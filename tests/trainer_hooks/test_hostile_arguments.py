@@ -26,11 +26,11 @@ from tests.trainer_hooks.public_calls import (
 )
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.reference.config import TrainerConfig
+from trainer_hooks.replay import PoolRules
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreClosedError, TrajstoreError
-from trajstore.experience import PoolRules
 from trajstore.trajectory import Reward
 
 TAKES: dict[str, set[str]] = {}

@@ -17,15 +17,15 @@ from tests.reference.test_hook import TASKS, N, begin_step, hook, log_probs_of, 
 from tests.reference.test_hook import hook as make_hook
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance import Guidance, put_in
+from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask, rows_of_plan
+from trainer_hooks.replay import PoolRules
+from trainer_hooks.replay.journal import PoolState
+from trainer_hooks.replay.notices import why_nothing
+from trainer_hooks.replay.prompts import prompt_of, prompt_of_row
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import PoolRules
-from trajstore.experience.journal import PoolState
-from trajstore.experience.notices import why_nothing
-from trajstore.experience.prompts import prompt_of, prompt_of_row
-from trajstore.guidance import Guidance, put_in
-from trajstore.guidance.context import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Change = Callable[[AgentTrajectory], AgentTrajectory]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from trainer_hooks.guidance import Experience, Guidance, LocalMaker
+from trainer_hooks.replay import BufferStore
 from trajstore import AgentTrajectory
-from trajstore.experience import BufferStore
-from trajstore.guidance import Experience, Guidance, LocalMaker
 
 from .assets import TRAIN_ROWS, make_rows, make_tokenizer
 from .witness import LossRow

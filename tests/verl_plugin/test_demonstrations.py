@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.experience.transcripts import write
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.transcripts import TranscriptReader, import_transcripts, load_tokenizer
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.transcripts import TranscriptReader, import_transcripts, load_tokenizer
 
 from .assets import TRAIN_ROWS, Assets, make_rows
 from .runs import GROUP, REPLAY, Train, log_probs_of

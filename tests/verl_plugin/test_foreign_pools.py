@@ -9,9 +9,9 @@ import torch
 
 from tests.experience.foreign_pools import KnownRollout, of_conversations, of_messages
 from tests.experience.test_message_rows import HINT, without_ids
+from trainer_hooks.replay.persistence import read_pool, write_pool
 from trajstore import AgentTrajectory, Reward
 from trajstore.cli import main
-from trajstore.experience.persistence import read_pool, write_pool
 
 from .assets import make_assets
 from .recount import check_loss_rows

@@ -13,9 +13,9 @@ import torch
 from tests.guidance.real_reme import FLOW, Service, kept_environments, programs_of_0_2
 from tests.guidance.reme import FakeReMe
 from tests.guidance.stub_model import StubModel
-from trajstore.experience import BufferStore
-from trajstore.experience.rows import row_count
-from trajstore.guidance import Guidance, LocalMaker
+from trainer_hooks.guidance import Guidance, LocalMaker
+from trainer_hooks.replay import BufferStore
+from trainer_hooks.replay.rows import row_count
 
 from .assets import TRAIN_ROWS, Assets, make_tokenizer
 from .guided import GUIDED, MARK, check_guided_rows, check_records, seed_experiences, store_of

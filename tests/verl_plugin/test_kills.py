@@ -28,9 +28,9 @@ from tools.crash.verl.moments import ACKNOWLEDGED, CUT, FIRST_ACKNOWLEDGED, UPDA
 from tools.crash.verl.processes import Driver
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
+from trainer_hooks.replay.persistence import read_pool
 from trainer_hooks.verl.rows import replayable
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.experience.persistence import read_pool
 from trajstore.trajectory import Reward
 
 from .assets import Assets

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.guidance import Guidance
+from trainer_hooks.guidance import Guidance
 
 from .assets import Assets
 from .command import run_main

@@ -14,8 +14,8 @@ from tests.view.rollouts import clicked, opened, text_of
 from tests.view.test_bundle import bundled, files_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore.cli import main
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 
 RULES = PoolRules(n_rollout=4)
 

@@ -15,10 +15,10 @@ import torch
 
 from tests.stores import add_each, contents_of, keys_at, opened
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.formats import FORMATS
 from trajstore.errors import StoreError, StoreWriteError
-from trajstore.files.local import LocalDirectory
-from trajstore.formats import FORMATS
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
 from trajstore.testing.waiting import wait_until
@@ -180,7 +180,7 @@ def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
 def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
         buffer.add_trajectories([witness(0)])
@@ -198,7 +198,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
 def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     options = WriterOptions(commit_interval=0.0, max_pending_bytes=1)
     with opened(tmp_path / "store", writer=options) as buffer, failing_disk(plan):
@@ -226,7 +226,7 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
         with pytest.raises(StoreWriteError, match="1 trajectories from id 4 on are lost"):
             buffer.close()
         assert contents_of(tmp_path / "store") == [2, 3]
-        with mock.patch("trajstore.files.local_locks.os.pwrite", side_effect=FULL):
+        with mock.patch("trajstore.core.files.local_locks.os.pwrite", side_effect=FULL):
             buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
         assert buffer.trajectory_ids.tolist() == [2, 3]
         buffer.evict([2])

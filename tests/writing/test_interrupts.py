@@ -17,11 +17,11 @@ from tests import stores
 from tests.interrupting import Tracer, within
 from tests.stores import keys_at
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.buffer.sink import StoreSink
-from trajstore.inspection.verify import verify
-from trajstore.interrupts import CHANGE_THREAD, uninterrupted
-from trajstore.store.index import COLUMNS, TrajectoryIndex
-from trajstore.store.moves import STARTS, Moved, move_entries
+from trajstore.core.base.interrupts import CHANGE_THREAD, uninterrupted
+from trajstore.core.buffer.sink import StoreSink
+from trajstore.core.store.index import COLUMNS, TrajectoryIndex
+from trajstore.core.store.moves import STARTS, Moved, move_entries
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_batch, witness
 
 pytestmark = pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.stores import add_each
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.writing.options import WriterOptions
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
-from trajstore.files.object_store import ObjectStore
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
+from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.writing.options import WriterOptions
 
 
 class Network:

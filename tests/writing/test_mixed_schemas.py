@@ -13,9 +13,9 @@ from tests.forging import forged_log
 from tests.stores import keys_at, opened, reader_of
 from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
-from trajstore.inspection.copying import copy_store
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
+from trajstore.operations.copying import copy_store
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
@@ -115,7 +115,7 @@ def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.writing import commits
+    from trajstore.core.writing import commits
 
     real = commits.columns_of
 

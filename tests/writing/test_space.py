@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from tests.stores import add_each, contents_of, flip, reader_of, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.files.base import Directory, EncodedFile
-from trajstore.files.local import LocalDirectory
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
-from trajstore.store.catalog import Catalog
+from trajstore.core.files.base import Directory, EncodedFile
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.writing.rewriting import Usage, choose
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
-from trajstore.writing.rewriting import Usage, choose
 
 
 def shard_files(path: Path) -> list[str]:
@@ -204,7 +204,7 @@ def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monk
 
     with writer_to(tmp_path) as source:
         add_each(source, range(2))
-        monkeypatch.setattr("trajstore.writing.rewriting.choose", look)
+        monkeypatch.setattr("trajstore.core.writing.rewriting.choose", look)
         source.compact()
     assert set(held) == {0}
 

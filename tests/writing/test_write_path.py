@@ -17,25 +17,25 @@ import pytest
 
 from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.reading.contents import Contents
+from trajstore.core.writing.commit_log import CommitLog
+from trajstore.core.writing.queue import WriteQueue
 from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
-from trajstore.files.local import LocalDirectory
-from trajstore.inspection.verify import verify
-from trajstore.reading.contents import Contents
+from trajstore.operations.verify import verify
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.writing.commit_log import CommitLog
-from trajstore.writing.queue import WriteQueue
 
 # -- an add that fails gives back what it took -------------------------------------------------------
 
 STEPS = [
-    "trajstore.writing.queue.WriteQueue.reserve",
-    "trajstore.writing.queue.WriteQueue.take_ids",
-    "trajstore.reading.contents.Contents.add",
-    "trajstore.reading.contents.Contents._trim",
-    "trajstore.writing.queue.WriteQueue.submit",
-    "trajstore.buffer.sink.copied",
-    "trajstore.reading.contents.columns_of",
+    "trajstore.core.writing.queue.WriteQueue.reserve",
+    "trajstore.core.writing.queue.WriteQueue.take_ids",
+    "trajstore.core.reading.contents.Contents.add",
+    "trajstore.core.reading.contents.Contents._trim",
+    "trajstore.core.writing.queue.WriteQueue.submit",
+    "trajstore.core.buffer.sink.copied",
+    "trajstore.core.reading.contents.columns_of",
 ]
 
 
@@ -58,7 +58,7 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: s
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> None:
     """Let the trajectories with these ids be refused by the format."""
-    from trajstore.writing import publishing
+    from trajstore.core.writing import publishing
 
     real = publishing.entries_to_json
 
@@ -154,7 +154,7 @@ def test_a_listener_that_fails_makes_no_append_happen_again(tmp_path: Path, capl
 
 def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path) -> None:
     buffer = opened(tmp_path / "store")
-    with mock.patch("trajstore.store.catalog.Catalog.add", side_effect=MemoryError):
+    with mock.patch("trajstore.core.store.catalog.Catalog.add", side_effect=MemoryError):
         add_each(buffer, [0])
     buffer.add_trajectories([witness(1)])
     with pytest.raises(StoreWriteError, match="open it again"):

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.conversion import flatten
-from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.memory import Arena
-from trajstore.columns.owned import copied
-from trajstore.columns.schema import Schema
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.memory import Arena
+from trajstore.core.columns.owned import copied
+from trajstore.core.columns.schema import Schema
+from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.writing.groups import Batch, Group, Run, random_uuids
+from trajstore.core.writing.options import WriterOptions
+from trajstore.core.writing.queue import WriteQueue
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
-from trajstore.store.new_entries import NewEntries
 from trajstore.trajectory import Trajectory
-from trajstore.writing.groups import Batch, Group, Run, random_uuids
-from trajstore.writing.options import WriterOptions
-from trajstore.writing.queue import WriteQueue
 
 
 def flat(steps: int, dtype: torch.dtype = torch.float32) -> FlatTrajectory:

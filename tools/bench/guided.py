@@ -13,7 +13,7 @@ import numpy as np
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import Times
-from trajstore.guidance import RetrievalIndex
+from trainer_hooks.guidance import RetrievalIndex
 
 SIZES = (1_000, 10_000, 100_000)
 LIST = 64

@@ -24,18 +24,18 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import opened, smalls
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.conversion import flatten
-from trajstore.files.opening import open_directory
-from trajstore.formats import get_format
-from trajstore.formats.base import ShardContent, ShardManifest
-from trajstore.formats.checksums import manifest_of
-from trajstore.machine_code import kernels
-from trajstore.store.catalog import Catalog
-from trajstore.store.new_entries import NewEntries, columns_of, starts_of
-from trajstore.store.packing import StringTable
-from trajstore.store.sealed import INDEX_NAME
-from trajstore.store.shard_table import shard_name
-from trajstore.writing.queue import random_uuids
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.files.opening import open_directory
+from trajstore.core.formats import get_format
+from trajstore.core.formats.base import ShardContent, ShardManifest
+from trajstore.core.formats.checksums import manifest_of
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.packing import StringTable
+from trajstore.core.store.sealed import INDEX_NAME
+from trajstore.core.store.shard_table import shard_name
+from trajstore.core.writing.queue import random_uuids
 
 RANKS = 8
 CASES = ((1_000_000, 100, 2.0, 0.5), (1_000_000, 1, 2.0, 0.5), (10_000_000, 100, 4.0, 1.0))

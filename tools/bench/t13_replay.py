@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.demo import BASE, replay_config

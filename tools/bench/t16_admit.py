@@ -13,7 +13,7 @@ import torch
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_turn, processor_ratio, torch_threads
 from tools.bench.workloads import rollout
-from trajstore.experience import ExperienceManager, PoolRules
+from trainer_hooks.replay import ExperienceManager, PoolRules
 from trajstore.trajectory import AgentTrajectory, Reward
 
 ROLLOUTS, GROUP = 1024, 8

@@ -24,8 +24,8 @@ from tools.bench.workloads import Workload, filled, image, state
 from tools.campaigns import at_work, s3_server
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.fields import walk
-from trajstore.files.object_store import ObjectStore
+from trajstore.core.columns.fields import walk
+from trajstore.remote.object_store import ObjectStore
 
 BUCKET = "bench"
 _CALLS = 4

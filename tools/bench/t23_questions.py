@@ -26,10 +26,10 @@ from tools.bench.timing import Times, in_child, in_turn, status_bytes
 from tools.bench.workloads import agent_trajectory, opened
 from tools.meanwhile import meanwhile
 from trajstore import TrajectoryReplayBuffer
-from trajstore.files.opening import open_directory
-from trajstore.querying import Query
-from trajstore.store.catalog import Catalog
-from trajstore.store.packing import StringTable
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.packing import StringTable
+from trajstore.query import Query
 
 _TASKS = 1000
 

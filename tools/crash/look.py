@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tools.crash.journal import Promises
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.writing.inbox import said_in, waiting
 from trajstore.errors import StoreNotFoundError, TrajstoreError
-from trajstore.files.opening import open_directory
-from trajstore.inspection.verify import verify
-from trajstore.store.catalog import Catalog
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import WitnessError, check_trajectory
-from trajstore.writing.inbox import said_in, waiting
 
 Tell = Callable[[str], None]
 

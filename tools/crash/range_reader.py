@@ -114,13 +114,15 @@ class RangeRows:
 
 def detours_told(rows: RangeRows) -> AbstractContextManager[None]:
     """Count a warning that ranges do not come by obstore among the troubles: something else would be compared."""
-    return heard("trajstore.files.object_store", rows.troubles)
+    return heard("trajstore.remote.object_store", rows.troubles)
 
 
 def _serve(options: dict[str, Any], orders: Connection) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("trajstore.sampling").setLevel(logging.ERROR)  # stores with fewer rows than a batch are in order
-    logging.getLogger("trajstore.reading").setLevel(logging.ERROR)  # as are formats without ranges
+    logging.getLogger("trajstore.core.sampling").setLevel(
+        logging.ERROR
+    )  # stores with fewer rows than a batch are in order
+    logging.getLogger("trajstore.core.reading").setLevel(logging.ERROR)  # as are formats without ranges
     rows = RangeRows(options)
     with detours_told(rows):
         _obey(rows, orders)

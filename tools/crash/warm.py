@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from trajstore import TrajectoryReplayBuffer
-from trajstore.formats import FORMATS, get_format
-from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import verify
-from trajstore.sampling.tree import SumTree
+from trajstore.core.formats import FORMATS, get_format
+from trajstore.core.sampling.tree import SumTree
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 

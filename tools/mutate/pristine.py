@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 
+from trainer_hooks.replay import ExperienceManager, PoolRules
+from trainer_hooks.replay.store import BufferStore
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.experience import ExperienceManager, PoolRules
-from trajstore.experience.store import BufferStore
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 from trajstore.trajectory import AgentTrajectory, Reward

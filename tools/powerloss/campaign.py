@@ -114,7 +114,7 @@ def look_at_store(folder: Path, promises: Promises, problem: Tell) -> int:
 def look_at_pool(folder: Path, promises: Promises, problem: Tell) -> int:
     """Compare the pool with what was promised. Returns how many trajectories were compared."""
     from tools.mutate.pristine import RULES
-    from trajstore.experience import ExperienceManager
+    from trainer_hooks.replay import ExperienceManager
 
     expected = [number for number in (promises.pool, *promises.pooling) if number is not None]
     pool = ExperienceManager(RULES)

@@ -10,7 +10,7 @@ from tools.crash.child import FORMATS, Child
 from tools.mutate.pristine import RULES, agent_witness
 from tools.powerloss.filesystem import Op, tree_of
 from tools.powerloss.recorder import Recorder
-from trajstore.experience import ExperienceManager
+from trainer_hooks.replay import ExperienceManager
 
 POOL = Path("pool") / "step_1"
 _STEPS = tuple(6 if name == "zarr" else 30 for name in FORMATS)

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tools.screenshots.tasks import DETOURS, TASKS, Step, Task
+from trainer_hooks.replay import ExperienceManager, PoolRules
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.experience import ExperienceManager, PoolRules
 
 VERSIONS, SIBLINGS = 16, 8
 SYSTEM = "You work in a terminal. Call it as often as you need, then answer in one sentence."

@@ -16,8 +16,8 @@ from tools.crash.forked import forking
 from tools.soak.follower import follow
 from tools.soak.measure import Sample, bytes_of, growth, taken_by
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
-from trajstore.columns.fields import walk
-from trajstore.inspection.verify import verify
+from trajstore.core.columns.fields import walk
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
-from trajstore.buffer.sequences import sample_n_step, sample_sequences
+from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
+from trajstore.core.feeding import ReplayLoader, TokenLoader
+from trajstore.core.sampling import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.feeding import ReplayLoader, TokenLoader
-from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
 

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.columns.memory import Arena, Lease
-from trajstore.files.filemap import FileMap
-from trajstore.reading.address_table import AddressTable, MappedShard, Rows
-from trajstore.reading.slots import SlotTable
+from trajstore.core.columns.memory import Arena, Lease
+from trajstore.core.files.filemap import FileMap
+from trajstore.core.reading.address_table import AddressTable, MappedShard, Rows
+from trajstore.core.reading.slots import SlotTable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap

@@ -18,9 +18,9 @@ from tools.campaigns import Result
 from tools.threads.readers import ID_BITS, READERS, check, made
 from tools.threads.released import released_is_unreadable
 from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
 from trajstore.errors import EmptyBufferError, StoreClosedError, TrajectoryUnavailableError
-from trajstore.files.opening import open_directory
-from trajstore.store.catalog import Catalog
 
 REPLACERS = ("rollback", "take_back", "load", "refresh", "close")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from trainer_hooks.reference.trainer import ReferenceTrainer
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.states import read_plain
 from trajstore.errors import StoreNotFoundError
-from trajstore.files.base import EncodedFile
-from trajstore.files.local import LocalDirectory
-from trajstore.store.states import read_plain
 
 _NAME = re.compile(r"step_(\d{8})\.pt")
 

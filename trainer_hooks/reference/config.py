@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.reference.model import ModelConfig
-from trajstore.settings import Count, NotNegative, Positive, Settings, Whole
+from trajstore.core.base.settings import Count, NotNegative, Positive, Settings, Whole
 
 Rows = Literal["rollout", "turns"]
 RowWeight = Literal["row", "rollout"]

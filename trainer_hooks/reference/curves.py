@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer_hooks.reference.config import CurvePoint
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.files.local import LocalDirectory
 from trajstore.errors import MissingDependencyError
-from trajstore.files.base import EncodedFile
-from trajstore.files.local import LocalDirectory
 
 
 @dataclass(frozen=True, slots=True)

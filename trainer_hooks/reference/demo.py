@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.demo import DemoSettings, Progress
+from trainer_hooks.demo.threads import one_thread
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import CurvePoint, TrainerConfig
 from trainer_hooks.reference.curves import draw_curves, summarize
 from trainer_hooks.reference.environments import SortEnvironment
 from trainer_hooks.reference.trainer import ReferenceTrainer
-from trajstore.demo import DemoSettings, Progress
-from trajstore.demo.threads import one_thread
 from trajstore.errors import ConfigurationError
 
 POOL_FOLDER = "pool"

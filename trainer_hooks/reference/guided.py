@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance import Experience, ExperienceTemplate, LocalMaker
+from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.replay import is_success
 from trajstore.errors import ConfigurationError
-from trajstore.experience import is_success
-from trajstore.guidance import Experience, ExperienceTemplate, LocalMaker
 from trajstore.trajectory import AgentTrajectory
 
 

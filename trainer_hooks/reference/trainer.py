@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import Batch, BatchRow, build_batch
-from trainer_hooks.guidance import GuidanceHook
+from trainer_hooks.guidance.hook import GuidanceHook
+from trainer_hooks.guidance.manager import RolloutMode
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask, rows_of_rollout
@@ -29,10 +30,9 @@ from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.warm_start import warm_start
-from trajstore.closing import Closing
+from trainer_hooks.replay.rows import turns_as_rows
+from trajstore.core.base.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
-from trajstore.experience.rows import turns_as_rows
-from trajstore.guidance.manager import RolloutMode
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

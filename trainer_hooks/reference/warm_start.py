@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_hooks.batch import BatchRow, build_batch
+from trainer_hooks.guidance import ExperienceTemplate
 from trainer_hooks.reference.environments import Environment, TextTask
 from trainer_hooks.reference.model import response_log_probs
 from trainer_hooks.reference.tokenizer import WordTokenizer
-from trajstore.guidance import ExperienceTemplate
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:

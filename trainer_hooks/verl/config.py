@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
+from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
+from trainer_hooks.replay import is_success
+from trajstore.core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
+from trajstore.core.formats import get_format
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
-from trajstore.experience import is_success
-from trajstore.formats import get_format
-from trajstore.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
 
 SECTION = "exp_manager"
 """Where the block stands in verl's configuration."""

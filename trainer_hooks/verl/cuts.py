@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
-from trajstore.files.base import EncodedFile
-from trajstore.files.local import LocalDirectory
 
 CUT_FILE = "trajstore.json"
 MODEL_FOLDER = "actor"

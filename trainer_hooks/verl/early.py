@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
-from trainer_hooks.guidance_config import MAKER
+from trainer_hooks.guidance.config import MAKER
 from trainer_hooks.verl.config import SECTION, ReplayBlock, is_asked_for
 from trainer_hooks.verl.cuts import check_tracker
 from trajstore.errors import ConfigurationError

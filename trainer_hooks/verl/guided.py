@@ -20,7 +20,8 @@ from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from trainer_hooks.guidance import GuidanceHook
+from trainer_hooks.guidance import Guidance, LocalMaker, TrajExpConfig, put_in
+from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock, naming
@@ -28,7 +29,6 @@ from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, is_exchanged
 from trainer_hooks.verl.rows import NOT_GUIDED
 from trainer_hooks.verl.tasks import task_name
 from trajstore.errors import ConfigurationError
-from trajstore.guidance import Guidance, LocalMaker, TrajExpConfig, put_in
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

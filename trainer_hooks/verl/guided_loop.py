@@ -13,10 +13,10 @@ from typing import Any
 import hydra
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry, register
 
+from trainer_hooks.guidance import Guidance, put_in
+from trainer_hooks.guidance.context import Message
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
 from trajstore.errors import TrajstoreError
-from trajstore.guidance import Guidance, put_in
-from trajstore.guidance.context import Message
 
 
 class PromptTooLongError(TrajstoreError):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.guidance import Guidance, Insertion, TrainMode
+from trainer_hooks.guidance import Guidance, Insertion, TrainMode
 
 GUIDED_LOOP = "trajstore_guided"
 """Name of the agent loop that makes guided rollouts, for verl's registry."""

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.verl.rows import plain
-from trajstore.experience.message_rows import MessageTokenizer
-from trajstore.inspection.trajectory_report import TOKENIZER_KEY
+from trajstore.operations.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from functools import partial
 
 from trainer_hooks.verl.config import OnError
 from trainer_hooks.verl.reading import Scribe
-from trajstore import Retention, TrajectoryReplayBuffer, exits
-from trajstore.background import Background
+from trajstore import Retention, TrajectoryReplayBuffer
+from trajstore.core.base import exits
+from trajstore.core.base.background import Background
 from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreError, StoreWriteError
 from trajstore.trajectory import AgentTrajectory
 

@@ -2,7 +2,7 @@
 
 A row is one output of one session of a prompt; its key is ``{uid}_{session}_{index}``. A session with more than one
 output (an agent loop that summarises its context, say) has several rows and is one trajectory
-(``trajstore.experience.rows``).
+(``trainer_hooks.replay.rows``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.metrics import score_of
+from trainer_hooks.replay import mean_entropy
+from trainer_hooks.replay.compact import with_usual_columns
+from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, llm_mask
+from trainer_hooks.replay.rows import pack_rows, row_count
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import mean_entropy
-from trajstore.experience.compact import with_usual_columns
-from trajstore.experience.entry import EARLIER_RUN, is_demonstration, llm_mask
-from trajstore.experience.rows import pack_rows, row_count
-from trajstore.guidance.context import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
@@ -102,7 +102,7 @@ def trajectories_of(
     may have taken a part. ``trained`` is false for rows of a group that the sampler dropped; they
     have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
     ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt. Ids and
-    masks are in few bytes (``trajstore.experience.compact``). ``guidance`` says what a rollout was shown,
+    masks are in few bytes (``trainer_hooks.replay.compact``). ``guidance`` says what a rollout was shown,
     ``not_guided`` why it was not, where something was offered; the engine's log-probs are left out where the row has
     another prompt than it was sampled with.
     A rollout whose reward gave no outcome has none: its ``reward.outcome`` is ``None``.

@@ -25,6 +25,10 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
+from trainer_hooks.replay.entry import is_demonstration
+from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
+from trainer_hooks.replay.persistence import from_plain, to_plain
+from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
@@ -50,10 +54,6 @@ from trainer_hooks.verl.rows import (
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, StoreWriteError
-from trajstore.experience.entry import is_demonstration
-from trajstore.experience.outcomes import asked_for, is_success, outcome_of
-from trajstore.experience.persistence import from_plain, to_plain
-from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trajstore.experience.compact import small_ids, small_mask
+from trainer_hooks.replay.compact import small_ids, small_mask
 
 _AT_ONCE = 1 << 15
 """Tokens that are worked on together: they stay in the processor's cache, and torch wakes no other threads for them."""

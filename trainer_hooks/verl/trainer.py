@@ -28,6 +28,8 @@ from verl.utils.dataset.rl_dataset import collate_fn
 
 from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
+from trainer_hooks.replay.contract import fingerprint_of
+from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager
@@ -38,8 +40,6 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable, rollout_counts, task_name
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
-from trajstore.experience.contract import fingerprint_of
-from trajstore.experience.message_rows import MessageTokenizer
 
 
 class ReplayCheckpointCallback(CheckpointCallback):  # type: ignore[misc]  # verl has no types

@@ -10,7 +10,7 @@ from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.inspection.copying import Copied
+    from trajstore.operations.copying import Copied
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -19,14 +19,14 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _copy(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.copying import copy_store
+    from trajstore.operations.copying import copy_store
 
     with ProgressBar("verifying", sys.stderr) as bar:
         return _write(copy_store(options.source, options.target, bar), options, out)
 
 
 def _repair(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.copying import repair_store
+    from trajstore.operations.copying import repair_store
 
     with ProgressBar("verifying", sys.stderr) as bar:
         return _write(repair_store(options.source, options.target, bar), options, out)

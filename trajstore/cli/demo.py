@@ -6,10 +6,10 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
+from trainer_hooks.demo import DEFAULT_TASK, SAMPLERS, TASKS, DemoSettings, load_task
 from trajstore.cli.command import Command
 from trajstore.cli.inspect import write_report
 from trajstore.cli.output import Output, ProgressBar
-from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, DemoSettings, load_task
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.inspect import inspect
+    from trajstore.operations.inspect import inspect
 
     path = options.path or Path("trajstore-demo") / options.task
     settings = DemoSettings(

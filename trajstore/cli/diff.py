@@ -23,7 +23,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.diffing import diff_trajectories
+    from trajstore.operations.diffing import diff_trajectories
 
     report = diff_trajectories(options.path, options.first, options.second, options.tokenizer)
     if options.json:
@@ -34,7 +34,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _write(report: dict[str, Any], out: Output) -> None:
-    from trajstore.store.run_ids import shown_id
+    from trajstore.core.store.run_ids import shown_id
 
     names = [shown_id(report[side]["trajectory_id"]) for side in ("left", "right")]
     kinds = [{"agent": "rollout", "step": "block"}[report[side]["kind"]] for side in ("left", "right")]

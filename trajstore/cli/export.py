@@ -19,7 +19,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.export import export_rollouts
+    from trajstore.operations.export import export_rollouts
 
     with ProgressBar("exporting", sys.stderr) as bar:
         done = export_rollouts(

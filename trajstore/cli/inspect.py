@@ -27,8 +27,8 @@ MOST_REFUSED = 10
 
 def _id(text: str) -> int:
     """Return the id of a trajectory, given as a number or as it is shown (``3/17``)."""
+    from trajstore.core.store.run_ids import id_from
     from trajstore.errors import ConfigurationError
-    from trajstore.store.run_ids import id_from
 
     try:
         return id_from("ID", text)
@@ -63,8 +63,8 @@ def _configure(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError
-    from trajstore.inspection.inspect import MEASURED_AT_MOST, inspect
-    from trajstore.inspection.trajectory_report import inspect_trajectory
+    from trajstore.operations.inspect import MEASURED_AT_MOST, inspect
+    from trajstore.operations.trajectory_report import inspect_trajectory
 
     if options.sample is not None and options.trajectory is None:
         raise ConfigurationError("--sample needs --trajectory: samples are counted within their trajectory")
@@ -92,7 +92,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
-    """Write a report of ``trajstore.inspection.inspect.inspect`` for people.
+    """Write a report of ``trajstore.operations.inspect.inspect`` for people.
 
     Args:
         report: of any kind.
@@ -271,7 +271,7 @@ def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _waiting(waiting: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return which values no writer has taken in yet, and which were refused."""
-    from trajstore.inspection.late_values import waiting_in_words
+    from trajstore.operations.late_values import waiting_in_words
 
     if waiting is None:
         return []

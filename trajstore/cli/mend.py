@@ -27,7 +27,7 @@ def _configure_path(parser: ArgumentParser) -> None:
 
 
 def _prune(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.mending import prune
+    from trajstore.operations.mending import prune
 
     pruned = prune(options.path, options.where, dry_run=not options.yes)
     if options.json:
@@ -42,7 +42,7 @@ def _prune(options: Namespace, out: Output) -> int:
 
 
 def _compact(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.mending import compact
+    from trajstore.operations.mending import compact
 
     done = compact(options.path)
     if options.json:

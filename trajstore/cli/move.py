@@ -10,7 +10,7 @@ from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.inspection.copying import Copied
+    from trajstore.operations.copying import Copied
 
 
 def _configure_merge(parser: ArgumentParser) -> None:
@@ -40,14 +40,14 @@ def _configure_target(parser: ArgumentParser) -> None:
 
 
 def _merge(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.moving import merge
+    from trajstore.operations.moving import merge
 
     with ProgressBar("verifying", sys.stderr) as bar:
         return _write(merge(options.sources, options.target, bar), options, out)
 
 
 def _split(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.moving import split
+    from trajstore.operations.moving import split
 
     into = {"ranks": options.ranks, "count": options.count, "where": options.where}
     with ProgressBar("verifying", sys.stderr) as bar:
@@ -55,7 +55,7 @@ def _split(options: Namespace, out: Output) -> int:
 
 
 def _convert(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.moving import convert
+    from trajstore.operations.moving import convert
 
     with ProgressBar("verifying", sys.stderr) as bar:
         return _write(convert(options.source, options.target, options.format, bar), options, out)

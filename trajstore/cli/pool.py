@@ -12,9 +12,9 @@ from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from trajstore.experience.exchange import Exchanged
-    from trajstore.experience.message_rows import MessageTokenizer
-    from trajstore.experience.rules import PoolRules
+    from trainer_hooks.replay.exchange import Exchanged
+    from trainer_hooks.replay.message_rows import MessageTokenizer
+    from trainer_hooks.replay.rules import PoolRules
 
 _REFUSED = {
     "no_llm_token": "have no token that the model wrote",
@@ -95,8 +95,8 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.experience.exchange import import_pool
-    from trajstore.experience.rules import PoolRules
+    from trainer_hooks.replay.exchange import import_pool
+    from trainer_hooks.replay.rules import PoolRules
 
     rules = PoolRules(
         n_rollout=options.n_rollout,
@@ -128,8 +128,8 @@ def _run(options: Namespace, out: Output) -> int:
 
 def _message_tokenizer(options: Namespace) -> MessageTokenizer | None:
     """Return what makes rows of messages, if a tokenizer is given."""
-    from trajstore.experience.message_rows import MessageTokenizer
-    from trajstore.experience.transcripts import load_tokenizer
+    from trainer_hooks.replay.message_rows import MessageTokenizer
+    from trainer_hooks.replay.transcripts import load_tokenizer
 
     if options.tokenizer is None:
         given = [f"--{name.replace('_', '-')}" for name in _OF_MESSAGES if getattr(options, name) is not None]
@@ -142,7 +142,7 @@ def _message_tokenizer(options: Namespace) -> MessageTokenizer | None:
 
 def _export(options: Namespace, rules: PoolRules, out: Output) -> int:
     """Write a pool as files; return 1 if some of its trajectories are damaged."""
-    from trajstore.experience.exchange import export_pool
+    from trainer_hooks.replay.exchange import export_pool
 
     for name in ("replace", "same_run", "task_prefix", "tokenizer", *_OF_MESSAGES):
         if getattr(options, name):
@@ -159,7 +159,7 @@ def _export(options: Namespace, rules: PoolRules, out: Output) -> int:
 
 def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> int:
     """Import a file of conversations; return 1 if some lines of it are none."""
-    from trajstore.experience.transcripts import TranscriptReader, import_transcripts, load_tokenizer
+    from trainer_hooks.replay.transcripts import TranscriptReader, import_transcripts, load_tokenizer
 
     if options.tokenizer is None:
         raise ConfigurationError(f"{options.files}: a file of transcripts needs --tokenizer, the one of the run")

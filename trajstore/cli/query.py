@@ -13,7 +13,7 @@ from trajstore.cli.output import Output, shortened
 if TYPE_CHECKING:
     from polars import DataFrame
 
-    from trajstore.querying import Query
+    from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _configure_form(parser: ArgumentParser) -> None:
 
 
 def _query(options: Namespace) -> Query:
-    from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+    from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 
     reader = TrajectoryReplayBuffer.open(options.path, pin=options.pin)
     if not len(reader):
@@ -85,14 +85,14 @@ def _run_query(options: Namespace, out: Output) -> int:
 
 def _run_list(options: Namespace, out: Output) -> int:
     if options.facts:
-        from trajstore.querying import FACTS, RELATIONS
+        from trajstore.query import FACTS, RELATIONS
 
         names = _query(options).facts().columns
         below = [(f"{name}.{column}", what) for name, own in RELATIONS.items() for column, what in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), *below])
         return 0
-    from trajstore.arguments import whole
-    from trajstore.querying.words import split
+    from trajstore.core.base.arguments import whole
+    from trajstore.query.words import split
 
     question = _query(options).order_by(*split(options.sort))
     if options.where:
@@ -148,7 +148,7 @@ def shown_fact(name: str, value: Any) -> str:
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
     if name == "trajectory_id":
-        from trajstore.store.run_ids import shown_id
+        from trajstore.core.store.run_ids import shown_id
 
         return shown_id(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -10,7 +10,7 @@ from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.mirroring.restoring import Restored
+    from trajstore.remote.mirror.restoring import Restored
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.mirroring.restoring import restore
+    from trajstore.remote.mirror.restoring import restore
 
     with ProgressBar("restoring", sys.stderr) as bar:
         restored = restore(options.mirror, options.target, bar)

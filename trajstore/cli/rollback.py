@@ -9,7 +9,7 @@ from trajstore.cli.command import Command
 from trajstore.cli.output import Output, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.inspection.points import RolledBack
+    from trajstore.operations.points import RolledBack
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError
-    from trajstore.inspection.points import roll_back, take_back
+    from trajstore.operations.points import roll_back, take_back
 
     if options.take_back is not None:
         if options.delete:

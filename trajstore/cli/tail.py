@@ -13,7 +13,7 @@ from trajstore.cli.output import Output
 from trajstore.cli.query import SHOWN, plain, shown_fact
 
 if TYPE_CHECKING:
-    from trajstore.inspection.tailing import News
+    from trajstore.operations.tailing import News
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError, StoreError
-    from trajstore.inspection.tailing import Cursor, Tail
+    from trajstore.operations.tailing import Cursor, Tail
 
     if not options.every > 0 or options.last < 0:
         raise ConfigurationError("tail: --every must be above 0, --last at least 0")
@@ -62,8 +62,8 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _show(news: News, options: Namespace, out: Output, last: int | None) -> None:
-    from trajstore.querying import Query
-    from trajstore.store.run_ids import shown_id
+    from trajstore.core.store.run_ids import shown_id
+    from trajstore.query import Query
 
     for rank in news.replaced:
         logger.warning(

@@ -20,8 +20,8 @@ PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was 
 
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
-    """Write a report of ``trajstore.inspection.trajectory_report.inspect_trajectory``."""
-    from trajstore.store.run_ids import shown_id
+    """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory``."""
+    from trajstore.core.store.run_ids import shown_id
 
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
     out.heading(f"{report['path']}: {words} {shown_id(report['trajectory_id'])}")

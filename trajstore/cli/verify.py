@@ -10,7 +10,7 @@ from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.inspection.verification import Problem, Verification
+    from trajstore.operations.verification import Problem, Verification
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.inspection.verify import verify
+    from trajstore.operations.verify import verify
 
     with ProgressBar("checking", sys.stderr) as bar:
         result = verify(options.path, bar)
@@ -31,7 +31,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _said(path: str, problem: Problem) -> str:
-    from trajstore.store.lost_records import lost_in_words
+    from trajstore.core.store.lost_records import lost_in_words
 
     above = "" if path in problem.message else f"{'/'.join(filter(None, (path, problem.file)))}: "
     lost = lost_in_words(problem.lost, problem.uncounted)

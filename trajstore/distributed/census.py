@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.core.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore.core.sampling.draws import Draws, Window
 from trajstore.distributed.listing import Listing
 from trajstore.distributed.roll import News, joined, taken, without
 from trajstore.errors import EmptyBufferError, listed
-from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
-from trajstore.sampling.draws import Draws, Window
 
 _EMPTY = np.zeros(0, np.int64)
 _NONE = Additions(_EMPTY, _EMPTY, _EMPTY, [], _EMPTY)

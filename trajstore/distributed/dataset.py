@@ -17,9 +17,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.buffer.loading import LoadRequest, load_sources
-from trajstore.buffer.reader import Reader
-from trajstore.columns.fields import unnest
+from trajstore.core.buffer.loading import LoadRequest, load_sources
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.columns.fields import unnest
+from trajstore.core.files.opening import open_directory
+from trajstore.core.reading.sources import StoreSource
+from trajstore.core.sampling.base import Drawn
+from trajstore.core.store.run_ids import own_id, shown_id
 from trajstore.distributed.actors import away, first_line, ray
 from trajstore.distributed.handle import DistributedReplayBuffer
 from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of
@@ -30,10 +34,6 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     listed,
 )
-from trajstore.files.opening import open_directory
-from trajstore.reading.sources import StoreSource
-from trajstore.sampling.base import Drawn
-from trajstore.store.run_ids import own_id, shown_id
 
 try:
     from ray.data import Datasource

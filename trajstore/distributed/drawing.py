@@ -13,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore import locks
-from trajstore.arguments import columns_or_none, whole
-from trajstore.buffer.sampling import Batch
-from trajstore.columns.fields import nest
+from trajstore.core.base import locks
+from trajstore.core.base.arguments import columns_or_none, whole
+from trajstore.core.buffer.sampling import Batch
+from trajstore.core.columns.fields import nest
+from trajstore.core.feeding.source import joined, still_there
+from trajstore.core.sampling.base import Drawn, Sampler
+from trajstore.core.sampling.draws import Draws
+from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.census import Census
 from trajstore.distributed.options import HandleOptions
@@ -25,10 +29,6 @@ from trajstore.distributed.routes import Routes
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.distributed.survey import Survey
 from trajstore.errors import ConfigurationError, EmptyBufferError, StoreUnreachableError, listed
-from trajstore.feeding.source import joined, still_there
-from trajstore.sampling.base import Drawn, Sampler
-from trajstore.sampling.draws import Draws
-from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
 T = TypeVar("T")
@@ -390,7 +390,7 @@ class DrawingHandle:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOfHandle:
-    """Facts of trajectories by arrays of ids, as :class:`~trajstore.buffer.sampling.Sampling` of a buffer has them.
+    """Facts of trajectories by arrays of ids, as :class:`~trajstore.core.buffer.sampling.Sampling` of a buffer has them.
 
     Args:
         _handle: whose.

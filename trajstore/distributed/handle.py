@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from trajstore.arguments import check_kind, one_of
-from trajstore.buffer.content_watch import ContentWatch
-from trajstore.closing import Closing
+from trajstore.core.base.arguments import check_kind, one_of
+from trajstore.core.base.closing import Closing
+from trajstore.core.buffer.content_watch import ContentWatch
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.receipts import Outbox, Receipt
@@ -22,10 +22,10 @@ from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.starting import everywhere, start_stores
 from trajstore.errors import StoreNotFoundError, StoreUnreachableError
-from trajstore.mirroring.options import MirrorState
-from trajstore.querying import RELATIONS, Query
-from trajstore.querying.engine import polars
-from trajstore.querying.relations import TRAJECTORIES, Asked, Found, scan
+from trajstore.query import RELATIONS, Query
+from trajstore.query.engine import polars
+from trajstore.query.relations import TRAJECTORIES, Asked, Found, scan
+from trajstore.remote.mirror.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         return facts.filter(~pl.col("trajectory_id").is_in(copies)) if copies else facts
 
     def _late_rows(self, relation: str) -> dict[str, bool]:
-        """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`.
+        """Return which values by row are columns of a relation; see :data:`trajstore.query.relations.Late`.
 
         Raises:
             StoreUnreachableError: a store does not answer.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trajstore.core.base.settings import Count, Positive, Seconds, Settings, Whole, names_of, unknown
 from trajstore.errors import ConfigurationError
-from trajstore.settings import Count, Positive, Seconds, Settings, Whole, names_of, unknown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from trajstore.columns.memory import aligned
-from trajstore.columns.schema import ColumnSpec
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.memory import aligned
+from trajstore.core.columns.schema import ColumnSpec
+from trajstore.core.reading.column_interner import ColumnSet
+from trajstore.core.reading.plan import allocate
+from trajstore.core.sampling.base import Drawn
 from trajstore.errors import SchemaMismatchError, StoreError
-from trajstore.machine_code import kernels
-from trajstore.reading.column_interner import ColumnSet
-from trajstore.reading.plan import allocate
-from trajstore.sampling.base import Drawn
 
 Block = bytes | npt.NDArray[np.uint8]
 

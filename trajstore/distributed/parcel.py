@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.columns.flat import Block, BlockTensors, FlatTrajectory
-from trajstore.columns.memory import Arena, Lease, aligned
-from trajstore.columns.portions import portions
-from trajstore.columns.schema import Extent, Schema, intern_schema
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.flat import Block, BlockTensors, FlatTrajectory
+from trajstore.core.columns.memory import Arena, Lease, aligned
+from trajstore.core.columns.portions import portions
+from trajstore.core.columns.schema import Extent, Schema, intern_schema
 from trajstore.errors import ConfigurationError
-from trajstore.machine_code import kernels
 
 KEY_BYTES = 16
 

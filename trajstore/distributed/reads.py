@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore import locks
-from trajstore.buffer.reader import Reader
-from trajstore.columns.fields import nest, unnest
+from trajstore.core.base import locks
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.columns.fields import nest, unnest
+from trajstore.core.sampling.base import Drawn, IntArray
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
 from trajstore.distributed.packed import Part, pieces_of, request, united
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError
-from trajstore.sampling.base import Drawn, IntArray
 from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from trajstore import locks
-from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.memory import Arena
+from trajstore.core.base import locks
+from trajstore.core.base.interrupts import start_thread
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.parcel import split
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.shipment import Shipment, Stage, Watermarks
 from trajstore.errors import ConfigurationError, StoreUnreachableError
-from trajstore.interrupts import start_thread
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 from trajstore.errors import EmptyBufferError
-from trajstore.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 
 _KEPT = 10_000
 

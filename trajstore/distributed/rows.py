@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore.columns.fields import join_name, walk
+from trajstore.core.columns.fields import join_name, walk
 from trajstore.trajectory import AnyTrajectory, Reward, Trajectory
 
 DOCUMENT = "document"

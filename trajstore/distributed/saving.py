@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.arguments import check_kind, truth, whole, whole_or_none
-from trajstore.buffer.runs import RunPoint, incomplete_sentence, unite_points
-from trajstore.buffer.saved_points import KEPT
+from trajstore.core.base.arguments import check_kind, truth, whole, whole_or_none
+from trajstore.core.buffer.runs import RunPoint, incomplete_sentence, unite_points
+from trajstore.core.buffer.saved_points import KEPT
+from trajstore.core.store.pin_names import point_name
+from trajstore.core.store.saved_points import SavedPoint
+from trajstore.core.store.states import asked
 from trajstore.distributed.drawing import DrawingHandle
 from trajstore.distributed.starting import everywhere
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, listed
-from trajstore.store.pin_names import point_name
-from trajstore.store.saved_points import SavedPoint
-from trajstore.store.states import asked
 
 logger = logging.getLogger(__name__)
 

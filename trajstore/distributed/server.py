@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trajstore import locks
-from trajstore.buffer.checkpoint import check_target
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.buffer.runs import save_rank_point
-from trajstore.columns.fields import unnest
+from trajstore.core.base import locks
+from trajstore.core.buffer.checkpoint import check_target
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.buffer.runs import save_rank_point
+from trajstore.core.columns.fields import unnest
+from trajstore.core.files.folders import put_in_place
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.files.opening import directories_above, open_directory
+from trajstore.core.sampling.base import IntArray
+from trajstore.core.store.saved_points import SavedPoint
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
 from trajstore.errors import ConfigurationError, written
-from trajstore.files.folders import put_in_place
-from trajstore.files.local import LocalDirectory
-from trajstore.files.opening import directories_above, open_directory
-from trajstore.mirroring.options import MirrorState, as_mirror
-from trajstore.querying.relations import Asked, Found, late_columns, read_rows
-from trajstore.sampling.base import IntArray
-from trajstore.store.saved_points import SavedPoint
+from trajstore.query.relations import Asked, Found, late_columns, read_rows
+from trajstore.remote.mirror.options import MirrorState, as_mirror
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class StoreServer:
         Raises:
             MissingDependencyError: Polars is not installed on this node.
         """
-        from trajstore.querying.engine import polars
+        from trajstore.query.engine import polars
 
         rank = polars().lit(self._about.rank, polars().Int64).alias("rank")
         return self._buffer.query().table().with_columns(rank)
@@ -235,7 +235,7 @@ class StoreServer:
         return read_rows(self._buffer.live.locked, asked)
 
     def late_rows(self, relation: str) -> dict[str, bool]:
-        """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`."""
+        """Return which values by row are columns of a relation; see :data:`trajstore.query.relations.Late`."""
         return late_columns(self._buffer.live.locked, relation)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.memory import Arena
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack
 from trajstore.distributed.routes import Routes

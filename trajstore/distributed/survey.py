@@ -7,11 +7,11 @@ import time
 import weakref
 from typing import Any
 
+from trajstore.core.sampling.base import Sampler
 from trajstore.distributed import actors
 from trajstore.distributed.census import Census
 from trajstore.distributed.routes import Routes
 from trajstore.errors import StoreUnreachableError
-from trajstore.sampling.base import Sampler
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from trajstore.files.local import TEMPORARY_SUFFIX
-from trajstore.store.sealed import METADATA_NAME, metadata_json, parse_metadata
+from trajstore.core.files.local import TEMPORARY_SUFFIX
+from trajstore.core.store.sealed import METADATA_NAME, metadata_json, parse_metadata
 from trajstore.testing.waiting import wait_until
 
 

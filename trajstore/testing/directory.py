@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from trajstore.core.files.base import Buffer, Directory, EncodedFile
 from trajstore.errors import CorruptStoreError, StoreLockedError, UnsafeContentError
-from trajstore.files.base import Buffer, Directory, EncodedFile
 
 UNSAFE_NAMES = ("", "/", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/", "C:/x", "a\\b", "a\0b", "a\nb")
 """Names that must be refused, whatever is asked for."""

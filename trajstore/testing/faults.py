@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
-from trajstore.files import folders, held, local, local_locks, vectored
+from trajstore.core.files import folders, held, local, local_locks, vectored
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """How a call fails: with this ``errno``; ``torn``: a write leaves half of its bytes and then fails with ENOSPC;

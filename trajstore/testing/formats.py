@@ -13,14 +13,14 @@ from math import prod
 import pytest
 import torch
 
-from trajstore.columns.conversion import flatten
-from trajstore.columns.flat import FlatTrajectory, raw_bytes
-from trajstore.columns.schema import dtypes
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
+from trajstore.core.columns.schema import dtypes
+from trajstore.core.files.base import Buffer, check_name
+from trajstore.core.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
+from trajstore.core.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
+from trajstore.core.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.files.base import Buffer, check_name
-from trajstore.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
-from trajstore.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
-from trajstore.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
 
 SHARD = "shard_00000001"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.facts import SCORE
-from trajstore.experience.ledger import POOL_FACTS
-from trajstore.querying import FACTS
-from trajstore.querying.engine import polars
-from trajstore.store.run_ids import shown_id
+from trainer_hooks.replay.ledger import POOL_FACTS
+from trajstore.core.columns.facts import SCORE
+from trajstore.core.store.run_ids import shown_id
+from trajstore.query import FACTS
+from trajstore.query.engine import polars
 
 if TYPE_CHECKING:
     from polars import DataFrame, DataType

@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 import torch
 
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.files.folders import publish_folder
+from trajstore.core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError, TrajstoreError
-from trajstore.files.base import EncodedFile
-from trajstore.files.folders import publish_folder
-from trajstore.files.local import LocalDirectory
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows, plain
 from trajstore.view.living import Living

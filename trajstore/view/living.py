@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.fields import walk
+from trajstore.core.columns.fields import walk
+from trajstore.core.sampling import Drawn
+from trajstore.core.store.notes import Notes
+from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore.core.writing.inbox import InboxView
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError
-from trajstore.inspection.trajectory_report import Decode, decoder, tokenizer_of
-from trajstore.querying.engine import polars
-from trajstore.sampling import Drawn
-from trajstore.store.notes import Notes
-from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
+from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
 from trajstore.view.late import late_values
 from trajstore.view.overview import Sample, overview, pool_overview, sampled
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
-from trajstore.writing.inbox import InboxView
 
 if TYPE_CHECKING:
     from polars import DataFrame

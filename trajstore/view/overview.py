@@ -5,14 +5,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from trajstore.querying.engine import polars
-from trajstore.store.run_ids import shown_id
+from trajstore.core.store.run_ids import shown_id
+from trajstore.query.engine import polars
 from trajstore.view.answers import plain
 
 if TYPE_CHECKING:
     from polars import DataFrame
 
-    from trajstore.experience.looking import SeenPool
+    from trainer_hooks.replay.looking import SeenPool
 
 Answer = dict[str, Any]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from trajstore.columns.fields import join_name, walk
-from trajstore.inspection.statistics import sampled_rows
-from trajstore.inspection.trajectory_report import token_parts
+from trajstore.core.columns.fields import join_name, walk
+from trajstore.operations.statistics import sampled_rows
+from trajstore.operations.trajectory_report import token_parts
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory, Trajectory
 
 Answer = dict[str, Any]

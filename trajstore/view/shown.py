@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trajstore.buffer.reader import Reader
+from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
+from trainer_hooks.replay.persistence import read_buckets, saved_pools
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.files.opening import open_directory
+from trajstore.core.reading.places import kind_of, ranks_of
+from trajstore.core.sampling import Drawn
+from trajstore.core.sampling.base import IntArray
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.run_ids import id_from
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -21,20 +29,12 @@ from trajstore.errors import (
     UnsupportedVersionError,
     listed,
 )
-from trajstore.experience.looking import Records, SeenPool, pool_of_files
-from trajstore.experience.persistence import read_buckets, saved_pools
-from trajstore.files.opening import open_directory
-from trajstore.inspection.pools import is_of_a_pool
-from trajstore.reading.places import kind_of, ranks_of
-from trajstore.sampling import Drawn
-from trajstore.sampling.base import IntArray
-from trajstore.store.catalog import Catalog
-from trajstore.store.run_ids import id_from
+from trajstore.operations.pools import is_of_a_pool
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
     from trajstore.distributed import DistributedReplayBuffer
-    from trajstore.querying import Query
+    from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf, open_dict
 
 from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.early import check_options
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError

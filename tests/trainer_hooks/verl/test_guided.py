@@ -19,11 +19,11 @@ from verl.utils import tensordict_utils as tu
 from tests.guidance.reme import FakeReMe
 from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.guidance import Guidance, Insertion, with_guidance
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager, GuidedRollouts
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer
 from trajstore.errors import ConfigurationError, StoreLockedError
-from trajstore.guidance import Guidance, Insertion, with_guidance
 from trajstore.trajectory import AgentTrajectory, Reward
 
 N = 4

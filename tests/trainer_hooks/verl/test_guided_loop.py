@@ -21,10 +21,10 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.guidance import Insertion
+from trainer_hooks.guidance.context import TrainMode
 from trainer_hooks.verl.guided_loop import GuidedAgentLoop
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
-from trajstore.guidance import Insertion
-from trajstore.guidance.context import TrainMode
 
 TOKENIZER = make_tokenizer()
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say 1"}]

@@ -20,7 +20,7 @@ from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import RolloutRecorder
 from trainer_hooks.verl.rows import trajectories_of
 from trajstore import TrajectoryReplayBuffer
-from trajstore.background import Background
+from trajstore.core.base.background import Background
 from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreWriteError
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
@@ -108,7 +108,7 @@ def test_a_rollout_that_cannot_be_stored_costs_those_beside_it_nothing(
 def test_a_full_disk_is_told_to_the_next_who_records_or_flushes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
     recording = recorder(tmp_path)
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with failing_disk(plan):

@@ -18,6 +18,10 @@ from torch import Tensor
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from trainer_hooks.metrics import rollout_metrics
+from trainer_hooks.replay import mean_entropy
+from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
+from trainer_hooks.replay.outcomes import asked_for
+from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl import tokens
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.histories import spread, surplus
@@ -37,10 +41,6 @@ from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import mean_entropy
-from trajstore.experience.entry import DEMONSTRATION, of_earlier_run
-from trajstore.experience.outcomes import asked_for
-from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 RULE = OutcomeRule()

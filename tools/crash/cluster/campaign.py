@@ -15,7 +15,7 @@ from tools.campaigns import Result, heard
 from trajstore import TrajectoryReplayBuffer
 from trajstore.distributed import DistributedReplayBuffer
 from trajstore.errors import TrajstoreError
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
 NAME = "campaign"

@@ -20,12 +20,12 @@ from tools.crash.journal import Promises, entries
 from tools.crash.range_reader import RangeReader, read_all
 from tools.proc import stat
 from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore.core.files.holder import LOCK_NAME
+from trajstore.core.files.leases import READERS_FOLDER
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
 from trajstore.errors import StoreLockedError, TrajstoreError
-from trajstore.files.holder import LOCK_NAME
-from trajstore.files.leases import READERS_FOLDER
-from trajstore.files.opening import open_directory
-from trajstore.inspection.verify import verify
-from trajstore.store.catalog import Catalog
+from trajstore.operations.verify import verify
 from trajstore.testing.witness import WitnessError
 
 _LAST_REQUEST = 120

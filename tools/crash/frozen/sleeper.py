@@ -16,8 +16,8 @@ import torch
 from tools.crash.child import User
 from tools.crash.journal import Journal
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.files import remote_lock
-from trajstore.files.object_store import ObjectStore
+from trajstore.remote import lock as remote_lock
+from trajstore.remote.object_store import ObjectStore
 
 REQUESTS = ("create", "put", "put_if", "delete", "delete_if", "stamped", "version", "read", "probe")
 """Calls around which a writer is frozen."""

@@ -20,10 +20,10 @@ from tools.crash.journal import entries
 from tools.crash.node.child import work
 from tools.crash.range_reader import RangeReader, Seen, read_all
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.store.sealed import METADATA_NAME
 from trajstore.errors import TrajstoreError
-from trajstore.inspection.verify import verify
-from trajstore.mirroring.restoring import MARKER_NAME, restore
-from trajstore.store.sealed import METADATA_NAME
+from trajstore.operations.verify import verify
+from trajstore.remote.mirror.restoring import MARKER_NAME, restore
 from trajstore.testing.witness import WitnessError
 
 _KEYS = 1 << 20  # of one round

@@ -14,13 +14,13 @@ from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import kept_pool
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.replay import PoolRules
+from trainer_hooks.replay.journal import Recovered, recover
+from trainer_hooks.replay.store import PoolStore
 from trainer_hooks.verl.config import OnResume
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
-from trajstore.experience import PoolRules
-from trajstore.experience.journal import Recovered, recover
-from trajstore.experience.store import PoolStore
-from trajstore.inspection.verify import verify
+from trajstore.operations.verify import verify
 
 Tell = Callable[[str], None]
 Held = dict[str, list[list[str]]]

@@ -19,7 +19,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests.trainer_hooks.verl.builders import fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance import Guidance, Insertion, TrainMode
+from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.dataplane import add_rows, read_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
@@ -29,7 +30,6 @@ from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
-from trajstore.guidance import Guidance, Insertion, TrainMode
 from trajstore.trajectory import AgentTrajectory
 
 N = 4

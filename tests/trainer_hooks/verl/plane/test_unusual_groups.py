@@ -13,14 +13,14 @@ import transfer_queue as tq
 from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
-from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.guidance import Guidance
+from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.replay.rows import rows_of
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import OFFER
 from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.sampler import ReplaySampler
-from trajstore.experience.rows import rows_of
-from trajstore.guidance import Guidance
 
 # ---- groups that are filtered ----
 

@@ -1,0 +1,69 @@
+"""Guided rollouts: summaries of past trajectories in the prompts of new ones.
+
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+
+Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` →
+``summary`` → ``maker``, ``experience`` → ``context``.
+``docs/design/self-navigating.md`` draws the data's way.
+"""
+
+from trainer_hooks.guidance.client import EMClient, EndpointSummarizer
+from trainer_hooks.guidance.context import (
+    EXPERIENCE_TEMPLATE,
+    ExperienceTemplate,
+    Guidance,
+    Insertion,
+    TrainMode,
+    plain_messages,
+    put_in,
+    strip_template,
+    take_out,
+    with_guidance,
+)
+from trainer_hooks.guidance.experience import Experience
+from trainer_hooks.guidance.local import LocalMaker, as_text
+from trainer_hooks.guidance.maker import ExperienceMaker, MakerError, Retrieved
+from trainer_hooks.guidance.manager import (
+    AllocationRules,
+    GuidanceManager,
+    RolloutExpMode,
+    SampleExpMode,
+    TaskExpConfig,
+)
+from trainer_hooks.guidance.summary import ExtractiveSummarizer, Summarizer
+from trainer_hooks.guidance.updates import UpdateQueue
+from trainer_hooks.guidance.worker import ExperienceWorker, TrajExpConfig
+from trainer_hooks.retrieval import Hit, RetrievalIndex
+
+__all__ = [
+    "EXPERIENCE_TEMPLATE",
+    "AllocationRules",
+    "EMClient",
+    "EndpointSummarizer",
+    "Experience",
+    "ExperienceMaker",
+    "ExperienceTemplate",
+    "ExperienceWorker",
+    "ExtractiveSummarizer",
+    "Guidance",
+    "GuidanceManager",
+    "Hit",
+    "Insertion",
+    "LocalMaker",
+    "MakerError",
+    "RetrievalIndex",
+    "Retrieved",
+    "RolloutExpMode",
+    "SampleExpMode",
+    "Summarizer",
+    "TaskExpConfig",
+    "TrainMode",
+    "TrajExpConfig",
+    "UpdateQueue",
+    "as_text",
+    "plain_messages",
+    "put_in",
+    "strip_template",
+    "take_out",
+    "with_guidance",
+]

@@ -1,0 +1,413 @@
+"""``EMClient``: a ReMe service as the maker of experience; ``EndpointSummarizer``: a language model as summarizer.
+
+There are two services under ReMe's name, and both answer 200 to most of what goes wrong. An answer is believed only if
+it has the form of a success; no text of a failure is ever given to the caller as an experience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, Literal, get_args
+
+from trainer_hooks.guidance.experience import Experience
+from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
+from trainer_hooks.guidance.summary import query_of, text_of, unicode_of
+from trainer_hooks.replay.outcomes import known_outcome
+from trajstore.core.base import locks
+from trajstore.core.base.arguments import one_of, seconds, whole
+from trajstore.core.base.closing import Closing
+from trajstore.core.base.interrupts import start_thread
+from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+Dialect = Literal["auto", "0.2", "0.4"]
+
+_RETRIED = ("connection", "server")
+_RESTING = ("connection", "server", "timeout")
+_ROLES = ("system", "user", "assistant")
+
+PROMPT = (
+    "Below are tries of one task with their scores; 1 is a success. Say in a few sentences what the next try should do"
+    ' and what it should avoid. Answer with a JSON object {"when_to_use": "...", "experience": "..."} and nothing else.'
+)
+"""The default instructions of :class:`EndpointSummarizer`."""
+
+_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+
+_MOST_BYTES = 16 * 1024 * 1024
+"""Of an answer."""
+
+_SHOWN = 200
+
+
+class JsonClient(Closing):
+    """Calls services. Thread-safe.
+
+    Calls run in an event loop with a thread of its own, since only there one limit holds for all of a call: finding the
+    address, connecting, headers that come byte by byte, and the body.
+
+    Raises:
+        MissingDependencyError: httpx is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise MissingDependencyError("httpx", "guided") from None
+        self._httpx = httpx
+        self._client = httpx.AsyncClient(timeout=None)
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        start_thread(threading.Thread(target=self._loop.run_forever, name="guidance-http", daemon=True))
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
+
+    def post(self, url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
+        """Return the JSON that a POST of JSON is answered with.
+
+        Args:
+            url: http or https.
+            body: sent as JSON.
+            timeout: seconds for the whole call.
+            headers: beside the content type.
+
+        Raises:
+            MakerError: ``timeout``; ``connection`` (refused, reset, no such host); ``server`` (status 5xx); ``refused``
+                (any other status than 200, with the beginning of its text); ``garbage`` (no JSON, or too much);
+                ``closed`` (meanwhile).
+        """
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout, sent), self._loop)
+        try:
+            status, text = call.result()
+        except CancelledError:
+            raise MakerError("closed", f"{url}: the client was closed") from None
+        except TimeoutError as error:
+            raise MakerError("timeout", f"{url}: no whole answer within {timeout:g} s") from error
+        except (self._httpx.HTTPError, self._httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise MakerError("connection", f"{url}: {error!r}") from error
+        if status != 200:
+            said = text[:_SHOWN].decode("utf-8", "replace")
+            raise MakerError("server" if status >= 500 else "refused", f"{url}: HTTP {status}: {said}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MakerError("garbage", f"{url}: the answer is no JSON: {text[:_SHOWN]!r}") from error
+
+    def close(self) -> None:
+        """End calls that are under way, and refuse others. Again: nothing."""
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._closed = True
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
+    async def _answer(self, url: str, data: bytes, timeout: float, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Return status and body; runs in the loop, as :meth:`_end` does, so that none begins after the end."""
+        if self._closed:
+            raise MakerError("closed", f"{url}: the client was closed")
+        text = bytearray()
+        async with (
+            asyncio.timeout(timeout),
+            self._client.stream("POST", url, content=data, headers=headers) as response,
+        ):
+            async for part in response.aiter_bytes():
+                text += part
+                if len(text) > _MOST_BYTES:
+                    raise MakerError("garbage", f"{url}: the answer has more than {_MOST_BYTES} bytes")
+        return response.status_code, bytes(text)
+
+
+class EMClient:
+    """Speaks to a ReMe service. Thread-safe.
+
+    A connection that fails and a status 5xx are tried again, ``retries`` times, waiting longer each time. After a call
+    that failed so, or timed out, the service is left alone for a while: calls fail at once (kind ``resting``), so that
+    a service that is down costs a step little.
+
+    Args:
+        base_url: of the service, such as ``http://127.0.0.1:8001``.
+        workspace_id: what the experiences belong to (dialect 0.2).
+        dialect: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or ``auto``: one probe before the first call finds out.
+        retrieve_timeout, summary_timeout: seconds for one call.
+        retries: further attempts of a call.
+        backoff: seconds before the first of these; doubles.
+        rest: seconds for which a service that failed is left alone; while it goes on failing, up to 16 times as many.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        workspace_id: str = "default",
+        dialect: Dialect = "auto",
+        retrieve_timeout: float = 10.0,
+        summary_timeout: float = 120.0,
+        retries: int = 2,
+        backoff: float = 0.5,
+        rest: float = 5.0,
+    ) -> None:
+        self._url = _address(base_url)
+        if not workspace_id:
+            raise ConfigurationError("workspace_id: '', must be a name")
+        self._workspace = workspace_id
+        one_of("dialect", dialect, get_args(Dialect))
+        self._dialect: Dialect = dialect
+        self._timeouts = seconds("retrieve_timeout", retrieve_timeout), seconds("summary_timeout", summary_timeout)
+        self._retries = whole("retries", retries, 0)
+        self._backoff = seconds("backoff", backoff)
+        self._rest = seconds("rest", rest)
+        self._failures = 0
+        self._rest_until = 0.0
+        self._lock = locks.lock("EMClient._lock")
+        self._closed = threading.Event()
+        self._http = JsonClient()
+
+    def retrieve(self, query: str, k: int) -> Retrieved:
+        """Return the up to ``k`` experiences that the service finds; see ``ExperienceMaker``."""
+        whole("k", k, 0)
+        if not query.strip() or k < 1:
+            return NOTHING  # the service answers an empty query as if it had failed
+        if self._known_dialect() == "0.2":
+            body = {"query": query, "top_k": k, "workspace_id": self._workspace}
+            return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k)
+        body = {"query": query, "limit": k, "min_score": 0.0}
+        return _notes(self._success("/search", body, self._timeouts[0]))
+
+    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+        """Give rollouts to the service, which makes of them what it will; see ``ExperienceMaker``.
+
+        Rollouts without an outcome or without messages are left out: the service would fail on all for one of them.
+
+        Returns:
+            How many memories the service says that it inserted; with dialect 0.4, how many rollouts it took.
+        """
+        rated = [(one, outcome) for one in rollouts if (outcome := known_outcome(one)) is not None and one.messages]
+        if not rated:
+            return 0
+        if self._known_dialect() == "0.2":
+            trajectories = [{"messages": _messages(one), "score": outcome} for one, outcome in rated]
+            body = {"trajectories": trajectories, "workspace_id": self._workspace}
+            metadata = self._success("/summary_task_memory", body, self._timeouts[1])["metadata"]
+            inserted = (metadata.get("update_result") or {}).get("inserted_count")
+            if not isinstance(inserted, int):
+                raise MakerError(
+                    "failed", f"{self._url}: the summary says nothing of what was inserted: {str(metadata)[:200]}"
+                )
+            return inserted
+        for one, outcome in rated:
+            said = [{"name": message["role"], **message} for message in _messages(one)]
+            said.append(
+                {"name": "user", "role": "user", "content": f"Score of this try: {outcome:g} (1 is a success)."}
+            )
+            session = f"{one.task_id}-{one.rollout_id}"
+            self._success("/auto_memory", {"messages": said, "session_id": session}, self._timeouts[1])
+        return len(rated)
+
+    def close(self) -> None:
+        """Begin nothing more, and end what is under way."""
+        self._closed.set()
+        self._http.close()
+
+    # ---- inside ----
+
+    def _known_dialect(self) -> Dialect:
+        """Return the dialect; if it is to be found out, after a probe: a body without fields, which costs no model."""
+        if self._dialect != "auto":
+            return self._dialect
+        for dialect, path in (("0.2", "/retrieve_task_memory"), ("0.4", "/search")):
+            try:
+                self._call(path, {}, self._timeouts[0])
+            except MakerError as error:
+                if error.kind == "refused" and "HTTP 404" in str(error):
+                    continue
+                if error.kind != "refused":
+                    raise
+            self._dialect = dialect  # type: ignore[assignment]  # one of the two above
+            logger.info("guidance: %s speaks as reme-ai %s", self._url, dialect)
+            return self._dialect
+        raise MakerError(
+            "refused", f"{self._url}: has neither /retrieve_task_memory nor /search; is it a ReMe service?"
+        )
+
+    def _success(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Return an answer that says that it is a success, with ``answer`` a text and ``metadata`` a mapping."""
+        answer = self._call(path, body, timeout)
+        if not isinstance(answer, dict):
+            raise MakerError("garbage", f"{self._url}{path}: the answer is no object: {str(answer)[:200]}")
+        if answer.get("success") is not True:
+            raise MakerError("failed", f"{self._url}{path}: no success: {str(answer.get('answer'))[:200]}")
+        if not isinstance(answer.get("metadata"), dict):
+            raise MakerError("garbage", f"{self._url}{path}: the answer has no metadata: {str(answer)[:200]}")
+        return answer
+
+    def _call(self, path: str, body: Mapping[str, Any], timeout: float) -> Any:
+        for attempt in range(self._retries + 1):
+            self._check_open()
+            try:
+                answer = self._http.post(self._url + path, body, timeout)
+            except MakerError as error:
+                again = error.kind in _RETRIED and attempt < self._retries
+                if again and not self._closed.wait(self._backoff * 2**attempt):
+                    continue
+                self._note(failed=error.kind in _RESTING)
+                raise
+            self._note(failed=False)
+            return answer
+        raise AssertionError("unreachable")
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise MakerError("closed", "the client of the experience service was closed")
+        with self._lock:
+            left = self._rest_until - time.monotonic()
+        if left > 0:
+            raise MakerError("resting", f"{self._url}: failed just now; it is left alone for {left:.1f} s more")
+
+    def _note(self, *, failed: bool) -> None:
+        with self._lock:
+            self._failures = self._failures + 1 if failed else 0
+            rest = self._rest * 2 ** min(self._failures - 1, 4) if failed else 0.0
+            self._rest_until = time.monotonic() + rest
+
+
+class EndpointSummarizer(Closing):
+    """One experience for each task, written by a language model behind an OpenAI-compatible endpoint.
+
+    Args:
+        base_url: of the endpoint, ``/v1`` included.
+        model: name of the model there.
+        api_key: sent as a bearer token if not empty.
+        prompt: the instructions; the tries follow.
+        timeout: seconds for one answer.
+        most_rollouts: tries of a task in a prompt: the best half of them, and the worst.
+        most_characters: of each try.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str = "",
+        prompt: str = PROMPT,
+        timeout: float = 60.0,
+        most_rollouts: int = 4,
+        most_characters: int = 4000,
+    ) -> None:
+        self._url = f"{_address(base_url)}/chat/completions"
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._prompt = prompt
+        self._timeout = seconds("timeout", timeout)
+        self._most_rollouts = whole("most_rollouts", most_rollouts, 1)
+        self._most_characters = whole("most_characters", most_characters, 1)
+        self._http = JsonClient()
+
+    def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
+        """Return the experience that the model writes; nothing where no rollout has an outcome.
+
+        Raises:
+            MakerError: the endpoint could not be reached, or its answer holds no such object.
+        """
+        rated = [(outcome, one) for one in rollouts if (outcome := known_outcome(one)) is not None]
+        if not rated:
+            return []
+        rated.sort(key=lambda pair: pair[0], reverse=True)
+        worst = self._most_rollouts // 2
+        if len(rated) > self._most_rollouts:
+            rated[self._most_rollouts - worst : len(rated) - worst] = []
+        tries = "\n\n".join(f"Score {outcome}:\n{self._text(one)}" for outcome, one in rated)
+        message = {"role": "user", "content": f"{self._prompt}\n\n{tries}"}
+        asked = {"model": self._model, "messages": [message], "stream": False}
+        said = self._experience_in(self._http.post(self._url, asked, self._timeout, self._headers))
+        score, best = rated[0]
+        return [
+            Experience(
+                when_to_use=said["when_to_use"],
+                content=said["experience"],
+                query=best.query or query_of(best.messages),
+                task_id=best.task_id,
+                score=score,
+                sources=tuple(one.rollout_id for _, one in rated),
+            )
+        ]
+
+    def close(self) -> None:
+        """End a call that is under way, and refuse others."""
+        self._http.close()
+
+    def _text(self, rollout: AgentTrajectory) -> str:
+        text = "\n".join(f"{message.get('role')}: {text_of(message)}" for message in rollout.messages)
+        return text[: self._most_characters]
+
+    def _experience_in(self, body: Any) -> dict[str, str]:
+        try:
+            found = _OBJECT.search(body["choices"][0]["message"]["content"])
+            said = json.loads(found.group() if found else "")
+            result = {key: said[key] for key in ("when_to_use", "experience")}
+            if not all(isinstance(value, str) and value.strip() for value in result.values()):
+                raise ValueError("when_to_use and experience must be texts")
+            "".join(result.values()).encode()  # halves of surrogate pairs are no text
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            raise MakerError("garbage", f"{self._url}: the answer holds no experience: {error!r}") from error
+        return result
+
+
+def _address(base_url: str) -> str:
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
+    return base_url.rstrip("/")
+
+
+def _memories(answer: Mapping[str, Any], k: int) -> Retrieved:
+    """Return the memories of an answer of dialect 0.2: those that its list holds, not what its text says."""
+    memories = answer["metadata"].get("memory_list")
+    if not isinstance(memories, list):
+        raise MakerError("failed", f"retrieval failed in the service: it answers without a list: {str(answer)[:200]}")
+    parts: list[str] = []
+    names: list[str] = []
+    for memory in memories:
+        content = memory.get("content") if isinstance(memory, Mapping) else None
+        name = unicode_of(str(memory.get("memory_id") or "")) if isinstance(memory, Mapping) else ""
+        if not isinstance(content, str) or not content.strip() or len(parts) == k:
+            continue
+        when = memory.get("when_to_use")
+        said = f" When to use: {when}\n" if isinstance(when, str) and when.strip() else ""
+        parts.append(f"Memory {len(parts) + 1} :\n{said} Content: {content}")
+        names.append(name)
+    return Retrieved("\n\n".join(parts), tuple(names)) if parts else NOTHING
+
+
+def _notes(answer: Mapping[str, Any]) -> Retrieved:
+    """Return what a search of dialect 0.4 found: its text, which names no memories."""
+    text = answer.get("answer")
+    return Retrieved(text) if isinstance(text, str) and text.strip() else NOTHING
+
+
+def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:
+    """Return messages in the roles that both services take; what a tool or an environment says is the user's."""
+    return [
+        {
+            "role": str(message.get("role")) if message.get("role") in _ROLES else "user",
+            "content": text_of(message),
+        }
+        for message in rollout.messages
+    ]

@@ -1,0 +1,182 @@
+"""Configuration of guided rollouts: ``experience_maker`` (or ``exp_manager.reme``) and ``exp_manager``.
+
+The names of AgentEvolver's source document and those that its code uses today are both understood; giving both for one
+option is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from msgspec import Meta
+
+from trainer_hooks.guidance.client import Dialect
+from trainer_hooks.guidance.context import EXPERIENCE_TEMPLATE, ExperienceTemplate
+from trainer_hooks.guidance.manager import AllocationRules
+from trainer_hooks.replay import BufferStore
+from trainer_hooks.replay.store import store_options
+from trajstore.core.base.arguments import one_of
+from trajstore.core.base.settings import Count, Text, Whole, keys_of, names_of, refuse, settle
+from trajstore.core.columns.limits import shown
+from trajstore.errors import ConfigurationError
+
+MAKER = "experience_maker"
+MANAGER = "exp_manager"
+REME = "reme"
+
+TODAY = {
+    "train_rollout_mode": "train_rollout_expmode",
+    "val_rollout_mode": "val_rollout_expmode",
+    "rollout_ratio": "rollout_expratio",
+    "train_sample_mode": "train_sample_expmode",
+    "init_exp_before_training": "init_experience_before_training",
+    "init_exp_only": "init_experience_only",
+}
+"""AgentEvolver's names of today, and the names here."""
+
+OF_REPLAY = ("experience_replay", "recording", "outcome", "on_resume")
+"""Keys of ``exp_manager`` that are read elsewhere."""
+
+_Timeout = Annotated[float, Meta(ge=1e-3, le=86400)]
+
+
+def _dialect(name: str, value: Any) -> str:
+    # YAML takes 0.2 without quotes for a number.
+    return one_of(name, str(value) if isinstance(value, float) else value, get_args(Dialect))
+
+
+def _template(name: str, value: Any) -> str:
+    try:
+        ExperienceTemplate.of(value)
+    except ConfigurationError:
+        raise ConfigurationError(f"{name}: {shown(value)}, must be a text with one {{}} for the experience") from None
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidanceConfig(AllocationRules):
+    """The keys of ``experience_maker`` and of ``exp_manager``, and their defaults: nothing is guided.
+
+    What is guided and what is kept, :class:`~trainer_hooks.guidance.AllocationRules` says.
+
+    Attributes:
+        base_url: of a ReMe service; ``None`` = the embedded maker, which needs none.
+        dialect: of the service: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or found out by a probe.
+        workspace_id: under which name a ReMe service keeps the experiences.
+        enable_summarizer: whether rollouts become experience.
+        enable_context_generator: whether experience is put into prompts.
+        retrieve_top_k: experiences that go into a prompt, at the most.
+        updated_freq: steps from one update of the pool to the next; 0 = none.
+        val_summarizer_save: whether validation rollouts become experience too.
+        summary_batch_size: rollouts in a call of the maker; those of a task stay together.
+        summary_workers: calls of the maker at the same time; ``None`` = 8 of a service, which it waits for, and 1 of
+            the embedded maker, so that experiences come in the order of the rollouts and runs can be repeated.
+        retrieve_timeout: seconds that asking the maker for experience may take.
+        summary_timeout: seconds that a call of the maker that makes experience may take.
+        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences; ``None`` = in
+            memory.
+        experience_template: the text in a prompt, with ``{}`` for the experiences.
+        init_experience_before_training: whether the pool is filled before the first step.
+        init_experience_only: whether the run ends once the pool is filled.
+        seed: of the generator that draws which rollouts and tasks are guided.
+
+    Raises:
+        ConfigurationError: values out of range; the message lists all of them, each by its key.
+    """
+
+    base_url: Annotated[str, Meta(pattern="^https?://")] | None = None
+    dialect: Annotated[Dialect, _dialect] = "auto"
+    workspace_id: Text = "default"
+    enable_summarizer: bool = False
+    enable_context_generator: bool = False
+    retrieve_top_k: Count = 3
+    updated_freq: Whole = 0
+    val_summarizer_save: bool = False
+    summary_batch_size: Count = 8
+    summary_workers: Annotated[int, Meta(ge=1, le=256)] | None = None
+    retrieve_timeout: _Timeout = 10.0
+    summary_timeout: _Timeout = 120.0
+    store: Annotated[Mapping[str, Any] | None, store_options] = None
+    experience_template: Annotated[str, _template] = EXPERIENCE_TEMPLATE
+    init_experience_before_training: bool = False
+    init_experience_only: bool = False
+    seed: Whole = 1234
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.updated_freq and not self.enable_summarizer:
+            problems.append(
+                f"updated_freq: {self.updated_freq}, must be 0 without enable_summarizer: nothing is summarized"
+            )
+        if self.init_experience_only and not self.init_experience_before_training:
+            problems.append("init_experience_only: true, must be false without init_experience_before_training")
+        return problems
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is guided or summarized."""
+        return self.enable_context_generator or self.enable_summarizer
+
+    @property
+    def workers(self) -> int:
+        """How many calls of the maker summarize at the same time."""
+        if self.summary_workers is None:
+            return 1 if self.base_url is None else 8
+        return self.summary_workers
+
+    @staticmethod
+    def from_config(config: Any) -> GuidanceConfig:
+        """Return the configuration in a whole configuration: a dict, or anything with ``keys()`` such as OmegaConf's.
+
+        ``experience_maker`` and ``exp_manager.reme`` are one section under two names. Keys of ``exp_manager`` that
+        belong to replay are left alone.
+
+        Raises:
+            ConfigurationError: unknown keys, one option given twice, values out of range; the message lists all.
+        """
+        if not hasattr(config, "keys"):
+            raise ConfigurationError(f"config: must be a mapping of keys, is a {type(config).__name__}")
+        manager = keys_of(config.get(MANAGER), MANAGER)
+        given: dict[str, Any] = {}
+        said: dict[str, str] = {}
+        problems: list[str] = []
+        sections = [
+            (MAKER, keys_of(config.get(MAKER), MAKER), _MAKER_KEYS),
+            (f"{MANAGER}.{REME}", keys_of(manager.get(REME), f"{MANAGER}.{REME}"), _MAKER_KEYS),
+            (MANAGER, {key: manager[key] for key in manager if key not in (*OF_REPLAY, REME)}, _MANAGER_KEYS),
+        ]
+        for where, values, known in sections:
+            for key, value in values.items():
+                name = TODAY.get(key, key) if where == MANAGER else key
+                if name not in known:
+                    names = ", ".join([*known, *(TODAY if where == MANAGER else ())])
+                    problems.append(f"{where}.{key}: unknown key; known are {names}")
+                elif name in said:
+                    problems.append(f"{where}.{key}: is the same option as {said[name]}; give one of them")
+                else:
+                    said[name] = f"{where}.{key}"
+                    given[name] = value
+        refuse("", problems + settle(GuidanceConfig, given, said))
+        return GuidanceConfig(**given)
+
+    def rules(self) -> AllocationRules:
+        """Return what is guided and what is kept; nothing is guided without ``enable_context_generator``."""
+        values = {name: getattr(self, name) for name in names_of(AllocationRules)}
+        if not self.enable_context_generator:
+            values |= {"train_rollout_expmode": "woexp", "val_rollout_expmode": "woexp"}
+        return AllocationRules(**values)
+
+    def open_store(self) -> BufferStore | None:
+        """Open the store of experiences, to be closed by the caller; ``None`` if it is in memory."""
+        return None if self.store is None else BufferStore.open(**self.store)
+
+
+_OF_MANAGER = (
+    *names_of(AllocationRules),
+    *("experience_template", "init_experience_before_training", "init_experience_only", "seed"),
+)
+_MAKER_KEYS = [name for name in names_of(GuidanceConfig) if name not in _OF_MANAGER]
+_MANAGER_KEYS = (*_OF_MANAGER, "summary_batch_size")
+"""AgentEvolver has ``summary_batch_size`` here."""

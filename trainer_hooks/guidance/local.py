@@ -1,0 +1,149 @@
+"""``LocalMaker``: experiences as records of a trajectory store, found by BM25. Needs no service."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from trainer_hooks.guidance.experience import Experience
+from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
+from trainer_hooks.guidance.summary import ExtractiveSummarizer, Summarizer, by_task
+from trainer_hooks.replay import MemoryStore, PoolStore
+from trainer_hooks.retrieval import RetrievalIndex
+from trajstore.core.base import locks
+from trajstore.core.base.arguments import whole
+from trajstore.core.base.closing import Closing
+from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+
+def as_text(experiences: Sequence[Experience]) -> str:
+    """Return experiences as they go into the template, best first."""
+    return "\n\n".join(
+        f"Experience {number}:\n{one.when_to_use}\n{one.content}" for number, one in enumerate(experiences, 1)
+    )
+
+
+class LocalMaker:
+    """Experiences in a trajectory store, or in memory. Thread-safe.
+
+    An experience is one trajectory, named by its id. What the store holds when it is opened is found at once.
+
+    Args:
+        store: where experiences are kept; in memory if ``None``. It may hold other trajectories, which are left alone.
+        summarizer: makes experiences of the rollouts of one task.
+        present: makes the text for the template of the experiences found.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore | None = None,
+        *,
+        summarizer: Summarizer | None = None,
+        present: Callable[[Sequence[Experience]], str] = as_text,
+    ) -> None:
+        self._store: PoolStore = MemoryStore() if store is None else store
+        self._summarizer: Summarizer = summarizer or ExtractiveSummarizer()
+        self._present = present
+        self._index = RetrievalIndex()
+        self._digests: set[str] = set()
+        self._adding = locks.lock("LocalMaker._adding")
+        self._closed = False
+        self._open()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def get(self, name: str) -> Experience | None:
+        """Return an experience by its name; ``None`` if it is not kept, or cannot be read."""
+        try:
+            return Experience.of_trajectory(self._store.get(int(name)))
+        except (TrajectoryUnavailableError, ValueError):
+            return None
+        except StoreError as error:  # one damaged trajectory does not hide the others
+            logger.warning("experience %s cannot be read, and is left out: %s", name, error)
+            return None
+
+    def retrieve(self, query: str, k: int) -> Retrieved:
+        """Return the up to ``k`` experiences most related to a query; see :class:`ExperienceMaker`."""
+        whole("k", k, 0)
+        if self._closed:
+            raise MakerError("closed", "the maker of experience was closed")
+        hits = self._index.search(query, k)
+        found = [(str(hit.key), self.get(str(hit.key))) for hit in hits]
+        kept = [(name, one) for name, one in found if one is not None]
+        if not kept:
+            return NOTHING
+        return Retrieved(self._present([one for _, one in kept]), tuple(name for name, _ in kept))
+
+    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+        """Make experiences of rollouts, task by task, and return how many were new; see :class:`ExperienceMaker`.
+
+        A task whose summary fails does not keep the others from theirs: those are stored, then the error is raised.
+        """
+        made: list[Experience] = []
+        problems: list[str] = []
+        for held in by_task(rollouts):
+            try:
+                made += self._summarizer(held)
+            except Exception as error:  # a summarizer is anybody's code, and may call a service
+                problems.append(f"task {held[0].task_id!r}: {error!r}")
+        new = self.add(made, step=max((one.policy_version or 0 for one in rollouts), default=0))
+        if problems:
+            raise MakerError("failed", f"{len(problems)} tasks gave no summary: {listed(problems, 3)}")
+        return new
+
+    def add(self, experiences: Sequence[Experience], step: int | None = None) -> int:
+        """Store experiences, and return how many were new. Those that are there already are passed over.
+
+        Args:
+            experiences: in the order of their arrival.
+            step: training step at which they were made.
+
+        Raises:
+            MakerError: the store could not write, or refuses an experience; all others are stored.
+        """
+        problems: list[str] = []
+        with self._adding:
+            if self._closed:
+                raise MakerError("closed", "the maker of experience was closed")
+            ids: list[int] = []
+            kept: list[Experience] = []
+            for one in experiences:
+                if one.digest in self._digests:
+                    continue
+                try:
+                    ids += self._store.add_trajectories([one.to_trajectory(step)])
+                except (InvalidTrajectoryError, StoreError) as error:
+                    problems.append(f"task {one.task_id!r}: {error}")
+                    continue
+                self._digests.add(one.digest)
+                kept.append(one)
+            self._index.add(ids, [one.index_text for one in kept])
+            try:
+                self._store.flush()
+            except StoreError as error:
+                problems.append(str(error))
+        if problems:
+            raise MakerError("store", f"experiences were not stored: {listed(problems, 3)}")
+        return len(kept)
+
+    def close(self) -> None:
+        """Take nothing more, and close the summarizer if it can be. The store belongs to whoever opened it."""
+        if isinstance(self._summarizer, Closing):
+            self._summarizer.close()
+        with self._adding:
+            self._closed = True
+
+    def _open(self) -> None:
+        """Read the store's experiences. One that cannot be read is left out, with a warning."""
+        keys, texts = [], []
+        for number in self._store.ids():
+            experience = self.get(str(number))
+            if experience is not None and experience.digest not in self._digests:
+                self._digests.add(experience.digest)
+                keys.append(number)
+                texts.append(experience.index_text)
+        self._index.add(keys, texts)

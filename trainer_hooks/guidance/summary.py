@@ -1,0 +1,145 @@
+"""Experiences from the messages of rollouts, without a model: a success beside a failure of the same task. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, plain_messages, strip_template
+from trainer_hooks.guidance.experience import Experience
+from trainer_hooks.replay import is_success
+from trainer_hooks.replay.outcomes import known_outcome
+from trajstore.core.base.arguments import finite
+from trajstore.trajectory import AgentTrajectory
+
+_MOST_CHARACTERS = 1200
+"""Of a rollout's replies in an experience."""
+
+_MOST_OF_A_QUERY = 400
+"""Characters of the task in ``when_to_use``."""
+
+
+class Summarizer(Protocol):
+    """Makes experiences of the rollouts of one task."""
+
+    def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
+        """Return what they teach; nothing is a fine answer.
+
+        Args:
+            rollouts: of one task, their messages without experience; at least one.
+        """
+
+
+def unguided(rollout: AgentTrajectory, template: ExperienceTemplate | None = None) -> AgentTrajectory:
+    """Return a rollout whose messages hold no experience, so that experience does not feed on itself.
+
+    Args:
+        rollout: not changed.
+        template: where the rollout does not say what was put in, text that looks like this goes too.
+
+    Raises:
+        InvalidTrajectoryError: the messages are not those that its guidance speaks of.
+    """
+    messages: list[dict[str, Any]] = [dict(message) for message in plain_messages(rollout)]
+    if template is not None and Guidance.of(rollout) is None:
+        for message in messages:
+            if isinstance(message.get("content"), str):
+                message["content"] = strip_template(message["content"], template)[1]
+    metadata = {key: value for key, value in rollout.metadata.items() if key != "guidance"}
+    return AgentTrajectory(
+        messages=messages,
+        reward=rollout.reward,
+        task_id=rollout.task_id,
+        rollout_id=rollout.rollout_id,
+        query=rollout.query,
+        policy_version=rollout.policy_version,
+        metadata=metadata,
+    )
+
+
+def query_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the messages before the model's first one say, system prompts aside."""
+    said = []
+    for message in messages:
+        if message.get("role") == "assistant":
+            break
+        if message.get("role") != "system":
+            said.append(text_of(message))
+    return "\n".join(said)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message: its content, or the text parts of it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return content if isinstance(content, str) else ""
+
+
+def unicode_of(text: str) -> str:
+    """Return a text that UTF-8 can hold: halves of surrogate pairs, which JSON lets through, are U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class ExtractiveSummarizer:
+    """One experience for each task: the replies of its shortest success, and those of a failure to avoid.
+
+    A task without a success gives what its best failure did, as a way that did not work. A task of which no outcome is
+    known gives nothing.
+
+    Args:
+        threshold: outcome from which on a rollout is a success.
+    """
+
+    def __init__(self, threshold: float = 1.0) -> None:
+        self._threshold = finite("threshold", threshold)
+
+    def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
+        known = [(known_outcome(one), one) for one in rollouts]
+        rated = [(outcome, one) for outcome, one in known if outcome is not None and _replies(one)]
+        good = [one for outcome, one in rated if is_success(outcome, self._threshold)]
+        bad = [(outcome, one) for outcome, one in rated if not is_success(outcome, self._threshold)]
+        success = min(good, key=lambda one: len("".join(_replies(one))), default=None)
+        failure = max(bad, key=lambda pair: pair[0], default=(0.0, None))[1]
+        parts = []
+        if success is not None:
+            parts.append(f"This worked:\n{_shown(_replies(success))}")
+        if failure is not None and (success is None or _replies(failure) != _replies(success)):
+            parts.append(f"This did not work:\n{_shown(_replies(failure))}")
+        source = success or failure
+        if source is None:
+            return []
+        query = source.query or query_of(source.messages)
+        return [
+            Experience(
+                when_to_use=f"For tasks like: {_cut(query, _MOST_OF_A_QUERY)}",
+                content="\n".join(parts),
+                query=query,
+                task_id=source.task_id,
+                score=known_outcome(source),
+                sources=tuple(one.rollout_id for one in (success, failure) if one is not None),
+            )
+        ]
+
+
+def by_task(rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
+    """Return the rollouts of each task, in order of first appearance."""
+    tasks: dict[str, list[AgentTrajectory]] = {}
+    for one in rollouts:
+        tasks.setdefault(one.task_id, []).append(one)
+    return list(tasks.values())
+
+
+def _replies(rollout: AgentTrajectory) -> list[str]:
+    said = [text_of(one) for one in rollout.messages if one.get("role") == "assistant" or one.get("author") == "llm"]
+    return [text for text in said if text]
+
+
+def _shown(replies: Sequence[str]) -> str:
+    """Return replies as a list, each cut so that all have a place."""
+    each = max(_MOST_CHARACTERS // len(replies), 40)
+    return "\n".join(f"- {_cut(reply, each)}" for reply in replies)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

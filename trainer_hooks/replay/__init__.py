@@ -1,0 +1,43 @@
+"""Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
+
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+
+Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` →
+``ledger``, ``notices`` → ``journal`` → ``store``, ``selection``, ``compact`` →
+``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` and ``message_rows`` make rows of conversations,
+``persistence`` and ``agentevolver`` read and write a pool's files,
+``rows`` makes one trajectory of a rollout's rows, ``contract`` compares tokenizers.
+"""
+
+from trainer_hooks.replay.buckets import TASK_SAMPLING, TaskSampling
+from trainer_hooks.replay.conversation import ChatTemplate, TokenRow, rows_of_messages, with_tokens
+from trainer_hooks.replay.entry import Refusal, mean_entropy, of_earlier_run
+from trainer_hooks.replay.mixing import ExperienceMixCollateFn, RatioSchedule
+from trainer_hooks.replay.outcomes import REPLAY_MARK, is_success
+from trainer_hooks.replay.persistence import newest_pool
+from trainer_hooks.replay.pool import CurrentEntropy, ExperienceManager
+from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.store import BufferStore, MemoryStore, PoolStore
+
+__all__ = [
+    "REPLAY_MARK",
+    "TASK_SAMPLING",
+    "BufferStore",
+    "ChatTemplate",
+    "CurrentEntropy",
+    "ExperienceManager",
+    "ExperienceMixCollateFn",
+    "MemoryStore",
+    "PoolRules",
+    "PoolStore",
+    "RatioSchedule",
+    "Refusal",
+    "TaskSampling",
+    "TokenRow",
+    "is_success",
+    "mean_entropy",
+    "newest_pool",
+    "of_earlier_run",
+    "rows_of_messages",
+    "with_tokens",
+]

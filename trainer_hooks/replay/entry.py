@@ -1,0 +1,327 @@
+"""A trajectory as the pool sees it: what choosing needs to know, or why it cannot be replayed. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+from trainer_hooks.replay.outcomes import outcome_of
+from trainer_hooks.replay.prompts import UNKNOWN_PROMPT, Prompt, plain_json, prompt_of
+from trainer_hooks.replay.wellformed import as_recorded, field_problem, record_problem
+from trajstore.core.columns.facts import RECORDED
+from trajstore.trajectory import AgentTrajectory
+
+REWARD_FINGERPRINT = "reward_fingerprint"
+"""Key of ``metadata`` under which a trajectory says which reward function gave its outcome."""
+
+DEMONSTRATION = "demonstration"
+"""Key of ``metadata`` that is true on a trajectory without log-probabilities that no policy of this run sampled: a
+demonstration, or a transcript of another program. It is replayed with those that the current policy gives."""
+
+EARLIER_RUN = "earlier_run"
+"""Key of ``metadata`` of a trajectory that an earlier run made: what it says of itself on that run's count of steps."""
+
+LOG_PROB_ROUNDING = 1e-3
+"""How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
+
+
+class Refusal(StrEnum):
+    """Why a trajectory did not enter the pool.
+
+    Attributes:
+        NO_LLM_TOKEN: not one token was written by the model.
+        NO_RESPONSE_MASK: neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the
+            model wrote, so recorded log-probabilities have no place: a pool saved with filtered ones, say.
+        LOG_PROBS_MISMATCH: recorded log-probabilities are absent (of what is no demonstration), of another length than
+            the response, or not finite where they count; or ``response_mask``, ``loss_mask`` and ``input_ids`` differ
+            in the length of the response.
+        MALFORMED: a field has another shape, length, dtype or value than it can have, so that no store could keep the
+            rollout: ``entropys`` of another length than ``old_log_probs``, token ids that are no whole numbers,
+            metadata that is no JSON. The log names the field.
+        NO_TOKENS: no token ids, messages at the most: there is nothing to train on. A tokenizer makes them
+            (``ReplayHook(tokenizer=...)``, ``trajstore pool import --tokenizer``).
+        LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding: it is none.
+        NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
+        OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.
+        NO_ENTROPY: it has neither log-probabilities nor a finite entropy, as a demonstration among the rollouts of a
+            step; or the entropies that were handed over beside it have no finite mean, or are more or fewer than its
+            mask.
+        NOT_WORTH_KEEPING: a demonstration whose outcome does not let it enter: no success, by ``save_filter``.
+        DUPLICATE: the task has a trajectory with the same tokens already.
+        NOT_BETTER: the task has its full number of trajectories, and this one's entropy is no improvement.
+    """
+
+    NO_LLM_TOKEN = "no_llm_token"
+    NO_RESPONSE_MASK = "no_response_mask"
+    LOG_PROBS_MISMATCH = "log_probs_mismatch"
+    MALFORMED = "malformed"
+    NO_TOKENS = "no_tokens"
+    LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
+    NO_OUTCOME = "no_outcome"
+    OUTCOME_NOT_FINITE = "outcome_not_finite"
+    NO_ENTROPY = "no_entropy"
+    NOT_WORTH_KEEPING = "not_worth_keeping"
+    DUPLICATE = "duplicate"
+    NOT_BETTER = "not_better"
+
+
+class Departure(StrEnum):
+    """Why a trajectory that had entered the pool left it.
+
+    Attributes:
+        TASK_SOLVED: every rollout of a later step succeeded: the task needs no history any more.
+        REPLACED: its task had its full number, and a better one took its place; or it was a demonstration of the same
+            tokens.
+        UNAVAILABLE: the store evicted it.
+        UNREADABLE: what the store has of it is damaged, or is there no more.
+    """
+
+    TASK_SOLVED = "task_solved"
+    REPLACED = "replaced"
+    UNAVAILABLE = "unavailable"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """All that choosing needs to know of a stored trajectory."""
+
+    trajectory_id: int
+    task_id: str
+    entropy: float | None
+    """Mean entropy in nats when it entered; ``None`` of a demonstration, which has none."""
+    outcome: float | None
+    policy_version: int | None
+    digest: bytes
+    """Identifies the tokens."""
+    prompt: Prompt = UNKNOWN_PROMPT
+    """What it answers: made of its tokens and messages whenever it is loaded."""
+    reward_fingerprint: str = ""
+    """Reward function that gave the outcome; empty = unknown."""
+    is_demonstration: bool = False
+    """Whether there are no recorded log-probabilities: :data:`DEMONSTRATION`."""
+    is_corrected: bool = False
+    """Whether the outcome was given late, in the place of the recorded one."""
+
+    @classmethod
+    def of_record(cls, record: AgentTrajectory, trajectory_id: int, digest: bytes) -> PoolEntry:
+        """Return the entry of a trajectory that is shown and not replayed: with what its document says."""
+        return cls(
+            trajectory_id=trajectory_id,
+            task_id=record.task_id,
+            entropy=record.entropy,
+            outcome=None,
+            policy_version=record.policy_version,
+            digest=digest,
+            is_demonstration=is_demonstration(record),
+        )
+
+    @property
+    def known_outcome(self) -> float | None:
+        """The outcome; ``None`` if it is unknown or not finite."""
+        return self.outcome if self.outcome is not None and math.isfinite(self.outcome) else None
+
+
+def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
+    """Return the mean of ``entropys`` over positions with ``response_mask == 1``; ``None`` if that is no number.
+
+    Also ``None`` if the two differ in shape.
+
+    Args:
+        entropys: ``[R]`` floating point, nats.
+        response_mask: ``[R]`` integer or bool.
+    """
+    if entropys.shape != response_mask.shape:
+        return None
+    mask = response_mask.detach()
+    valid = entropys.detach()[mask if mask.dtype == torch.bool else mask == 1].double()
+    if valid.numel() == 0:
+        return None
+    mean = float(valid.mean())
+    return mean if math.isfinite(mean) else None
+
+
+def own_entropy(trajectory: AgentTrajectory) -> float | None:
+    """Return the mean entropy that a trajectory tells of itself, in nats; ``None`` if it tells none.
+
+    The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
+    estimates it from the tokens that were sampled.
+    To be asked of what has no :func:`field_problem`.
+    """
+    mask = llm_mask(trajectory)
+    known = trajectory.entropy if trajectory.entropy is not None and math.isfinite(trajectory.entropy) else None
+    for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
+        if sign < 0 and known is not None:
+            return known
+        if values is not None and mask is not None and values.shape == mask.shape:
+            mean = mean_entropy(values, mask)
+            if mean is not None:
+                return sign * mean
+    return known
+
+
+def token_digest(trajectory: AgentTrajectory) -> bytes:
+    """Return 16 bytes that two trajectories share only if their tokens are equal.
+
+    Without token ids equal texts may have been other tokens: then messages and log-probabilities are compared.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if trajectory.input_ids is not None:
+        digest.update(b"ids" + trajectory.input_ids.to(torch.int64).cpu().contiguous().numpy().tobytes())
+        return digest.digest()
+    said = [(message.get("role"), message.get("content")) for message in trajectory.messages]
+    digest.update(b"messages" + plain_json(said))
+    if trajectory.old_log_probs is not None:
+        digest.update(trajectory.old_log_probs.to(torch.float32).cpu().contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
+    """Return which response tokens the model wrote, bool ``[R]``; ``None`` if the trajectory does not say.
+
+    ``loss_mask`` from ``response_start`` on; without these, ``response_mask``.
+    """
+    if trajectory.loss_mask is not None and trajectory.response_start is not None:
+        return trajectory.loss_mask[trajectory.response_start :] == 1
+    return None if trajectory.response_mask is None else trajectory.response_mask == 1
+
+
+def is_demonstration(trajectory: AgentTrajectory) -> bool:
+    """Return whether a trajectory says that it is a demonstration, and has no log-probabilities."""
+    return trajectory.old_log_probs is None and trajectory.metadata.get(DEMONSTRATION) is True
+
+
+def of_earlier_run(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a rollout of an earlier run as one whose age is unknown; tensors and messages are shared.
+
+    Its ``policy_version`` is on that run's count of steps and says nothing on another's. It goes to
+    ``metadata["earlier_run"]``, and a pool does not fill it in again. Demonstrations, which have none, stay as they
+    are, and so does what a pool will refuse as malformed.
+    """
+    if is_demonstration(trajectory) or EARLIER_RUN in trajectory.metadata or field_problem(trajectory):
+        return trajectory
+    metadata = {**trajectory.metadata, EARLIER_RUN: {"policy_version": trajectory.policy_version}}
+    return replace(trajectory, policy_version=None, metadata=metadata)
+
+
+def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
+    """Return why the trajectory's tokens cannot be replayed; ``None`` if they can."""
+    if trajectory.input_ids is None:
+        return Refusal.NO_TOKENS
+    demonstration = is_demonstration(trajectory)
+    mask = llm_mask(trajectory)
+    if mask is None:
+        return Refusal.NO_RESPONSE_MASK
+    if not bool(mask.any()):
+        return Refusal.NO_LLM_TOKEN
+    log_probs = trajectory.old_log_probs
+    if not demonstration and (log_probs is None or log_probs.shape != mask.shape):
+        return Refusal.LOG_PROBS_MISMATCH
+    if trajectory.response_mask is not None and trajectory.response_mask.shape != mask.shape:
+        return Refusal.LOG_PROBS_MISMATCH
+    tokens, start = len(trajectory.input_ids), trajectory.response_start
+    if tokens < len(mask) if start is None else tokens - start != len(mask):
+        return Refusal.LOG_PROBS_MISMATCH
+    if log_probs is None:
+        return None
+    counted = log_probs[mask].double()  # some kinds of float have no comparison
+    low, high = map(float, torch.aminmax(counted))  # both are nan where one is
+    if not math.isfinite(low) or not math.isfinite(high):
+        return Refusal.LOG_PROBS_MISMATCH
+    return Refusal.LOG_PROBS_ABOVE_ZERO if high > LOG_PROB_ROUNDING else None
+
+
+def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
+    """Return why a trajectory does not enter whatever the pool holds; ``None`` if it may.
+
+    What its tokens lack comes first, then what its entropy lacks, which is a mean over these tokens, and last what no
+    store could keep.
+
+    Args:
+        trajectory: what is to enter, without a :func:`field_problem`.
+        entropy: its mean entropy in nats; ``None`` = unknown. Of a demonstration it does not count.
+    """
+    refusal = _replay_refusal(trajectory, entropy)
+    if refusal is None and record_problem(as_recorded(trajectory, entropy)):
+        return Refusal.MALFORMED
+    return refusal
+
+
+def problem_of(trajectory: AgentTrajectory) -> str:
+    """Return what is wrong with a trajectory that is refused as ``malformed``; empty if nothing is."""
+    return field_problem(trajectory) or record_problem(as_recorded(trajectory, _entropy_of(trajectory)))
+
+
+def new_entry(trajectory: AgentTrajectory, trajectory_id: int, *, is_checked: bool = False) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory that is to enter, or why it does not, whatever the pool holds.
+
+    Args:
+        trajectory: what is to enter.
+        trajectory_id: of the entry.
+        is_checked: whether :func:`field_problem` and :func:`refusal_of` found nothing.
+    """
+    if is_checked:
+        return _entry(trajectory, trajectory_id, _entropy_of(trajectory))
+    if field_problem(trajectory):
+        return Refusal.MALFORMED
+    outcome, entropy = outcome_of(trajectory), _entropy_of(trajectory)
+    if outcome is not None and not math.isfinite(outcome):
+        return Refusal.OUTCOME_NOT_FINITE
+    return refusal_of(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
+
+
+def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory that a store keeps, or why it cannot be replayed.
+
+    Its entropy is the ``entropy`` that it says; without a finite one, :func:`own_entropy`.
+    """
+    entropy = _entropy_of(trajectory)
+    return _replay_refusal(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
+
+
+def _replay_refusal(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
+    """Return why a well-formed trajectory cannot be replayed; ``None`` if it can."""
+    refusal = token_refusal(trajectory)
+    if is_demonstration(trajectory) or (entropy is not None and math.isfinite(entropy)):
+        return refusal
+    neither = refusal is Refusal.LOG_PROBS_MISMATCH and trajectory.old_log_probs is None
+    return Refusal.NO_ENTROPY if refusal is None or neither else refusal
+
+
+def _entropy_of(trajectory: AgentTrajectory) -> float | None:
+    """Return the entropy by which a trajectory is compared; ``None`` of a demonstration, or if it is unknown."""
+    if is_demonstration(trajectory):
+        return None
+    if trajectory.entropy is not None and math.isfinite(trajectory.entropy):
+        return float(trajectory.entropy)
+    return own_entropy(trajectory)
+
+
+def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | None) -> PoolEntry:
+    recorded = trajectory.metadata.get(RECORDED)
+    return PoolEntry(
+        trajectory_id=trajectory_id,
+        task_id=trajectory.task_id,
+        entropy=entropy,
+        outcome=outcome_of(trajectory),
+        policy_version=trajectory.policy_version,
+        digest=token_digest(trajectory),
+        prompt=prompt_of(trajectory),
+        reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
+        is_demonstration=is_demonstration(trajectory),
+        is_corrected=isinstance(recorded, dict) and "outcome" in recorded,
+    )
+
+
+def with_reward_fingerprint(trajectory: AgentTrajectory, fingerprint: str) -> AgentTrajectory:
+    """Return a trajectory that says which reward function gave its outcome, unless it says so already.
+
+    One that is malformed stays as it is.
+    """
+    if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata or field_problem(trajectory):
+        return trajectory
+    return replace(trajectory, metadata={**trajectory.metadata, REWARD_FINGERPRINT: fingerprint})

@@ -1,0 +1,280 @@
+"""Pools between a store and files, and rollouts that exist already into a pool: what ``trajstore pool`` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainer_hooks.replay.entry import EARLIER_RUN, of_earlier_run
+from trainer_hooks.replay.journal import JOURNAL_KEY
+from trainer_hooks.replay.message_rows import MessageTokenizer
+from trainer_hooks.replay.outcomes import asked_for, is_replayed, known_outcome
+from trainer_hooks.replay.persistence import newest_pool
+from trainer_hooks.replay.pool import ExperienceManager
+from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
+from trainer_hooks.replay.store import BufferStore
+from trajstore.core.reading.places import POOL_FILES, find_place
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    StoreError,
+    StoreNotFoundError,
+    listed,
+)
+from trajstore.trajectory import AgentTrajectory
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an export or import did.
+
+    Attributes:
+        source: where it was read from: of several ``step_N`` the one that was taken.
+        trajectories: trajectories in the pool afterwards.
+        tasks: tasks with trajectories.
+        refused: how many were not taken, by reason (see ``Refusal``).
+        read: what was looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are together.
+        before: trajectories that were in the pool before; 0 where files have replaced them.
+        entered: what entered the pool: ``trajectories`` are those ``before`` and those that entered, without those that
+            ``left``.
+        left: how many left the pool in the course of it, by reason (see ``Departure``).
+        left_out: a sentence on each kind of rollout of a store that was never to enter, with their number.
+        unreadable: trajectories of the store that was read which are damaged, and left out.
+        tokenized: how many had messages only, and have the tokens that a tokenizer made of them.
+        without_log_probs: how many of these have no recorded log-probs that fit the tokens.
+    """
+
+    source: str
+    trajectories: int
+    tasks: int
+    refused: Counter[str]
+    read: int = 0
+    before: int = 0
+    entered: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    left_out: tuple[str, ...] = ()
+    unreadable: int = 0
+    tokenized: int = 0
+    without_log_probs: int = 0
+
+
+def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exchanged:
+    """Write the pool of a store as files, ``difficulty2task_dict.json`` and the others; also of a run that goes on.
+
+    Args:
+        store: directory or URL of the pool's store; only read.
+        folder: to be written, such as ``experience_pool/step_120``; one that exists is replaced.
+        rules: matter to records of earlier versions only, which do not say what left the pool for them.
+
+    Raises:
+        StoreNotFoundError: there is no store.
+        ConfigurationError: what lies there is no pool, or ``folder`` is a file.
+        CorruptStoreError: the store holds no pool that can be understood.
+        StoreWriteError: the folder did not reach the disk.
+    """
+    check_is_pool(store)
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigurationError(f"{folder}: is a file; give the folder that is to be written")
+    with _Reader(store) as reader:
+        manager = ExperienceManager(rules, store=reader)
+        manager.save_experience_pool_to_disk(folder)
+        return Exchanged(
+            str(store), len(manager), len(manager.get_task_ids()), manager.refused, unreadable=reader.unreadable
+        )
+
+
+def import_pool(
+    store: str | Path,
+    source: str | Path,
+    rules: PoolRules,
+    *,
+    replace: bool = False,
+    same_run: bool = False,
+    tokenizer: MessageTokenizer | None = None,
+    task_prefix: str = "",
+) -> Exchanged:
+    """Fill the pool of a store, which is made if there is none, from files or from rollouts.
+
+    Rollouts enter as they would have during training, step by step. Entering again they end as the same pool,
+    unless ``save_filter="best"`` draws by ``exp_select_mode="random"``.
+
+    Args:
+        store: directory or URL of the pool's store.
+        source: files of a pool (ours or AgentEvolver's), a folder ``experience_pool`` (its newest step), or a store of
+            agent rollouts, which enter step by step in order of their policy versions.
+        rules: what enters.
+        replace: whether a pool that holds something may be replaced by files. Rollouts are always added.
+        same_run: whether policy versions are on the count of steps of the run that will use the pool, since it goes on
+            from the checkpoint of theirs. Else an earlier run made them, and their age is unknown (``of_earlier_run``).
+        tokenizer: of the run that will use the pool, for rollouts that have messages only.
+        task_prefix: comes before the name of every task: the run that will use the pool calls tasks so.
+
+    Raises:
+        ConfigurationError: what lies at ``store`` is no pool; or the pool holds something and is not to be replaced, or
+            is of another tokenizer; or the files have messages only, and there is no tokenizer.
+        StoreNotFoundError: there is nothing at ``source``.
+        StoreLockedError: a run is using the store.
+        CorruptStoreError: what lies there cannot be read.
+    """
+    path = Path(source)
+    files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
+    if files is None and path.exists() and Path(store).exists() and path.samefile(store):
+        raise ConfigurationError(f"{store}: is both the pool and what is to enter it; name another store of rollouts")
+    if files is None:
+        with _Reader(source) as reader:  # before a pool is begun: there may be nothing to read
+            rollouts, unreadable = reader.rollouts(), reader.unreadable
+    check_is_pool(store)
+    with BufferStore.open(store) as buffer:
+        manager = ExperienceManager(rules, store=buffer, tokenizer=tokenizer)
+        before, entered = len(manager), 0
+        if files is None:
+            left_out: dict[LeftOut, int] = {}
+            with_task = [dataclasses.replace(one, task_id=task_prefix + one.task_id) for one in rollouts if one.task_id]
+            for step, made in itertools.groupby(with_task, _step_of):
+                several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]
+                offered, refused = manager.admit(several, asked_for(several), left_out=left_out)
+                entered += offered - refused
+            said, read = _sentences(left_out, rollouts, rules), len(rollouts) + unreadable
+        else:
+            if len(manager) and not replace:
+                raise ConfigurationError(
+                    f"{store}: the pool holds {len(manager)} trajectories, which an import from files replaces; say so"
+                    " (--replace), or give another store"
+                )
+            read = manager.load_experience_pool_from_disk(files, same_run=same_run, task_prefix=task_prefix)
+            said, entered, unreadable, before = (), read - manager.refused.total(), 0, 0
+        manager.flush()
+        return Exchanged(
+            str(files or source),
+            len(manager),
+            len(manager.get_task_ids()),
+            manager.refused,
+            read=read,
+            before=before,
+            entered=entered,
+            left=manager.left,
+            left_out=said,
+            unreadable=unreadable,
+            tokenized=manager.tokenized.made,
+            without_log_probs=manager.tokenized.without_log_probs,
+        )
+
+
+def check_is_pool(store: str | Path) -> None:
+    """Refuse a place that holds something, but no pool: entries among other trajectories would be lost to both.
+
+    Nothing there, and a store without a trajectory, pass.
+
+    Raises:
+        ConfigurationError: it holds something else; says what.
+        StoreNotFoundError: it is a file.
+        CorruptStoreError: what lies there cannot be read.
+    """
+    try:
+        place = find_place(store)
+    except StoreNotFoundError:
+        if "://" not in str(store) and Path(store).is_file():
+            raise
+        return
+    if place.kind != "store":
+        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
+        folder = "a run directory" if place.rank_names else "a folder"
+        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{store}: holds {found}; give the directory of the pool's store")
+    with _Reader(store) as reader:
+        numbers = reader.ids()
+        if not numbers or reader.holds_pool():
+            return
+    raise ConfigurationError(
+        f"{store}: holds {len(numbers):,} trajectories (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
+        " whose entries would lie among them; give the pool a directory of its own"
+    )
+
+
+def _sentences(
+    left_out: Mapping[LeftOut, int], rollouts: Sequence[AgentTrajectory], rules: PoolRules
+) -> tuple[str, ...]:
+    """Return how many rollouts were never to enter, and why, the most frequent first."""
+    low, high = rules.experience_lbound, rules.experience_rbound
+    positive = rules.save_filter == "positive"
+    below = [one for one in rollouts if not is_replayed(one) and not is_worth_keeping(one, rules)]
+    highest = max((outcome for one in below if (outcome := known_outcome(one)) is not None), default=0.0)
+    what = "have no outcome above 0" if positive else "are no successes"
+    least = "save_filter positive" if positive else f"success_threshold {rules.success_threshold:g}"
+    said: dict[LeftOut, str] = {
+        "replayed": "came out of a pool themselves",
+        "not_worth_keeping": f"{what}: the highest outcome is {highest:g}, {least}",
+        "solved": "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
+        " without a failure since, is a success",
+        "out_of_bounds": f"are of tasks with not more than {low} or not fewer than {high} successes out of"
+        f" {rules.n_rollout} (n_rollout)",
+        "not_best": "are not the best of their task and step (save_filter)",
+    }
+    found = Counter({said[reason]: count for reason, count in left_out.items()})
+    found["have no task_id"] = sum(not one.task_id for one in rollouts)
+    return tuple(f"{count:,} {reason}" for reason, count in (+found).most_common())
+
+
+def _step_of(rollout: AgentTrajectory) -> int:
+    """Return the step that made a rollout, on its own run's count; those that name none come first."""
+    said = rollout.metadata.get(EARLIER_RUN)
+    version = said.get("policy_version") if isinstance(said, Mapping) else rollout.policy_version
+    return version if isinstance(version, int) else -1
+
+
+class _Reader(BufferStore):
+    """A store of agent trajectories, loaded into a buffer that does not write."""
+
+    def __init__(self, path: str | Path) -> None:
+        from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+
+        if "://" not in str(path) and not Path(path).is_dir():
+            raise StoreNotFoundError(f"{path}: no such directory")
+        self.store_id = ""
+        self._damaged: set[int] = set()
+        self._path = path
+        self._buffer = TrajectoryReplayBuffer(enable_cache=False)
+        self._absent = self._buffer.load_checkpoint(str(path), strict=False)
+
+    @property
+    def unreadable(self) -> int:
+        """Trajectories whose files are absent or, of those that were asked for, damaged."""
+        return self._absent + len(self._damaged)
+
+    def rollouts(self) -> list[AgentTrajectory]:
+        """Return all that can be read, in order of their policy versions, unknown ones first."""
+        found = []
+        for number in self.ids():
+            with suppress(CorruptStoreError):  # it is counted
+                one = self.get(number)
+                if one.task_id or JOURNAL_KEY not in one.metadata:  # what another pool says of its tasks is no rollout
+                    found.append(one)
+        return sorted(found, key=_step_of)
+
+    def holds_pool(self) -> bool:
+        """Return whether a record is an experience pool's. In a pool's store the newest one is."""
+        for number in reversed(self.ids()):
+            try:
+                one = self._buffer.get(number)
+            except StoreError:
+                continue  # damaged: others tell
+            if isinstance(one, AgentTrajectory) and JOURNAL_KEY in one.metadata:
+                return True
+        return False
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        try:
+            trajectory = super().get(trajectory_id)
+        except CorruptStoreError:
+            self._damaged.add(trajectory_id)
+            raise
+        except InvalidTrajectoryError as error:
+            raise ConfigurationError(f"{self._path}: {error}") from error
+        return replace(trajectory, notes={}) if trajectory.notes else trajectory  # of their own store

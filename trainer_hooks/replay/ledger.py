@@ -1,0 +1,368 @@
+"""The pool's state together with the store that it is kept in: every change is first a record there; and its cuts.
+
+A store that fails therefore leaves the state as it was, and a crash loses a tail of the changes: never more
+than the store had not yet written.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer_hooks.replay import journal
+from trainer_hooks.replay.buckets import DifficultyBuckets
+from trainer_hooks.replay.entry import Departure, PoolEntry
+from trainer_hooks.replay.journal import (
+    GeneratorState,
+    PoolState,
+    TaskChange,
+    Uses,
+    recover,
+    set_generator_state,
+    uses_from_json,
+    uses_to_json,
+)
+from trainer_hooks.replay.outcomes import outcome_of
+from trainer_hooks.replay.persistence import from_plain, to_plain
+from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.selection import AdmissionPlan
+from trainer_hooks.replay.store import BufferStore, PoolStore
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, TrajectoryUnavailableError
+from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+    from trajstore.query import Query
+
+logger = logging.getLogger(__name__)
+
+COMPACT_AFTER = 64
+"""A snapshot is written after this many task records and dead trajectories, or after this many additions and
+half as many as the pool holds. So the newest snapshot is never among the older half of a store's records, and
+a store whose capacity evicts its oldest gives up trajectories, not the journal."""
+
+
+class PoolLedger:
+    """Opens the pool that a store holds, and changes both alike.
+
+    Args:
+        store: where records are kept.
+        rules: by which the store's records are read.
+        generator: put into the recorded state, if there is one; recorded with every change.
+
+    Raises:
+        CorruptStoreError: a record of the pool cannot be understood.
+    """
+
+    def __init__(self, store: PoolStore, rules: PoolRules, generator: np.random.Generator) -> None:
+        found = recover(store, rules)
+        if found.generator is not None:
+            journal.set_generator_state(generator, found.generator)
+        self.state = found.state
+        """What the pool holds. Changed by this class only."""
+        self.generator = generator
+        self.global_steps = found.global_steps
+        """The training step that records are made at."""
+        self.fingerprint = found.fingerprint
+        """Tokenizer of the recovered trajectories; empty if unknown."""
+        self.left: Counter[str] = Counter()
+        """How many trajectories have left the state since it was opened, by reason (see ``Departure``). Records that
+        could not be read then are among them."""
+        self._count(Departure.UNREADABLE, found.unreadable)
+        self.store = store
+        self._sequence = found.sequence
+        self._records = found.records
+        self._garbage = found.garbage
+        self._added = found.added
+        self._held: frozenset[int] = frozenset()
+        self._drawn: dict[tuple[str, bytes], None] = {}
+
+    def query(self, relation: str) -> Query:
+        """Ask about all that the store has.
+
+        Raises:
+            ConfigurationError: the store has no index.
+        """
+        if not isinstance(self.store, BufferStore):
+            raise ConfigurationError(
+                "query: the pool is not kept in a buffer, which would have the facts; give it one, "
+                "store=BufferStore.open(path)"
+            )
+        return self.store.query(relation)
+
+    def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
+        """Return entries with their records, which are not to be changed.
+
+        What the store gave up leaves the pool, and so does, with a warning, what it cannot read.
+        """
+        found = []
+        for entry in entries:
+            try:
+                found.append((entry, self.store.get(entry.trajectory_id)))
+            except TrajectoryUnavailableError:
+                logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
+                self._forget(entry, Departure.UNAVAILABLE)
+            except StoreError as error:  # one damaged record does not hide the others
+                journal.warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
+                self._forget(entry, Departure.UNREADABLE)
+        return found
+
+    def correct(self) -> None:
+        """Go by the outcomes that trajectories were given late, or no longer by those that were taken back."""
+        given = self.store.outcomes_given()
+        changed = [
+            entry
+            for entry in self.state.all_entries()
+            if (given.get(entry.trajectory_id) != entry.outcome if entry.trajectory_id in given else entry.is_corrected)
+        ]
+        for entry, record in self.read(changed):
+            outcome, corrected = outcome_of(record), entry.trajectory_id in given
+            logger.warning(
+                "experience pool: a trajectory of task %s (record %d) has the outcome %s that %s",
+                entry.task_id,
+                entry.trajectory_id,
+                outcome,
+                "it was given late" if corrected else "was recorded, since a later one was taken back",
+            )
+            fresh = replace(entry, outcome=outcome, is_corrected=corrected)
+            held = self.state.entries[entry.task_id]
+            self.state.set_entries(entry.task_id, tuple(fresh if one is entry else one for one in held))
+
+    def change(self, changes: Mapping[str, TaskChange]) -> None:
+        """Record changes to buckets and skip set, and carry them out. What changes nothing is not recorded."""
+        needed = {task: change for task, change in changes.items() if self.state.differs(task, change)}
+        if not needed:
+            return
+        record = journal.tasks_record(
+            needed,
+            uses={key: self.state.uses[key] for key in self._drawn if key in self.state.uses},
+            sequence=self._sequence,
+            global_steps=self.global_steps,
+            generator=self.generator,
+        )
+        self._records.extend(self.store.add_trajectories([record]))
+        self._drawn = {}
+        self._sequence += 1
+        left = self.state.apply(needed)
+        self._count(Departure.TASK_SOLVED, len(left))
+        self._garbage.extend(left)
+        self._compact_if_due()
+
+    def note_used(self, entries: Sequence[PoolEntry]) -> None:
+        """Count one use of each of these entries. It is recorded with the next change of the pool."""
+        for entry in entries:
+            key = (entry.task_id, entry.digest)
+            self.state.uses[key] = self.state.uses.get(key, 0) + 1
+            self._drawn[key] = None
+
+    def add(self, plan: AdmissionPlan) -> None:
+        """Store the trajectories of a plan, and carry the plan out."""
+        records = [
+            journal.record_of(one, "entry", self.global_steps, replaces=plan.replaces.get(number))
+            for number, one in plan.accepted.items()
+        ]
+        for task, entries in plan.with_ids(self.store.add_trajectories(records) if records else []).items():
+            self.state.set_entries(task, entries)
+        self._count(Departure.REPLACED, plan.displaced)
+        self._garbage.extend(plan.replaces.values())
+        self._added += len(records)
+        self._compact_if_due()
+
+    def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
+        """Put stored trajectories into a state that is to replace this one; those no longer kept are left out."""
+        self._count(Departure.UNREADABLE, fresh.adopt(self.store, ids)[1])
+
+    def replace(self, fresh: PoolState, plan: AdmissionPlan, global_steps: int, generator: np.random.Generator) -> None:
+        """Make ``fresh``, with the trajectories of ``plan``, the state. In the store this happens at one record.
+
+        The generator takes over the other one's state.
+        """
+        records = [journal.record_of(one, "staged", global_steps) for one in plan.accepted.values()]
+        fresh.entries.update(plan.with_ids(self.store.add_trajectories(records) if records else []))
+        fresh.uses = fresh.live_uses()
+        before = {entry.trajectory_id for entry in self.state.all_entries()}
+        live = {entry.trajectory_id for entry in fresh.all_entries()}
+        try:
+            snapshot = self._write_snapshot(fresh, global_steps, generator)
+        except BaseException:
+            self._garbage.extend(live - before)
+            raise
+        self._garbage = sorted({*self._garbage, *self._records, *before} - live)
+        self._count(Departure.REPLACED, plan.displaced)
+        fresh.rows = self.state.rows
+        self.state, self._records, self.global_steps = fresh, snapshot, global_steps
+        self._drawn = {}
+        journal.set_generator_state(self.generator, journal.generator_state(generator))
+        self._collect()
+
+    def hold(self, ids: Collection[int]) -> None:
+        """Keep these trajectories in the store even when they leave the pool, until the next call."""
+        self._held = frozenset(ids)
+
+    def compact(self) -> None:
+        """Write the whole state as one record, and give up the records that no longer matter.
+
+        Trajectories that the store gave up by itself leave the state.
+        """
+        before = self.state.count()
+        self.state.keep_only(set(self.store.ids()))
+        self._count(Departure.UNAVAILABLE, before - self.state.count())
+        self.state.uses = self.state.live_uses()
+        snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
+        self._drawn = {}
+        self._garbage.extend(self._records)
+        self._records = snapshot
+        self._collect()
+
+    def _forget(self, entry: PoolEntry, reason: Departure) -> None:
+        self.state.forget(entry)
+        self._count(reason, 1)
+
+    def _count(self, reason: Departure, number: int) -> None:
+        if number:
+            self.left[reason.value] += number
+
+    def _compact_if_due(self) -> None:
+        dead = len(self._records) + len(self._garbage) - len(self._held.intersection(self._garbage))
+        grown = self._added >= COMPACT_AFTER and self._added >= self.state.count() // 2
+        if dead >= COMPACT_AFTER or grown:
+            self.compact()
+
+    def _write_snapshot(self, state: PoolState, global_steps: int, generator: np.random.Generator) -> list[int]:
+        snapshot = journal.snapshot_record(
+            state, sequence=self._sequence, global_steps=global_steps, generator=generator
+        )
+        ids = self.store.add_trajectories([snapshot])
+        self._sequence += 1
+        self._added = 0
+        return ids
+
+    def _collect(self) -> None:
+        self.store.flush()  # nothing is given up before that which replaces it is durable
+        self.store.evict([number for number in self._garbage if number not in self._held])
+        self._garbage = [number for number in self._garbage if number in self._held]
+
+
+POOL_FACTS: Mapping[str, str] = {
+    "difficulty": "successes of the task in its newest step; null where it is in no bucket",
+    "pool_entropy": "mean entropy of the history when it entered, in nats; null of a demonstration",
+    "uses": "how often the history was drawn",
+    "demonstration": "whether it is a demonstration, which has no log-probs",
+}
+"""Names of the facts, and what each is."""
+
+
+def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
+    """Return the facts of the histories that a pool holds, with :data:`POOL_FACTS`.
+
+    Args:
+        facts: of all that its store has.
+        state: of the pool.
+    """
+    from trajstore.query.engine import polars  # a pool in memory needs none of it
+
+    pl = polars()
+    entries = list(state.all_entries())
+    known = pl.DataFrame(
+        {
+            "trajectory_id": [entry.trajectory_id for entry in entries],
+            "difficulty": [state.buckets.difficulty(entry.task_id) for entry in entries],
+            "pool_entropy": [entry.entropy for entry in entries],
+            "uses": state.uses_of(entries),
+            "demonstration": [entry.is_demonstration for entry in entries],
+        },
+        schema={
+            **dict.fromkeys(("trajectory_id", "difficulty"), pl.Int64),
+            "pool_entropy": pl.Float64,
+            "uses": pl.Int64,
+            "demonstration": pl.Boolean,
+        },
+    )
+    others = facts.drop(known.columns[1:], strict=False)
+    found: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
+    return found
+
+
+Draws = list[tuple[dict[int, int], dict[int, int]]]
+"""Of each step, the tasks that could be drawn and those that were: how many, by difficulty."""
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PoolCut:
+    """Everything but the rules. Trajectories are named by their id in a durable store, or contained."""
+
+    difficulty2task_dict: dict[int, list[str]]
+    skip_uid_set: list[str]
+    generator: GeneratorState
+    global_steps: int
+    refused: dict[str, int]
+    tokenizer_fingerprint: str
+    store_id: str
+    """The store whose ids ``entries`` has."""
+    entries: dict[str, list[int]]
+    trajectories: dict[str, list[AgentTrajectory]]
+    uses: Uses = field(default_factory=dict)
+    """How often each trajectory was drawn; cuts of earlier versions have none."""
+    waiting: list[str] = field(default_factory=list)
+    """Tasks that gave way to tasks with history; cuts of earlier versions have none."""
+    draws: Draws = field(default_factory=list)
+    """What was drawn in the newest steps; cuts of earlier versions have none."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cut as plain containers; inverse of :meth:`from_dict`."""
+        plain = {task: [to_plain(one) for one in held] for task, held in self.trajectories.items()}
+        return {**vars(self), "version": _VERSION, "trajectories": plain, "uses": uses_to_json(self.uses)}
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> PoolCut:
+        """Return the cut that :meth:`to_dict` described.
+
+        Raises:
+            CorruptStoreError: ``value`` is no such description.
+        """
+        try:
+            if value["version"] != _VERSION:
+                raise ValueError(f"version {value['version']!r}, this program reads {_VERSION}")
+            return PoolCut(
+                difficulty2task_dict={int(key): list(tasks) for key, tasks in value["difficulty2task_dict"].items()},
+                skip_uid_set=list(value["skip_uid_set"]),
+                generator=dict(value["generator"]),
+                global_steps=int(value["global_steps"]),
+                refused={str(reason): int(count) for reason, count in value["refused"].items()},
+                tokenizer_fingerprint=str(value["tokenizer_fingerprint"]),
+                store_id=str(value["store_id"]),
+                entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
+                trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
+                uses=uses_from_json(value.get("uses", ())),
+                waiting=[str(task) for task in value.get("waiting", ())],
+                draws=[(_counts(could), _counts(did)) for could, did in value.get("draws", ())],
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
+
+    def state(self) -> PoolState:
+        """Return buckets and skip set as a pool's state without trajectories."""
+        buckets = DifficultyBuckets(self.difficulty2task_dict)
+        skip, waiting = dict.fromkeys(self.skip_uid_set), dict.fromkeys(self.waiting)
+        return PoolState(buckets, skip, uses=dict(self.uses), waiting=waiting)
+
+    def make_generator(self) -> np.random.Generator:
+        """Return a random generator in the cut's state."""
+        generator = np.random.Generator(np.random.PCG64())
+        set_generator_state(generator, self.generator)
+        return generator
+
+
+def _counts(value: Mapping[Any, Any]) -> dict[int, int]:
+    """Return numbers by difficulty; JSON has made texts of the keys."""
+    return {int(difficulty): int(count) for difficulty, count in value.items()}

@@ -1,0 +1,156 @@
+"""A pool as it is now, for whoever looks at it: in a store that its run goes on writing, or in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer_hooks.replay.buckets import DifficultyBuckets
+from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, token_digest
+from trainer_hooks.replay.journal import JOURNAL_KEY, PoolState, recover, trajectory_of_entry
+from trainer_hooks.replay.ledger import with_pool_facts
+from trainer_hooks.replay.persistence import read_pool
+from trainer_hooks.replay.rules import PoolRules
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.store.run_ids import id_from
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
+from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+    from trajstore.query import Query
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenPool:
+    """What a pool holds at a moment.
+
+    Attributes:
+        buffer: has its histories, perhaps among other records.
+        state: of the pool.
+        difficulties: tasks per difficulty by step, as far back as it is told.
+        of_files: whether three files have it, which do not say how often histories were drawn, and when they came.
+    """
+
+    buffer: Reader
+    state: PoolState
+    difficulties: Mapping[int, Mapping[int, int]]
+    of_files: bool = False
+
+    def __len__(self) -> int:
+        return self.state.count()
+
+    def query(self) -> Query:
+        """Ask about the histories; see :meth:`ExperienceManager.query`."""
+        whole = self.buffer.query()
+        return replace(whole, facts=lambda: self._told(whole.facts()))
+
+    def _told(self, facts: DataFrame) -> DataFrame:
+        found = with_pool_facts(facts, self.state)
+        unknown = ("uses", "committed") if self.of_files else ()
+        return found.with_columns(found[name].clear(len(found)) for name in unknown)
+
+    def get(self, shown: str) -> AgentTrajectory:
+        """Return a history by its id, without the pool's own mark.
+
+        Raises:
+            TrajectoryUnavailableError: the pool has none of this id.
+            CorruptStoreError: it is damaged.
+        """
+        number = id_from("trajectory_id", shown)
+        if all(entry.trajectory_id != number for entry in self.state.all_entries()):
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown}: it is none of the pool: it has left it, or is a record of its journal"
+            )
+        found = self.buffer.get(number)
+        if not isinstance(found, AgentTrajectory):
+            raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which is no history of a pool")
+        return trajectory_of_entry(found)
+
+
+class Records:
+    """The records of a pool's store, each read once, as recovery takes them.
+
+    Args:
+        reader: shows the store.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._known: dict[int, AgentTrajectory] = {}
+        """Records without messages and tokens."""
+        self._entries: dict[int, PoolEntry | Refusal] = {}
+        self._difficulties: dict[int, dict[int, int]] = {}
+
+    def look(self) -> SeenPool:
+        """Return the pool as the reader shows it now.
+
+        Difficulties are told from the journal's newest snapshot on, and those seen before it stay known.
+
+        Raises:
+            CorruptStoreError: its journal cannot be understood.
+        """
+        found = recover(self, PoolRules(n_rollout=1), lambda _, number: self._entries[number])
+        kept = set(self.ids())
+        self._known = {number: record for number, record in self._known.items() if number in kept}
+        self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
+        first = min(found.difficulties, default=0)
+        earlier = {step: sizes for step, sizes in self._difficulties.items() if step < first}
+        self._difficulties = earlier | found.difficulties
+        return SeenPool(self._reader, found.state, self._difficulties)
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        known = self._known.get(trajectory_id)
+        if known is not None:
+            return known
+        record = self._reader.get(trajectory_id)
+        if not isinstance(record, AgentTrajectory):
+            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which is no record of a pool")
+        mark = {key: value for key, value in record.metadata.items() if key == JOURNAL_KEY}
+        self._entries[trajectory_id] = entry_of(record, trajectory_id)
+        light = AgentTrajectory(
+            task_id=record.task_id, metadata=mark, tokenizer_fingerprint=record.tokenizer_fingerprint
+        )
+        self._known[trajectory_id] = light
+        return light
+
+    def ids(self) -> list[int]:
+        return [int(number) for number in self._reader.trajectory_ids]
+
+
+def pool_of_files(directory: Path) -> tuple[SeenPool, str | None]:
+    """Return the pool that three files have, all of it in memory, and what of it cannot be read; None if all can.
+
+    Histories are numbered in the order of the file. How often they were drawn, the files do not say.
+
+    Raises:
+        StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: as by ``read_pool``.
+    """
+    contents = read_pool(directory)
+    lost = list(contents.unreadable)
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    state = PoolState(DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set))
+    for task, held in contents.task2trajectories.items():
+        entries = []
+        for place, one in enumerate(held):
+            try:
+                (number,) = buffer.add_trajectories([one])
+            except InvalidTrajectoryError as error:
+                lost.append(f"{directory}: trajectory {place} of task {task!r}: {error}")
+                continue
+            entries.append(_entry(one, number))
+        state.set_entries(task, tuple(entries))
+    told = f"{len(lost)} trajectories cannot be shown: {listed(lost, 3)}" if lost else None
+    return SeenPool(buffer, state, {}, of_files=True), told
+
+
+def _entry(one: AgentTrajectory, number: int) -> PoolEntry:
+    """Return the entry of a history; of one that could not be replayed, with what it says itself."""
+    found = entry_of(one, number)
+    if isinstance(found, PoolEntry):
+        return found
+    return PoolEntry.of_record(one, number, token_digest(one))

@@ -1,0 +1,178 @@
+"""Histories that have messages and no tokens, as rows that can be replayed, by a tokenizer of Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from trainer_hooks.replay.contract import fingerprint_of
+from trainer_hooks.replay.control_tokens import ControlTokens
+from trainer_hooks.replay.conversation import ChatTemplate, Context, with_tokens
+from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
+from trainer_hooks.replay.wellformed import field_problem
+from trajstore.core.base.arguments import one_of
+from trajstore.core.columns.limits import shown
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+NEEDS_TOKENIZER = (
+    "give the run's tokenizer, with its chat template: ReplayHook(tokenizer=...),"
+    " or `trajstore pool import --tokenizer`"
+)
+"""The remedy for trajectories that have messages only."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageTokenizer:
+    """Makes rows of messages, as the run that will replay them does.
+
+    Attributes:
+        template: makes the tokens.
+        control: names of control tokens in texts are taken apart, so that no text ends a message.
+        fingerprint: of tokenizer and chat template.
+        context: ``linear``, a conversation is one row; or ``linear_think``, a row for each turn of the model.
+        think_hint: ``linear_think``: see :func:`~trainer_hooks.replay.conversation.rows_of_messages`.
+
+    Raises:
+        ConfigurationError: ``think_hint`` has no effect in the context.
+    """
+
+    template: ChatTemplate
+    control: ControlTokens
+    fingerprint: str
+    context: Context = "linear"
+    think_hint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.think_hint and self.context != "linear_think":
+            raise ConfigurationError(f"think_hint: {self.think_hint!r}, has no effect with context {self.context}")
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, context: Context = "linear", think_hint: str = "", **template_options: Any
+    ) -> MessageTokenizer:
+        """Return that of a Hugging Face tokenizer.
+
+        Args:
+            tokenizer: with its chat template.
+            context: as above.
+            think_hint: as above.
+            template_options: for the chat template, such as ``tools``.
+
+        Raises:
+            ConfigurationError: it is no tokenizer, or has no chat template.
+        """
+        one_of("context", context, get_args(Context))
+        if not hasattr(tokenizer, "get_vocab"):
+            raise ConfigurationError(
+                f"tokenizer: {shown(tokenizer)} is a {type(tokenizer).__name__}, must be a tokenizer of Hugging Face"
+                " (load_tokenizer returns one)"
+            )
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigurationError("tokenizer: has no chat template, which makes tokens of messages; give one")
+        control = ControlTokens.of(tokenizer, in_messages=True)
+        return cls(
+            ChatTemplate.of(tokenizer, **template_options), control, fingerprint_of(tokenizer), context, think_hint
+        )
+
+    def rows_of(self, trajectory: AgentTrajectory) -> AgentTrajectory:
+        """Return a history with the rows of its messages; one that has tokens as it is.
+
+        Recorded log-probs stay where they fit the tokens (``with_tokens``). A history without is marked as a
+        demonstration, which has no policy version and is replayed with the log-probs of the current policy.
+
+        Raises:
+            InvalidTrajectoryError: the messages cannot become rows; names the message.
+        """
+        if trajectory.input_ids is not None:
+            return trajectory
+        messages, _ = self.control.taken_out_of([dict(message) for message in trajectory.messages])
+        made = with_tokens(
+            dataclasses.replace(trajectory, messages=messages), self.template, self.context, self.think_hint
+        )
+        if made.old_log_probs is None:
+            made = dataclasses.replace(of_earlier_run(made), entropy=None)
+            made.metadata = {**made.metadata, DEMONSTRATION: True}
+        return dataclasses.replace(made, tokenizer_fingerprint=self.fingerprint)
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What became of histories.
+
+    Attributes:
+        histories: all of them, in order; those that could not become rows as they were.
+        made: how many had messages only and have rows now.
+        without_log_probs: how many of these have no log-probs that fit their tokens.
+        problems: of those that could not become rows, why; counted.
+    """
+
+    histories: list[AgentTrajectory]
+    made: int = 0
+    without_log_probs: int = 0
+    problems: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def __add__(self, other: Tokenized) -> Tokenized:
+        """Return the numbers of both, without the histories."""
+        made, without = self.made + other.made, self.without_log_probs + other.without_log_probs
+        return Tokenized([], made, without, self.problems + other.problems)
+
+    def tell(self, source: object) -> None:
+        """Say what was made of histories without tokens; nothing if there were none."""
+        if self.made:
+            logger.warning(
+                "%s: %d trajectories have messages only; they are replayed with the tokens that the tokenizer makes of"
+                " them, %d of them with the current policy's log-probs, since none that fit these tokens are recorded",
+                source,
+                self.made,
+                self.without_log_probs,
+            )
+        for problem, count in self.problems.most_common(3):
+            logger.warning("%s: %d trajectories cannot become tokens: %s", source, count, problem)
+
+
+def tokenized(histories: Sequence[AgentTrajectory], tokenizer: MessageTokenizer) -> Tokenized:
+    """Return histories with rows of their messages, each by itself: one that cannot become rows stays as it is."""
+    made: list[AgentTrajectory] = []
+    problems: Counter[str] = Counter()
+    for one in histories:
+        if field_problem(one) or not all(isinstance(message, Mapping) for message in one.messages):
+            made.append(one)  # it will be refused as malformed
+            continue
+        try:
+            made.append(tokenizer.rows_of(one))
+        except InvalidTrajectoryError as error:
+            problems[str(error)] += 1
+            made.append(one)
+    changed = [new for new, old in zip(made, histories, strict=True) if new is not old]
+    return Tokenized(made, len(changed), sum(one.old_log_probs is None for one in changed), problems)
+
+
+def tokenizer_at(path: str | Path) -> Any:
+    """Return the tokenizer in a folder, or of a name in the cache of a model hub. Nothing is fetched.
+
+    Raises:
+        ConfigurationError: it cannot be loaded.
+        MissingDependencyError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingDependencyError("transformers", "demo") from error
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises nearly anything for what holds none
+        if not Path(path).is_dir():
+            raise ConfigurationError(
+                f"tokenizer: {path}: no such folder, and no name in the cache of the model hub on this machine; give"
+                " the folder of the run's model, or fetch it first (`hf download`)"
+            ) from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"tokenizer: {path}: cannot be loaded from this folder: {said[:300]}") from error

@@ -1,0 +1,253 @@
+"""A pool as files: ``experience_pool/step_N/`` with two JSON documents and a pickle of plain containers.
+
+==================================== ============================================================
+``difficulty2task_dict.json``        ``{"3": ["task_1", ...], ...}``
+``skip_uid_set.json``                ``["task_7", ...]``
+``task2trajectories.pkl``            ``{"task_1": [{field: value}, ...], ...}``: the fields of
+                                     ``AgentTrajectory``, tensors as lists of numbers, their
+                                     dtypes under ``"dtypes"``, the reward as a dict
+==================================== ============================================================
+
+AgentEvolver writes the same three files, its pickle holding objects of its own classes; these are read too
+(:mod:`trainer_hooks.replay.agentevolver`). It cannot read ours: its code expects its own objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from trainer_hooks.replay.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
+from trainer_hooks.replay.outcomes import outcome_of
+from trajstore.core.columns.limits import shown
+from trajstore.core.columns.schema import dtypes
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.files.folders import publish_folder
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.formats.pickles.safe_pickle import safe_loads
+from trajstore.core.reading.places import POOL_FILES
+from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
+
+logger = logging.getLogger(__name__)
+
+TRAJECTORIES_FILE, BUCKETS_FILE, SKIP_FILE = POOL_FILES
+
+_STEP = re.compile(r"step_(\d+)")
+_FIELDS = {field.name for field in dataclasses.fields(AgentTrajectory)}
+_REWARD_FIELDS = {field.name for field in dataclasses.fields(Reward)}
+_TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
+
+
+@dataclass(frozen=True)
+class PoolContents:
+    """What the three files say."""
+
+    difficulty2task_dict: dict[int, list[str]]
+    skip_uid_set: list[str]
+    task2trajectories: dict[str, list[AgentTrajectory]]
+    unreadable: list[str] = dataclasses.field(default_factory=list)
+    """Of each trajectory that was left out, since it cannot be read, where it stands and why."""
+
+    def renamed(self, prefix: str) -> PoolContents:
+        """Return the pool with ``prefix`` before the name of every task."""
+        buckets = {number: [prefix + task for task in tasks] for number, tasks in self.difficulty2task_dict.items()}
+        held = {
+            prefix + task: [dataclasses.replace(one, task_id=prefix + one.task_id) for one in several]
+            for task, several in self.task2trajectories.items()
+        }
+        return PoolContents(buckets, [prefix + task for task in self.skip_uid_set], held, self.unreadable)
+
+
+def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
+    """Return the newest complete ``step_N`` below ``base`` with N <= ``not_after``; ``None`` if there is none.
+
+    Args:
+        base: the ``experience_pool`` folder; need not exist.
+        not_after: the step that is resumed; ``None`` = no limit.
+    """
+    found = saved_pools(base)
+    steps = [step for step in found if not_after is None or step <= not_after]
+    return found[max(steps)] if steps else None
+
+
+def saved_pools(base: str | Path) -> dict[int, Path]:
+    """Return the complete ``step_N`` below ``base`` by N, the earliest first; ``base`` need not exist."""
+    base = Path(base)
+    found: list[tuple[int, Path]] = []
+    for path in base.iterdir() if base.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match is not None and all((path / name).is_file() for name in POOL_FILES):
+            found.append((int(match.group(1)), path))
+    return dict(sorted(found))
+
+
+def write_pool(directory: Path, contents: PoolContents) -> None:
+    """Write a pool so that the directory appears whole or not at all; one that exists is replaced.
+
+    Raises:
+        StoreWriteError: it did not reach the disk.
+    """
+    buckets = {str(difficulty): tasks for difficulty, tasks in sorted(contents.difficulty2task_dict.items())}
+    plain = {task: [to_plain(one) for one in held] for task, held in contents.task2trajectories.items()}
+    files = [
+        EncodedFile(BUCKETS_FILE, [orjson.dumps(buckets)]),
+        EncodedFile(SKIP_FILE, [orjson.dumps(contents.skip_uid_set)]),
+        EncodedFile(TRAJECTORIES_FILE, [pickle.dumps(plain, protocol=4)]),
+    ]
+    try:
+        with publish_folder(directory) as target:
+            target.publish(files)
+    except OSError as error:
+        raise StoreWriteError(f"{directory}: the experience pool could not be written: {error}") from error
+
+
+def read_pool(directory: Path) -> PoolContents:
+    """Return a saved pool, ours or AgentEvolver's. Nothing that the pickle names is run.
+
+    A trajectory that cannot be read is left out and named, unless none can.
+
+    Raises:
+        StoreNotFoundError: no such directory.
+        IncompleteCheckpointError: a file is absent.
+        CorruptStoreError: a file is not what its name says.
+        UnsafeContentError: the pickle names something that a pool does not contain.
+    """
+    if not directory.is_dir():
+        raise StoreNotFoundError(f"{directory}: no experience pool here")
+    buckets = read_buckets(directory)
+    skip = _json(directory / SKIP_FILE)
+    if not isinstance(skip, list) or not all(isinstance(task, str) for task in skip):
+        raise CorruptStoreError(f"{directory / SKIP_FILE}: must be a list of task ids")
+    path = directory / TRAJECTORIES_FILE
+    value = safe_loads(
+        _bytes(path), packages=dict.fromkeys(PACKAGES, ForeignObject), left_out=LEFT_OUT, source=str(path)
+    )
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{path}: must hold a dict of task ids, holds a {type(value).__name__}")
+    trajectories: dict[str, list[AgentTrajectory]] = {}
+    unreadable: list[str] = []
+    for task, held in value.items():
+        if not isinstance(task, str) or not task or not isinstance(held, list):
+            raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
+        trajectories[task] = []
+        for number, one in enumerate(held):
+            try:
+                trajectories[task].append(_trajectory(one, task))
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+                unreadable.append(f"{path}: task {task!r} has a trajectory ({number}) that cannot be read: {error!r}")
+    if unreadable and not any(trajectories.values()):
+        raise CorruptStoreError(unreadable[0])  # this is no damage of one: another program's, or another version's
+    return PoolContents(buckets, skip, trajectories, unreadable)
+
+
+def _trajectory(one: Any, task: str) -> AgentTrajectory:
+    """Return what the list of a task holds as a trajectory.
+
+    Raises:
+        ValueError: it is none of that task (also AttributeError, KeyError, OverflowError, RuntimeError, TypeError).
+    """
+    found = from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
+    for name, kind in (("rollout_id", str), ("metadata", dict), ("messages", list), ("reward", Reward | None)):
+        if not isinstance(getattr(found, name), kind):
+            raise TypeError(f"field {name}: {shown(getattr(found, name))}")
+    outcome_of(found)
+    if found.task_id != task:
+        raise ValueError("it says that it is of another task")
+    return found
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return LocalDirectory(path.parent).read(path.name)
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(f"{path}: absent; a saved pool has {', '.join(POOL_FILES)}") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return orjson.loads(_bytes(path))
+    except orjson.JSONDecodeError as error:
+        raise CorruptStoreError(f"{path}: not JSON: {error}") from error
+
+
+def read_buckets(directory: Path) -> dict[int, list[str]]:
+    """Return the tasks of a saved pool by difficulty.
+
+    Raises:
+        IncompleteCheckpointError: the file is absent.
+        CorruptStoreError: it is not what its name says.
+    """
+    path = directory / BUCKETS_FILE
+    value = _json(path)
+    buckets: dict[int, list[str]] = {}
+    place: dict[str, int] = {}
+    twice: list[str] = []
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{path}: must be an object of lists of task ids by difficulty")
+    for key, tasks in value.items():
+        if not key.isascii() or not key.isdigit() or not isinstance(tasks, list):
+            raise CorruptStoreError(f"{path}: {key!r} must be a number of successes with a list of task ids")
+        if not all(isinstance(task, str) for task in tasks):
+            raise CorruptStoreError(f"{path}: difficulty {key}: task ids must be strings")
+        for task in tasks:
+            earlier = place.get(task)
+            if earlier is not None and earlier != int(key):
+                twice.append(task)
+                buckets[earlier].remove(task)
+            if earlier != int(key):
+                place[task] = int(key)
+                buckets.setdefault(int(key), []).append(task)
+    if twice:
+        logger.warning(
+            "%s: %d tasks are in two buckets, as AgentEvolver leaves them (%s): the later one in the file counts",
+            path,
+            len(twice),
+            listed(dict.fromkeys(twice)),
+        )
+    return {difficulty: tasks for difficulty, tasks in buckets.items() if tasks}
+
+
+def to_plain(trajectory: AgentTrajectory) -> dict[str, Any]:
+    """Return a trajectory as dicts, lists, strings and numbers; inverse of :func:`from_plain`."""
+    plain: dict[str, Any] = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(trajectory)}
+    kinds = {}
+    for name in _TENSORS:
+        tensor = plain[name]
+        if tensor is not None:
+            kinds[name] = str(tensor.dtype).removeprefix("torch.")
+            plain[name] = tensor.tolist()
+    plain["reward"] = None if trajectory.reward is None else dataclasses.asdict(trajectory.reward)
+    plain["dtypes"] = kinds
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any]) -> AgentTrajectory:
+    """Return the trajectory that :func:`to_plain` described. Fields of newer versions are left out.
+
+    Raises:
+        TypeError: ``plain`` is not such a description (also KeyError, ValueError).
+    """
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"a trajectory must be a dict, is a {type(plain).__name__}")
+    values = {name: value for name, value in plain.items() if name in _FIELDS}
+    kinds = plain["dtypes"]
+    for name in _TENSORS:
+        if values.get(name) is not None:
+            values[name] = torch.tensor(values[name], dtype=dtypes()[kinds[name]])
+    reward = values.get("reward")
+    values["reward"] = None if reward is None else _reward(reward)
+    return AgentTrajectory(**values)
+
+
+def _reward(values: Mapping[str, Any]) -> Reward:
+    return Reward(**{name: value for name, value in values.items() if name in _REWARD_FIELDS})

@@ -1,0 +1,810 @@
+"""``ExperienceManager``: the pool of replayable trajectories, its buckets and its skip set.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainer_hooks.replay import journal, persistence
+from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
+from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
+from trainer_hooks.replay.entry import (
+    REWARD_FINGERPRINT,
+    Departure,
+    PoolEntry,
+    Refusal,
+    is_demonstration,
+    mean_entropy,
+    of_earlier_run,
+    with_reward_fingerprint,
+)
+from trainer_hooks.replay.ledger import Draws, PoolCut, PoolLedger, with_pool_facts
+from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
+from trainer_hooks.replay.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
+from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes
+from trainer_hooks.replay.prompts import Prompt, RowPrompts
+from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.selection import (
+    LeftOut,
+    choose_histories,
+    is_worth_keeping,
+    outcome_refusal,
+    plan_admissions,
+    rollouts_to_keep,
+    undecided,
+    worthy,
+)
+from trainer_hooks.replay.store import MemoryStore, PoolStore
+from trajstore.core.base.arguments import truth, whole, whole_or_none
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, Reward
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
+
+logger = logging.getLogger(__name__)
+
+MOST_TOLD = 3
+"""Trajectories of files that cannot be read and are logged each; all of them are counted."""
+
+
+CurrentEntropy = Callable[[Sequence[AgentTrajectory]], Sequence[float]]
+"""Returns, for each trajectory, its mean entropy in nats under the current policy. One batched call."""
+
+
+class ExperienceManager:
+    """Keeps successful rollouts of partly solved tasks, and gives them back as histories.
+
+    Not thread-safe; one training loop owns it. Set :attr:`global_steps` when a step begins.
+
+    Args:
+        rules: what enters, what comes out.
+        store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown, nothing is checked
+            until the first trajectory that names its own.
+        tokenizer: makes rows of what has messages only, which is refused without it.
+        current_entropy: entropy under the current policy; without it the entropy saved with the trajectory counts.
+        reward_fingerprint: name and version of the reward function; empty = unknown. It is kept with each trajectory,
+            and where it differs there is a warning.
+        rows: what the rows of the training data ask; histories that answer something else do not come out.
+
+    Raises:
+        ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that could never
+            come out under these rules.
+        CorruptStoreError: the store's pool cannot be understood.
+    """
+
+    def __init__(
+        self,
+        rules: PoolRules,
+        *,
+        store: PoolStore | None = None,
+        tokenizer_fingerprint: str = "",
+        tokenizer: MessageTokenizer | None = None,
+        current_entropy: CurrentEntropy | None = None,
+        reward_fingerprint: str = "",
+        rows: RowPrompts | None = None,
+    ) -> None:
+        self.rules = rules
+        self.tokenized = Tokenized([])
+        """What was made of trajectories that had messages only, so far."""
+        self._tokenizer = tokenizer
+        if tokenizer is not None:
+            check_same(tokenizer.fingerprint, tokenizer_fingerprint, "tokenizer")
+            tokenizer_fingerprint = tokenizer.fingerprint
+        self.reward_fingerprint = reward_fingerprint
+        self.refused: Counter[str] = Counter()
+        """How many trajectories were refused so far, by reason (see ``Refusal``)."""
+        self.draws: Draws = []
+        """What the newest steps drew, as a figure needs it; the pool's cut has it."""
+        self._generator = np.random.Generator(np.random.PCG64(rules.seed))
+        self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
+        check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
+        check_demonstrations(self._state.demonstrations(), rules)
+        self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
+        self._counting = False
+        self._notices = PoolNotices()
+        warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
+        self._state.rows = RowPrompts() if rows is None else rows
+        self.current_entropy = current_entropy
+        self._scoring_failed = False
+
+    # ---- after a step ----
+
+    def update_difficulty2task_dict(
+        self, trajectories: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None
+    ) -> None:
+        """Put every task of this step's rollouts into the bucket of its difficulty (``TaskOutcome.difficulty``).
+
+        Replayed trajectories do not count. A failure takes a task out of the skip set; a task that is in the skip
+        set and of which no failure was seen stays without a bucket, so the order of the two updates does not matter.
+        A task of which nothing is known, since no rollout of it has an outcome, stays where it is.
+
+        Args:
+            trajectories: the step's rollouts.
+            asked: rollouts that were to be made, by task, where some did not come back; those are unknown.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``.
+        """
+        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
+        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+
+    def update_skip_uid_set_and_filter_trajectories(
+        self,
+        trajectories: Sequence[AgentTrajectory],
+        entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        asked: Mapping[str, int] | None = None,
+        *,
+        n_rollout: int | None = None,
+    ) -> list[AgentTrajectory]:
+        """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
+
+        A task is solved on full evidence only (``TaskOutcome.solved``).
+
+        Args:
+            trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
+            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``. ``None``: what the
+                trajectories themselves tell (``entry.own_entropy``).
+            response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
+            asked: as for :meth:`update_difficulty2task_dict`.
+            n_rollout: rollouts that each task was asked for, in the place of ``asked``.
+
+        Returns:
+            Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass
+            the bounds and ``save_filter``, task by task. The trajectories handed in are not changed; tensors
+            are shared with them.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
+            ConfigurationError: both ``asked`` and ``n_rollout``.
+        """
+        if n_rollout is not None:
+            whole("n_rollout", n_rollout, 1)
+            if asked is not None:
+                raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
+            asked = {one.task_id: n_rollout for one in trajectories}
+        means: list[float | None] | None = None
+        if entropys is not None and response_mask is not None:
+            if not len(trajectories) == len(entropys) == len(response_mask):
+                raise InvalidTrajectoryError(
+                    f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
+                    f" {len(response_mask)}: row i must belong to trajectory i"
+                )
+            means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
+        return self._keep(trajectories, means, count_outcomes(trajectories, self.rules.success_threshold, asked))
+
+    def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
+        """Let rollouts that shall not be replayed say what they say of their tasks: both updates, and no more.
+
+        None of them enters the pool, and none is refused: a trainer that drops groups has no log-probs of them.
+
+        Args:
+            rollouts: of one step, with reward.
+            asked: as for :meth:`update_difficulty2task_dict`.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``.
+            StoreWriteError: the store could not write.
+        """
+        outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
+        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+        self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
+
+    def admit(
+        self,
+        rollouts: Sequence[AgentTrajectory],
+        asked: Mapping[str, int] | None = None,
+        *,
+        left_out: MutableMapping[LeftOut, int] | None = None,
+    ) -> tuple[int, int]:
+        """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
+
+        It is also the way for rollouts that exist already, such as those of a store: step by step. They need no
+        ``entropys`` (``entry.own_entropy``). Those without a ``policy_version`` get :attr:`global_steps`, so set it
+        first; those of an earlier run (``of_earlier_run``) stay without.
+
+        Args:
+            rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
+            asked: as for :meth:`update_difficulty2task_dict`.
+            left_out: by reason, a number to which those are added that are neither offered nor refused.
+
+        Returns:
+            How many were offered (successes of tasks that may enter, and rollouts without a finite outcome; by
+            ``save_filter: best`` one success for each task, beside those that are refused), and how many of them were
+            refused.
+
+        Raises:
+            ConfigurationError: a success was made with another tokenizer; nothing was noted or taken.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was noted or taken.
+            StoreWriteError: the store could not write.
+        """
+        before = self.refused.total()
+        rollouts = self._with_tokens(rollouts, "experience pool")
+        outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
+        check_trajectories(
+            worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._fingerprint
+        )  # before all changes
+        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+        kept = self._keep(rollouts, None, outcomes, left_out)
+        offered = len(kept) + self.refused.total() - before
+        self._take(kept, are_checked=True)
+        return offered, self.refused.total() - before
+
+    def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
+        """Take trajectories into the pool and return how many of them it holds now.
+
+        The store has its own copies. What cannot be replayed, is there already, or is no improvement for a
+        full task is refused and counted in :attr:`refused`.
+
+        Raises:
+            ConfigurationError: a trajectory was made with another tokenizer, or is a demonstration that could never
+                come out under the rules; nothing was taken.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
+        """
+        return self._take(self._with_tokens(trajectories, "experience pool"))
+
+    def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> int:
+        fingerprint = check_trajectories(trajectories, self._fingerprint)
+        check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
+        marked = [with_reward_fingerprint(one, self.reward_fingerprint) for one in trajectories]
+        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked)
+        self._ledger.add(plan)
+        self._refuse(plan.refused, trajectories)
+        self._fingerprint = fingerprint
+        return len(plan.accepted)
+
+    def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
+        """Take demonstrations in: trajectories that no policy of this run sampled, without log-probs.
+
+        Each has ``metadata["demonstration"]`` true and token ids. Its task comes into the bucket of difficulty 0, where
+        no success of the policy is known, unless rollouts of the task have said more; so it can be drawn at once. What
+        the pool has already is refused as a duplicate: taking the same ones in again changes nothing. A rollout with
+        log-probs is no demonstration, and enters as :meth:`save_trajectories_to_memory` takes it.
+
+        Returns:
+            How many were refused, by reason; failures (by ``save_filter``) as ``not_worth_keeping``.
+
+        Raises:
+            ConfigurationError: as for :meth:`save_trajectories_to_memory`.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
+            StoreWriteError: the store could not write.
+        """
+        before = Counter(self.refused)
+        worthy = [one for one in demonstrations if is_worth_keeping(one, self.rules)]
+        self.save_trajectories_to_memory(worthy)
+        for one in demonstrations:
+            if not is_worth_keeping(one, self.rules):
+                self.refused[(outcome_refusal(one) or Refusal.NOT_WORTH_KEEPING).value] += 1
+        state = self._state
+        unplaced = [one.task_id for one in worthy if one.task_id not in state.buckets and one.task_id not in state.skip]
+        held = [task for task in dict.fromkeys(unplaced) if task in state.entries]
+        self._ledger.change({task: journal.TaskChange(0, skip=False) for task in held})
+        return self.refused - before
+
+    # ---- before a step ----
+
+    def get_valid_replay_task_ids(self) -> list[str]:
+        """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
+        return [task for tasks in self._state.valid_buckets(self.rules, self.global_steps).values() for task in tasks]
+
+    def drawable_task_ids(self) -> list[str]:
+        """Return the tasks that could be drawn now: as above, and in the bucket ``replay_difficulty`` if one is set."""
+        buckets = self._state.valid_buckets(self.rules, self.global_steps)
+        only = self.rules.replay_difficulty
+        return [task for difficulty, tasks in buckets.items() if only in (None, difficulty) for task in tasks]
+
+    def why_nothing(self) -> str:
+        """Return why no task can be drawn now, in a sentence; empty if one can."""
+        return why_nothing(self._state, self.rules, self.global_steps, self.refused)
+
+    def sample_tasks_from_replaypool(
+        self,
+        num_tasks: int,
+        difficulty: int | None = None,
+        strategy: TaskSampling | None = None,
+        exclude: Collection[str] = (),
+    ) -> list[str]:
+        """Draw up to ``num_tasks`` valid tasks, without replacement.
+
+        Args:
+            num_tasks: how many.
+            difficulty: the one bucket to draw from; ``None`` = the rules' ``replay_difficulty``, or all.
+            strategy: see ``bucket_probabilities``; ``None`` = the rules' ``task_sampling``.
+            exclude: tasks that are not drawn.
+        """
+        whole("num_tasks", num_tasks, 0)
+        whole_or_none("difficulty", difficulty, 0)
+        buckets = self._state.valid_buckets(self.rules, self.global_steps)
+        only = self.rules.replay_difficulty if difficulty is None else difficulty
+        if only is not None:
+            # Within one bucket every task is equally likely, even under a strategy that gives this bucket no weight.
+            buckets = {only: buckets.get(only, [])}
+            strategy = "by_task"
+        return draw_tasks(
+            buckets, num_tasks, strategy or self.rules.task_sampling, self.rules.n_rollout, self._generator, exclude
+        )
+
+    def has_succeeded(self, task_id: str) -> bool:
+        """Return whether the pool knows of a success: the task is solved, partly solved, or has a trajectory."""
+        state = self._state
+        return task_id in state.skip or task_id in state.entries or bool(state.buckets.difficulty(task_id))
+
+    def sample_unsolved_tasks(self, num_tasks: int, exclude: Collection[str] = ()) -> list[str]:
+        """Draw up to ``num_tasks`` tasks evenly, without replacement, from all that were rolled out and are not solved.
+
+        Args:
+            num_tasks: how many.
+            exclude: tasks that are not drawn.
+        """
+        whole("num_tasks", num_tasks, 0)
+        buckets = self.difficulty2task_dict
+        return draw_tasks(buckets, num_tasks, "by_task", self.rules.n_rollout, self._generator, exclude)
+
+    def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
+        """Return the up to ``num_trajectories`` best histories of a task; see :meth:`get_offpolicy_batch`."""
+        return self.get_offpolicy_batch([task_id], num_trajectories)
+
+    def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
+        """Return up to ``num_trajectories_per_task`` histories of each task, task by task, best first, none twice.
+
+        The best by ``exp_select_mode`` come (with ``in_turns`` of those that came least often), by the entropy under
+        the current policy if the rules want it and :attr:`current_entropy` gives it, else by the saved one. Only those
+        that nothing else decides about are scored (``undecided``): those of a task that has more than come. Each
+        call counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
+
+        Args:
+            tasks: task ids, or objects with a ``task_id``.
+            num_trajectories_per_task: histories per task at the most.
+        """
+        whole("num_trajectories_per_task", num_trajectories_per_task, 0)
+        names = task_ids_of(tasks)
+        scores = self._current_entropies(names, num_trajectories_per_task)
+        versions: Counter[int | None] = Counter()
+        chosen: list[AgentTrajectory] = []
+        for task in names:
+            wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
+            while len(found := self._ledger.read(wanted)) < len(wanted):  # some have left the pool: others come instead
+                wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
+            self._ledger.note_used(wanted)
+            versions.update(entry.policy_version for entry in wanted)
+            chosen.extend(journal.replayed_copy(record) for _, record in found)
+        return chosen
+
+    def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
+        """Return how many histories :meth:`get_offpolicy_batch` will find of each task that has any.
+
+        Nothing is drawn, scored or read; a record that turns out to be damaged makes it fewer.
+        """
+        whole("n", n, 0)
+        names = task_ids_of(tasks)
+        orders = {task: self._order(task, n, np.random.default_rng(0), {}, Counter()) for task in names}
+        return {task: len(order) for task, order in orders.items() if order}
+
+    def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
+        """Return, per task that has any, all histories that may come out now, oldest first, as marked copies."""
+        names = task_ids_of(tasks)
+        found = {one: self._ledger.read(self._state.eligible(one, self.rules, self.global_steps)) for one in names}
+        return {task: [journal.replayed_copy(record) for _, record in held] for task, held in found.items() if held}
+
+    # ---- what the pool holds ----
+
+    @property
+    def global_steps(self) -> int:
+        """The training step that is going on; the age of policies is measured against it.
+
+        With a new step the pool goes by the outcomes that its trajectories were given late since (``annotate``).
+        """
+        return self._ledger.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        goes_back = not self._counting or int(value) < self._ledger.global_steps
+        self._ledger.global_steps = int(value)
+        self._ledger.correct()
+        self._counting = True
+        if goes_back:
+            self._notices.ages(self._state.all_entries(), self.rules, self.global_steps)
+
+    @property
+    def difficulty2task_dict(self) -> dict[int, list[str]]:
+        """``{difficulty: [task_id, ...]}``, a copy."""
+        return self._state.buckets.to_dict()
+
+    @property
+    def skip_uid_set(self) -> set[str]:
+        """Tasks whose fresh rollouts of the newest step all succeeded, a copy."""
+        return set(self._state.skip)
+
+    @property
+    def task2trajectories(self) -> dict[str, list[AgentTrajectory]]:
+        """``{task_id: [trajectory, ...]}``, oldest first. Reads the whole pool from the store; all are copies."""
+        return copy.deepcopy(self._held())
+
+    def query(self, relation: str = "trajectories") -> Query:
+        """Ask about the histories that the pool holds; see :meth:`TrajectoryReplayBuffer.query`.
+
+        Facts besides: ``difficulty`` of the task (null where it has none), ``pool_entropy`` (of the history when it
+        entered, in nats), ``uses`` (how often it was drawn), ``demonstration``. Needs Polars (extra ``query``).
+
+        Args:
+            relation: what a row is: ``"trajectories"``, ``"messages"``, ``"tokens"``.
+
+        Raises:
+            ConfigurationError: the pool is in memory; or there is no such relation.
+        """
+        every = self._ledger.query(relation)
+        return replace(every, facts=lambda: with_pool_facts(every.facts(), self._state))
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """Tokenizer of the pool's trajectories; empty if unknown."""
+        return self._fingerprint
+
+    @property
+    def left(self) -> Counter[str]:
+        """How many trajectories that had entered have left since the pool was opened, by reason; a copy.
+
+        ``task_solved``: every rollout of a later step of their task succeeded. ``replaced``: a better one took the
+        place in a full task. ``unavailable``: the store evicted it. ``unreadable``: it is damaged.
+        """
+        return self._ledger.left.copy()
+
+    def __len__(self) -> int:
+        return self._state.count()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the pool's size, tasks per difficulty, skipped tasks and refusals, as flat floats."""
+        result = {
+            "experience_replay/pool_trajectories": float(len(self)),
+            "experience_replay/pool_demonstrations": float(self._state.demonstrations()),
+            "experience_replay/pool_tasks": float(len(self._state.entries)),
+            "experience_replay/skipped_tasks": float(len(self._state.skip)),
+            "experience_replay/refused": float(sum(self.refused.values())),
+            "experience_replay/unreadable": float(self._ledger.left[Departure.UNREADABLE.value]),
+        }
+        for difficulty, size in sorted(self._state.buckets.sizes().items()):
+            result[f"experience_replay/tasks_at_difficulty/{difficulty}"] = float(size)
+        for reason, count in (+self.refused).items():
+            result[f"experience_replay/refused/{reason}"] = float(count)
+        return result
+
+    def get_task_ids(self) -> list[str]:
+        """Return the tasks of which the pool has trajectories."""
+        return list(self._state.entries)
+
+    @property
+    def waiting_tasks(self) -> dict[str, None]:
+        """Training tasks that gave way to tasks with history and wait for their turn, the first one longest.
+
+        The mixing's own; here because it goes with the pool into checkpoints.
+        """
+        return self._state.waiting
+
+    def tell_prompt(self, task_id: str, prompt: Prompt) -> None:
+        """Say what the row of a task asks, where nothing else told the pool."""
+        self._state.rows.tell(task_id, prompt)
+
+    def of_other_rows(self) -> list[PoolEntry]:
+        """Return what never comes out, since it answers another prompt than that of its task's row."""
+        return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
+
+    # ---- keeping it ----
+
+    def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
+        """Give every trajectory a new outcome, after the reward function has changed; return how many stay.
+
+        What is no longer worth keeping by ``save_filter`` leaves the pool. Buckets and skip set stay as they are:
+        they are of the steps that were, and the next step of a task corrects them.
+
+        Args:
+            outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was changed.
+        """
+        rated = []
+        for held in self.task2trajectories.values():
+            for one in held:
+                reward = replace(one.reward or Reward(), outcome=outcome(one))
+                metadata = {**one.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
+                rated.append(replace(one, reward=reward, metadata=metadata))
+        state = self._state
+        fresh = journal.PoolState(
+            DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
+        )
+        plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
+        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self._refuse(plan.refused, rated)
+        return len(self)
+
+    def flush(self) -> None:
+        """Return when every change so far is in the store as durably as the store can make it.
+
+        Raises:
+            StoreWriteError: the store could not write.
+        """
+        self._ledger.store.flush()
+
+    def compact(self) -> None:
+        """Write the whole state as one record, and give up the records that no longer matter.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was given up.
+        """
+        self._ledger.compact()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool's cut for a checkpoint: plain containers.
+
+        With a durable store it names trajectories by id (:meth:`hold` keeps them there), and they are flushed.
+        Without one it contains them.
+        """
+        self.flush()
+        durable = self._ledger.store.durable
+        entries = self._state.entries.items()
+        return PoolCut(
+            difficulty2task_dict=self.difficulty2task_dict,
+            skip_uid_set=list(self._state.skip),
+            generator=journal.generator_state(self._generator),
+            global_steps=self.global_steps,
+            refused=dict(self.refused),
+            tokenizer_fingerprint=self._fingerprint,
+            store_id=self._ledger.store.store_id,
+            entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
+            trajectories={} if durable else self._held(),
+            uses=self._state.live_uses(),
+            waiting=list(self._state.waiting),
+            draws=list(self.draws),
+        ).to_dict()
+
+    def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the trajectories of these cuts in the store although they leave the pool, until the next call.
+
+        So that a run can go back to any checkpoint that it may resume from. The store's own capacity counts all
+        the same.
+
+        Args:
+            cuts: what :meth:`state_dict` returned at each of those checkpoints.
+
+        Raises:
+            CorruptStoreError: one is no such state; nothing was changed.
+        """
+        known = [PoolCut.from_dict(cut) for cut in cuts]
+        named = [cut.entries for cut in known if cut.store_id == self._ledger.store.store_id]
+        self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state that :meth:`state_dict` returned. Trajectories the store does not keep are left out.
+
+        Raises:
+            ConfigurationError: the state's pool was made with another tokenizer, or has demonstrations that could
+                never come out; nothing was changed.
+            CorruptStoreError: this is no such state; nothing was changed.
+        """
+        cut = PoolCut.from_dict(state)
+        check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
+        held = self._with_tokens([one for several in cut.trajectories.values() for one in several], "the saved pool")
+        fresh = cut.state()
+        if cut.store_id == self._ledger.store.store_id:
+            self._ledger.adopt(fresh, cut.entries)
+        elif cut.entries:
+            logger.warning(
+                "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
+            )
+        self._go_on_with(fresh, held, "the saved pool", cut.global_steps, cut.make_generator(), refused=cut.refused)
+        self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
+        self.draws = cut.draws
+
+    def save_experience_pool_to_disk(self, directory: str | Path) -> None:
+        """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.
+
+        The directory appears whole or not at all; one that exists is replaced. The pickle holds plain
+        containers only and needs neither trajstore nor torch to be read.
+
+        Raises:
+            StoreWriteError: it did not reach the disk; what was there before still is.
+        """
+        contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
+        persistence.write_pool(Path(directory), contents)
+
+    def load_experience_pool_from_disk(
+        self, directory: str | Path, *, same_run: bool = True, global_steps: int | None = None, task_prefix: str = ""
+    ) -> int:
+        """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
+
+        Trajectories that the rules do not admit, or that cannot be read, are refused and counted. The random generator
+        goes on as it is.
+
+        Args:
+            directory: with the three files.
+            same_run: whether policy versions are of the run that goes on; else they are unknown (``of_earlier_run``).
+            global_steps: the training step to which the run goes back with the files; ``None`` = it stays at its own.
+            task_prefix: comes before the name of every task.
+
+        Returns:
+            How many trajectories the files hold.
+
+        Raises:
+            StoreNotFoundError: no such directory.
+            CorruptStoreError: files are absent or not what their names say, or not one trajectory can be read.
+            UnsafeContentError: the pickle names something that a pool does not contain.
+            ConfigurationError: the pool was made with another tokenizer, has messages only and there is no tokenizer,
+                or has demonstrations that could never come out; nothing was changed.
+        """
+        contents = persistence.read_pool(Path(directory)).renamed(task_prefix)
+        held = self._with_tokens([one for held in contents.task2trajectories.values() for one in held], directory)
+        if held and all(one.input_ids is None for one in held):
+            raise ConfigurationError(
+                f"{directory}: not one of its {len(held)} trajectories has token ids, and their messages cannot become"
+                f" tokens: {self._why_no_tokens()}"
+            )
+        if not truth("same_run", same_run):
+            held = [of_earlier_run(one) for one in held]
+        fingerprint = check_trajectories(held, self._fingerprint)
+        fresh = journal.PoolState(
+            DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
+        )
+        step = self.global_steps if global_steps is None else global_steps
+        self._go_on_with(fresh, held, directory, step, self._generator, unreadable=contents.unreadable)
+        if global_steps is not None:  # not before: the pool that the files replace is no longer of interest
+            self._counting = True
+            self._notices.ages(self._state.all_entries(), self.rules, global_steps)
+        self._fingerprint = fingerprint
+        return len(held) + len(contents.unreadable)
+
+    # ---- inside ----
+
+    def _go_on_with(
+        self,
+        fresh: journal.PoolState,
+        held: Sequence[AgentTrajectory],
+        source: object,
+        global_steps: int,
+        generator: np.random.Generator,
+        *,
+        refused: Mapping[str, int] | None = None,
+        unreadable: Sequence[str] = (),
+    ) -> None:
+        """Make a state with some trajectories the pool; tell which of them, and of those not readable, are not in it.
+
+        Raises:
+            ConfigurationError: demonstrations among them could never come out; nothing was changed.
+        """
+        plan = plan_admissions(fresh.entries, held, self.rules)
+        found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
+        check_demonstrations(found, self.rules)
+        self._ledger.replace(fresh, plan, global_steps, generator)
+        self.refused = self.refused if refused is None else Counter(refused)
+        for told in unreadable[:MOST_TOLD]:
+            logger.warning("experience pool: refused as malformed: %s", told)
+        lost = plan.refused + Counter({Refusal.MALFORMED.value: len(unreadable)})
+        self._refuse(lost, held)
+        warn_of_refusals(source, lost, len(held) + len(unreadable))
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
+
+    def _keep(
+        self,
+        trajectories: Sequence[AgentTrajectory],
+        entropies: Sequence[float | None] | None,
+        outcomes: Mapping[str, TaskOutcome],
+        left_out: MutableMapping[LeftOut, int] | None = None,
+    ) -> list[AgentTrajectory]:
+        """Return the rollouts that are worth keeping, with entropy and version; retire the tasks that are solved."""
+        kept, refused, others = rollouts_to_keep(
+            trajectories,
+            entropies,
+            outcomes=self._state.open_to(outcomes, self.rules.n_rollout),
+            rules=self.rules,
+            global_steps=self.global_steps,
+            generator=self._generator,
+        )
+        self._refuse(refused, trajectories)
+        if left_out is not None:
+            left_out.update({reason: left_out.get(reason, 0) + count for reason, count in others.items()})
+        self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
+        return kept
+
+    def _current_entropies(self, tasks: Sequence[str], n: int) -> dict[int, float]:
+        """Return entropies under the current policy by trajectory id; empty where the saved ones are to be used.
+
+        All of an answer is used or nothing, since current and saved ones do not compare. The first failure is told.
+        """
+        if self.current_entropy is None or not self.rules.use_current_policy_entropy:
+            return {}
+        wanted = self._undecided(tasks, n)
+        while len(found := self._ledger.read(wanted)) < len(wanted):  # some have left the pool
+            wanted = self._undecided(tasks, n)
+        if not found:
+            return {}
+        try:
+            values = list(map(float, self.current_entropy([journal.replayed_copy(record) for _, record in found])))
+            if len(values) != len(found) or not np.isfinite(values).all():
+                raise ValueError(f"{len(values)} values for {len(found)} trajectories, or not finite")
+        except Exception as error:  # the trainer's code may fail in any way; training goes on with saved entropies
+            if not self._scoring_failed:
+                self._scoring_failed = True
+                logger.warning("entropy under the current policy failed (%r): using the saved entropy", error)
+            return {}
+        return {entry.trajectory_id: value for (entry, _), value in zip(found, values, strict=True)}
+
+    def _undecided(self, tasks: Sequence[str], n: int) -> list[PoolEntry]:
+        """Return the entries of which their entropy alone says whether they are among the ``n`` of their task."""
+        found: list[PoolEntry] = []
+        for task in tasks:
+            entries = self._state.eligible(task, self.rules, self.global_steps)
+            places = undecided(entries, n, self.rules, self._state.uses_of(entries))
+            found += [entries[place] for place in places]
+        return found
+
+    def _order(
+        self,
+        task: str,
+        n: int,
+        generator: np.random.Generator,
+        scores: Mapping[int, float],
+        versions: Counter[int | None],
+    ) -> list[PoolEntry]:
+        """Return up to ``n`` entries of a task, best first.
+
+        Args:
+            task: its id.
+            n: how many at the most.
+            generator: of draws.
+            scores: entropies by trajectory id, in the place of the saved ones.
+            versions: see ``choose_histories``.
+        """
+        entries = self._state.eligible(task, self.rules, self.global_steps)
+        if not entries:
+            return []
+        order = choose_histories(
+            entries,
+            n,
+            self.rules,
+            uses=self._state.uses_of(entries),
+            entropies=[scores.get(entry.trajectory_id, entry.entropy) for entry in entries],
+            generator=generator,
+            versions_drawn=versions,
+        )
+        return [entries[place] for place in order]
+
+    def _refuse(self, refused: Counter[str], among: Sequence[AgentTrajectory]) -> None:
+        """Count what was not taken, and tell what is wrong with what is malformed."""
+        self.refused.update(refused)
+        if refused[Refusal.MALFORMED.value]:
+            self._notices.malformed(among)
+
+    def _held(self) -> dict[str, list[AgentTrajectory]]:
+        """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""
+        held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
+        return {task: [journal.trajectory_of_entry(one) for _, one in found] for task, found in held.items() if found}
+
+    def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
+        """Return trajectories with tokens where messages can become some; tell what was made of which."""
+        if self._tokenizer is None or all(one.input_ids is not None for one in trajectories):
+            return trajectories
+        done = tokenized(trajectories, self._tokenizer)
+        done.tell(source)
+        self.tokenized += done
+        return done.histories
+
+    def _why_no_tokens(self) -> str:
+        if self._tokenizer is None:
+            return NEEDS_TOKENIZER
+        return "; ".join(problem for problem, _ in self.tokenized.problems.most_common(3)) or "there are none"
+
+    @property
+    def _state(self) -> journal.PoolState:
+        return self._ledger.state

@@ -1,0 +1,353 @@
+"""What enters the pool, what it replaces there, and what comes out. Pure; the generator is passed in."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from trainer_hooks.replay.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_entropy, refusal_of
+from trainer_hooks.replay.outcomes import TaskOutcome, is_replayed, is_success, outcome_of
+from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.wellformed import as_recorded, field_problem
+from trajstore.trajectory import AgentTrajectory
+
+LeftOut = Literal["replayed", "not_worth_keeping", "solved", "out_of_bounds", "not_best"]
+"""Why a rollout of a step was never to enter the pool, and so is not refused either."""
+
+
+def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:
+    """Return whether ``experience_lbound < difficulty < experience_rbound``; both are exclusive."""
+    difficulty = outcome.difficulty(rules.n_rollout)
+    if difficulty is None:
+        return False
+    low, high = rules.experience_lbound, rules.experience_rbound
+    return (low is None or low < difficulty) and (high is None or difficulty < high)
+
+
+def is_worth_keeping(trajectory: AgentTrajectory, rules: PoolRules) -> bool:
+    """Return whether a rollout's outcome lets it enter: a success or, by ``save_filter: positive``, any above 0."""
+    return _deserves_keeping(outcome_of(trajectory), rules)
+
+
+def _deserves_keeping(outcome: float | None, rules: PoolRules) -> bool:
+    if rules.save_filter == "positive":
+        return outcome is not None and 0 < outcome < math.inf
+    return is_success(outcome, rules.success_threshold)
+
+
+def outcome_refusal(trajectory: AgentTrajectory) -> Refusal | None:
+    """Return why a rollout's outcome says nothing; ``None`` if it does."""
+    outcome = outcome_of(trajectory)
+    if outcome is None:
+        return Refusal.NO_OUTCOME
+    return None if math.isfinite(outcome) else Refusal.OUTCOME_NOT_FINITE
+
+
+def choose_to_save(
+    candidates: Sequence[AgentTrajectory], rules: PoolRules, generator: np.random.Generator
+) -> list[AgentTrajectory]:
+    """Return which rollouts of one task are kept, by ``save_filter``.
+
+    Args:
+        candidates: rollouts of a task that is in bounds; each has its ``entropy``.
+        rules: the pool's rules.
+        generator: used by ``save_filter="best"`` with ``exp_select_mode="random"`` only.
+    """
+    worthy = [trajectory for trajectory in candidates if is_worth_keeping(trajectory, rules)]
+    if rules.save_filter != "best" or not worthy:
+        return worthy
+    entropies = [math.nan if trajectory.entropy is None else trajectory.entropy for trajectory in worthy]
+    if rules.exp_select_mode == "random":
+        return [worthy[int(generator.integers(len(worthy)))]]
+    best = min if rules.exp_select_mode == "argmin" else max
+    return [worthy[entropies.index(best(entropies))]]
+
+
+def worthy(
+    trajectories: Sequence[AgentTrajectory], outcomes: Mapping[str, TaskOutcome], rules: PoolRules
+) -> list[AgentTrajectory]:
+    """Return the rollouts of one step whose task and outcome let them enter, whatever else they lack.
+
+    Args:
+        trajectories: the step's rollouts; replayed ones are left out.
+        outcomes: of each task that may enter; others are left out.
+        rules: the pool's rules.
+    """
+    tasks = {task for task, one in outcomes.items() if in_bounds(one, rules)}
+    fresh = [one for one in trajectories if one.task_id in tasks and not is_replayed(one)]
+    return [one for one in fresh if is_worth_keeping(one, rules)]
+
+
+def rollouts_to_keep(
+    trajectories: Sequence[AgentTrajectory],
+    entropies: Sequence[float | None] | None,
+    *,
+    outcomes: Mapping[str, TaskOutcome],
+    rules: PoolRules,
+    global_steps: int,
+    generator: np.random.Generator,
+) -> tuple[list[AgentTrajectory], Counter[str], Counter[LeftOut]]:
+    """Return which rollouts of one step are kept, task by task; how many were refused, and how many left out, and why.
+
+    Args:
+        trajectories: the step's rollouts; replayed ones are left out.
+        entropies: mean entropy in nats of each of them; ``None`` = unknown. Without them, what each tells of itself.
+        outcomes: of each task that may enter; others are left out.
+        rules: the pool's rules.
+        global_steps: policy version of rollouts that tell none, and are of no earlier run.
+        generator: see :func:`choose_to_save`.
+
+    Returns:
+        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals, of
+        rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
+    """
+    candidates: dict[str, list[AgentTrajectory]] = {}
+    refused: Counter[str] = Counter()
+    left_out: Counter[LeftOut] = Counter()
+    for number, trajectory in enumerate(trajectories):
+        task = trajectory.task_id
+        if is_replayed(trajectory):
+            left_out["replayed"] += 1
+            continue
+        refusal = outcome_refusal(trajectory)
+        if refusal is not None:
+            refused[refusal.value] += 1
+            continue
+        enters = task in outcomes and in_bounds(outcomes[task], rules)
+        held = candidates.setdefault(task, []) if enters else []
+        if not is_worth_keeping(trajectory, rules):
+            left_out["not_worth_keeping"] += 1
+            continue
+        if not enters:
+            left_out["out_of_bounds" if task in outcomes else "solved"] += 1
+            continue
+        # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
+        malformed, entropy = bool(field_problem(trajectory)), None
+        if not malformed:
+            entropy = own_entropy(trajectory) if entropies is None else entropies[number]
+        refusal = Refusal.MALFORMED if malformed else refusal_of(trajectory, entropy)
+        # A demonstration is no rollout of a step, and enters by itself (``seed``).
+        refusal = refusal or (Refusal.NO_ENTROPY if entropy is None else None)
+        if refusal is not None:
+            refused[refusal.value] += 1
+            continue
+        version = trajectory.policy_version
+        if version is None and EARLIER_RUN not in trajectory.metadata:
+            version = global_steps
+        held.append(replace(trajectory, entropy=entropy, policy_version=version))
+    kept = [one for rollouts in candidates.values() for one in choose_to_save(rollouts, rules, generator)]
+    left_out["not_best"] = sum(map(len, candidates.values())) - len(kept)
+    return kept, refused, left_out
+
+
+def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
+    """Return whether the age of the policy that sampled is known.
+
+    A version newer than the step that is going on comes from another count of steps: a run that began anew on the
+    pool of an earlier one.
+    """
+    return entry.policy_version is not None and entry.policy_version <= global_steps
+
+
+def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
+    """Return whether an entry may come out at this step: young enough and rewarded enough.
+
+    An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``. One that was given late
+    must be such that the entry could enter with it.
+    """
+    if entry.is_corrected and not _deserves_keeping(entry.outcome, rules):
+        return False
+    if rules.min_reward is not None and (entry.outcome is None or entry.outcome < rules.min_reward):
+        return False
+    if rules.max_policy_age is None:
+        return True
+    if entry.policy_version is None or not has_known_age(entry, global_steps):
+        return False
+    return entry.policy_version >= global_steps - rules.max_policy_age
+
+
+def admit(
+    entries: Sequence[PoolEntry], new: PoolEntry, rules: PoolRules
+) -> tuple[tuple[PoolEntry, ...], PoolEntry | None] | Refusal:
+    """Put an entry among those of its task.
+
+    A full task gives up its highest entropy for a lower one (``argmin``), its lowest for a higher one
+    (``argmax``), its lowest outcome for one that is as high or higher (``reward``), or its oldest (``random``); by
+    entropy, demonstrations, which have none, go before all others. A rollout with the tokens of a demonstration takes
+    its place, since it has log-probs; so does a rollout that of a history with another prompt, which never comes out.
+    Entries stay in order of arrival. Adding the survivors of some additions again, in the same order, gives the same
+    entries: this is what makes recovery exact.
+
+    Returns:
+        The task's entries afterwards and the one that was replaced, if any; or why the new one is refused.
+    """
+    same = next((entry for entry in entries if entry.digest == new.digest), None)
+    if same is not None:
+        if not same.is_demonstration or new.is_demonstration:
+            return Refusal.DUPLICATE
+        return (*(entry for entry in entries if entry is not same), new), same  # its tokens, now with log-probs
+    if len(entries) < rules.max_trajectories_per_task:
+        return (*entries, new), None
+    others = [] if new.is_demonstration else [entry for entry in entries if entry.prompt.differs(new.prompt)]
+    worst = max(others or entries, key=lambda entry: _place(entry, rules))  # the oldest among equals
+    by_entropy = rules.exp_select_mode in ("argmin", "argmax")
+    better = _place(new, rules) < _place(worst, rules) or (
+        not by_entropy and _place(new, rules) == _place(worst, rules)
+    )
+    if not others and not better:
+        return Refusal.NOT_BETTER
+    return (*(entry for entry in entries if entry is not worst), new), worst
+
+
+def _place(entry: PoolEntry, rules: PoolRules) -> tuple[int, float]:
+    """Return what an entry of a full task is compared by; the highest goes first, what is not known before all."""
+    if rules.exp_select_mode == "random":
+        return 0, 0.0
+    if rules.exp_select_mode == "reward":
+        return (1, 0.0) if entry.known_outcome is None else (0, -entry.known_outcome)
+    if entry.entropy is None:
+        return 1, 0.0
+    return 0, entry.entropy if rules.exp_select_mode == "argmin" else -entry.entropy
+
+
+@dataclass(frozen=True)
+class AdmissionPlan:
+    """What taking some trajectories into a pool will do, before anything is stored.
+
+    Trajectories that will stay have placeholder ids below zero in ``entries``; ``accepted`` has them in that
+    order. One that a later one of the same call replaces is not stored at all.
+    """
+
+    entries: dict[str, tuple[PoolEntry, ...]]
+    """The entries of each task that changes."""
+    accepted: dict[int, AgentTrajectory]
+    replaces: dict[int, int]
+    """Placeholder id of an accepted one -> id of the stored trajectory that leaves the pool for it."""
+    refused: Counter[str]
+    displaced: int
+    """How many gave up their place: the stored ones, and those of the same call that are not stored."""
+
+    def with_ids(self, ids: Sequence[int]) -> dict[str, tuple[PoolEntry, ...]]:
+        """Return ``entries`` under the ids that the store gave the ``accepted``."""
+        given = dict(zip(self.accepted, ids, strict=True))
+        return {
+            task: tuple(replace(one, trajectory_id=given.get(one.trajectory_id, one.trajectory_id)) for one in entries)
+            for task, entries in self.entries.items()
+        }
+
+
+def plan_admissions(
+    held: Mapping[str, tuple[PoolEntry, ...]],
+    trajectories: Sequence[AgentTrajectory],
+    rules: PoolRules,
+    *,
+    are_checked: bool = False,
+) -> AdmissionPlan:
+    """Return what taking ``trajectories``, in this order, into a pool that holds ``held`` will do.
+
+    Args:
+        held: what the pool has.
+        trajectories: what is to enter.
+        rules: the pool's.
+        are_checked: whether they are what :func:`rollouts_to_keep` returned, by what they tell of themselves.
+    """
+    entries: dict[str, tuple[PoolEntry, ...]] = {}
+    accepted: dict[int, AgentTrajectory] = {}
+    replaces: dict[int, int] = {}
+    refused: Counter[str] = Counter()
+    left = 0
+    for number, trajectory in enumerate(trajectories):
+        entry = new_entry(trajectory, -1 - number, is_checked=are_checked)
+        if isinstance(entry, Refusal):
+            refused[entry.value] += 1
+            continue
+        task = trajectory.task_id
+        outcome = admit(entries.get(task, held.get(task, ())), entry, rules)
+        if isinstance(outcome, Refusal):
+            refused[outcome.value] += 1
+            continue
+        entries[task], displaced = outcome
+        accepted[entry.trajectory_id] = as_recorded(trajectory, entry.entropy)
+        if displaced is None:
+            continue
+        left += 1
+        if accepted.pop(displaced.trajectory_id, None) is None:
+            replaces[entry.trajectory_id] = displaced.trajectory_id
+        elif displaced.trajectory_id in replaces:  # it is not stored, so what it took the place of leaves for this one
+            replaces[entry.trajectory_id] = replaces.pop(displaced.trajectory_id)
+    return AdmissionPlan(entries, accepted, replaces, refused, left)
+
+
+def choose_histories(
+    entries: Sequence[PoolEntry],
+    n: int,
+    rules: PoolRules,
+    *,
+    uses: Sequence[int],
+    entropies: Sequence[float | None],
+    generator: np.random.Generator,
+    versions_drawn: Counter[int | None] | None = None,
+) -> list[int]:
+    """Return the places of up to ``n`` entries of one task, best first, none twice.
+
+    How many come back depends on neither ``entropies`` nor ``generator``.
+
+    Args:
+        entries: those that may come out, oldest first; of equally good ones the older comes.
+        n: how many at the most.
+        rules: say what is best.
+        uses: how often each was drawn; counts with ``in_turns``.
+        entropies: of each, in nats: the value by which they are told apart, unless the rules go by outcome. ``None`` =
+            unknown, behind all others. Those of :func:`undecided` are compared with one another, and with no others.
+        generator: of ``exp_select_mode: random``; else it is not touched.
+        versions_drawn: how many histories of each policy version the batch has so far, for ``policy_versions: spread``.
+    """
+    if n < 1 or not entries:
+        return []
+    if rules.exp_select_mode == "random":
+        order: list[int] = generator.permutation(len(entries)).tolist()
+    else:
+        sign = 1.0 if rules.exp_select_mode == "argmin" else -1.0
+        values = [one.known_outcome for one in entries] if rules.exp_select_mode == "reward" else entropies
+        ranks = [(1, 0.0) if value is None else (0, sign * value) for value in values]
+        order = sorted(range(len(entries)), key=ranks.__getitem__)
+    if rules.in_turns:
+        order.sort(key=uses.__getitem__)
+    if rules.policy_versions == "any":
+        return order[:n]
+    return _spread(order, n, entries, Counter(versions_drawn))
+
+
+def undecided(entries: Sequence[PoolEntry], n: int, rules: PoolRules, uses: Sequence[int]) -> list[int]:
+    """Return the places of entries of which their entropy alone says whether they are among the ``n`` that come out.
+
+    None where there are no more than ``n``, or where how often each was drawn, outcome or chance decides. The
+    arguments are those of :func:`choose_histories`.
+    """
+    if rules.exp_select_mode not in ("argmin", "argmax") or not 0 < n < len(entries):
+        return []
+    counts = uses if rules.in_turns else [0] * len(entries)
+    alike = Counter(counts)
+    if rules.policy_versions == "spread":  # the versions in the batch say how far down the order it goes
+        return [place for place, count in enumerate(counts) if alike[count] > 1]
+    last = sorted(counts)[n - 1]
+    if sum(count <= last for count in counts) == n:
+        return []
+    return [place for place, count in enumerate(counts) if count == last]
+
+
+def _spread(order: Sequence[int], n: int, entries: Sequence[PoolEntry], drawn: Counter[int | None]) -> list[int]:
+    """Return the places of up to ``n`` entries, each of the version that was drawn least so far; counts them."""
+    left = list(order)
+    chosen: list[int] = []
+    while left and len(chosen) < n:
+        place = min(left, key=lambda at: drawn[entries[at].policy_version])  # the first of the order among equals
+        left.remove(place)
+        chosen.append(place)
+        drawn[entries[place].policy_version] += 1
+    return chosen

@@ -1,0 +1,122 @@
+"""Whether the fields of a rollout fit together and can be kept, by one measure whatever store a pool has. Pure.
+
+A pool in memory takes what a pool on disk takes, and nothing else: what a store of trajectories would refuse is told
+here first, of one rollout, so that the others of its step are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+
+from trainer_hooks.replay.rows import row_count, rows_of
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.limits import shown
+from trajstore.core.columns.schema import dtypes
+from trajstore.core.columns.values import as_tensor
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory
+
+_MASKS = ("attention_mask", "loss_mask", "response_mask")
+_NUMBERS = ("old_log_probs", "entropys", "rollout_log_probs")
+_WHOLE = "must be a whole number"
+_OF_ALL_TOKENS = ("input_ids", "attention_mask", "loss_mask")
+
+
+def field_problem(trajectory: AgentTrajectory) -> str:
+    """Return which field of a rollout holds what it cannot hold; empty if none does.
+
+    A column is a dense tensor of one dimension, token ids are whole numbers, log-probs and entropies floating point,
+    masks real; ``response_start`` is a place among the tokens, ``entropy`` a number. What holds so can be compared and
+    counted: look at this before anything else.
+    """
+    try:
+        for name in ("input_ids", *_MASKS, *_NUMBERS):
+            _check_column(name, getattr(trajectory, name))
+        _check_start(trajectory)
+        if trajectory.policy_version is not None and not _is_whole(trajectory.policy_version):
+            raise InvalidTrajectoryError(f"field policy_version: {shown(trajectory.policy_version)}, {_WHOLE} or None")
+        _check_entropy(trajectory.entropy)
+    except InvalidTrajectoryError as error:
+        return str(error)
+    return ""
+
+
+def record_problem(trajectory: AgentTrajectory) -> str:
+    """Return why no store could keep a rollout, or why its rows cannot be told apart; empty if there is no reason.
+
+    Columns of different lengths, numbers of more than 64 bits, metadata or messages that JSON has no equal of.
+
+    Args:
+        trajectory: without a :func:`field_problem`.
+    """
+    try:
+        flatten(trajectory)
+        row_count(trajectory)
+        rows_of(trajectory)
+    except InvalidTrajectoryError as error:
+        return str(error)
+    return ""
+
+
+def as_recorded(trajectory: AgentTrajectory, entropy: float | None) -> AgentTrajectory:
+    """Return a rollout with the entropy that it has in the pool; tensors are shared.
+
+    Args:
+        trajectory: what is to enter.
+        entropy: its mean entropy in nats; ``None`` of a demonstration, which keeps the one that it says, if it is a
+            finite number.
+    """
+    said = trajectory.entropy
+    if said == entropy or (entropy is None and said is not None and math.isfinite(said)):
+        return trajectory
+    return dataclasses.replace(trajectory, entropy=entropy)
+
+
+def _check_column(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise InvalidTrajectoryError(f"field {name}: must be a tensor of one dimension, is a {type(value).__name__}")
+    as_tensor(name, value)
+    if value.dim() != 1:
+        raise InvalidTrajectoryError(f"field {name}: shape {list(value.shape)}, must have one dimension")
+    dtype = value.dtype
+    if name == "input_ids":
+        fits, wanted = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool), "whole numbers"
+    elif name in _NUMBERS:
+        fits, wanted = dtype.is_floating_point, "floating point"
+    else:
+        fits, wanted = not dtype.is_complex, "zeros and ones"
+    if not fits or dtype not in dtypes().values():
+        raise InvalidTrajectoryError(f"field {name}: {str(dtype).removeprefix('torch.')}, must be {wanted}")
+
+
+def _check_start(trajectory: AgentTrajectory) -> None:
+    start = trajectory.response_start
+    if start is None:
+        return
+    columns = (getattr(trajectory, name) for name in _OF_ALL_TOKENS)
+    most = next((len(column) for column in columns if column is not None), None)
+    if not _is_whole(start) or start < 0 or (most is not None and start > most):
+        bounds = "at least 0" if most is None else f"0 to L = {most}"
+        raise InvalidTrajectoryError(f"field response_start: {shown(start)}, {_WHOLE}, {bounds}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_entropy(entropy: object) -> None:
+    if entropy is None:
+        return
+    try:
+        if isinstance(entropy, int | float | np.integer | np.floating):
+            float(entropy)
+            return
+    except OverflowError:
+        pass
+    raise InvalidTrajectoryError(f"field entropy: {shown(entropy)} is a {type(entropy).__name__}, must be a number")

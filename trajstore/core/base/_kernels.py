@@ -1,0 +1,360 @@
+"""The machine code that moves rows, compiled when this is imported, which :mod:`trajstore.core.base.machine_code` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_statx: Any = types.ExternalFunction(
+    "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
+)
+_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+_memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.intp))
+
+SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT = range(5)
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_NUMBERS, _TABLE = "int64[::1]", "int64[:, ::1]"
+
+
+def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that compiles a function for some arguments, or loads what an earlier process compiled.
+
+    Args:
+        types_of_arguments: as numba writes them.
+        nogil: let other threads have the interpreter while it runs.
+    """
+
+    def compile_now(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(nogil=nogil, cache=True)(function)
+        dispatcher.compile(f"({', '.join(types_of_arguments)})")
+        return dispatcher
+
+    return compile_now
+
+
+_AHEAD = 16
+"""Rows that are being fetched while one is copied. Drawn rows lie anywhere, so no processor guesses the next one."""
+
+_FETCHED_BYTES = 512
+"""How much of a row is fetched ahead; in a longer one the processor recognises the sequence by itself."""
+
+
+def _loader(element: types.Type) -> Any:
+    """Return an intrinsic that copies one element from one address to another."""
+
+    @intrinsic
+    def copy(typing_context: Any, target: Any, source: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = context.get_value_type(element).as_pointer()
+            value = builder.load(builder.inttoptr(args[1], pointer), align=1)
+            builder.store(value, builder.inttoptr(args[0], pointer), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp), generate
+
+    return copy
+
+
+def _prefetcher() -> Any:
+    """Return an intrinsic that asks the processor to fetch the line at an address into its caches; it never faults."""
+
+    @intrinsic
+    def prefetch(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            read, keep, data = flag(0), flag(3), flag(1)
+            builder.call(function, [builder.inttoptr(args[0], pointer), read, keep, data])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
+    return prefetch
+
+
+def _reader() -> Any:
+    """Return an intrinsic that returns the byte at an address."""
+
+    @intrinsic
+    def read(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), align=1)
+
+        return types.uint8(types.intp), generate
+
+    return read
+
+
+def _pointer_to(element: types.Type) -> Any:
+    """Return an intrinsic that makes a pointer to elements of an address."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        pointer_type: Any = types.CPointer
+        return pointer_type(element)(types.intp), generate
+
+    return pointer
+
+
+_prefetch = _prefetcher()
+_byte_at = _reader()
+_array_at: Any = numba.__dict__["carray"]  # which numba's stubs leave out
+_int64_at, _float32_at = _pointer_to(types.int64), _pointer_to(types.float32)
+_copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
+
+
+@compiled(_NUMBERS, "int64", "int64", _NUMBERS, _NUMBERS, _NUMBERS)
+def find_rows(samples: Array, first: int, end: int, ends: Array, positions: Array, rows: Array) -> None:
+    """Find trajectory and row of samples drawn from the window of positions ``first <= p < end``.
+
+    Sample s of the window lies in the first trajectory whose running total exceeds s (``bucketize`` with
+    ``right=True``).
+    """
+    base = ends[first - 1] if first > 0 else 0
+    for k in range(len(samples)):
+        wanted = samples[k] + base
+        low, high = first, end
+        while low < high:
+            middle = (low + high) // 2
+            if ends[middle] > wanted:
+                high = middle
+            else:
+                low = middle + 1
+        positions[k] = low
+        rows[k] = wanted - (ends[low - 1] if low > 0 else 0)
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int32[::1]", "int32[::1]", "int32[::1]", _TABLE)
+def place_rows(
+    positions: Array,
+    rows: Array,
+    start_samples: Array,
+    start_extra: Array,
+    steps: Array,
+    batch: Array,
+    extra: Array,
+    places: Array,
+) -> None:
+    """Set ``places[axis, k]`` to the row, within its slot, of row k of a trajectory; see ``fields.skip_extra_rows``."""
+    for k in range(len(positions)):
+        p, row = positions[k], rows[k]
+        places[SAMPLES, k] = start_samples[p] + row
+        head = start_extra[p] + row
+        tail = head
+        if 0 < extra[p] <= steps[p]:  # of an agent trajectory, extra are its response tokens, with or without others
+            epoch = row // (np.int64(steps[p]) // extra[p] * batch[p])
+            head += (epoch + 1) * batch[p]
+            tail += epoch * batch[p]
+        places[FIRST_EXTRA, k] = head
+        places[LAST_EXTRA, k] = tail
+
+
+@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64")
+def copy_rows(
+    slot: Array,
+    rows: Array,
+    addresses: Array,
+    axes: Array,
+    columns: Array,
+    row_nbytes: Array,
+    targets: Array,
+    begin: int,
+    end: int,
+) -> None:
+    """Copy, for samples ``begin <= k < end``, row ``rows[axis, k]`` of each column of slot ``slot[k]``.
+
+    ``addresses[s, c]`` is the address of the first row of column c of slot s, ``axes[s, c]`` its axis;
+    ``columns[j]`` is the c that output j takes, ``targets[j]`` the address of its row 0.
+    """
+    count = end - begin
+    sources = np.empty(count, np.int64)
+    for j in range(len(columns)):
+        c = columns[j]
+        width = row_nbytes[j]
+        target = targets[j] + begin * width
+        for i in range(count):
+            s = slot[begin + i]
+            sources[i] = addresses[s, c] + rows[axes[s, c], begin + i] * width
+        reach = min(width, _FETCHED_BYTES)
+        for i in range(count):
+            if i + _AHEAD < count:
+                line = sources[i + _AHEAD]
+                stop = line + reach
+                while line < stop:
+                    _prefetch(line)
+                    line += 64
+            if width == 4:
+                _copy4(target + i * 4, sources[i])
+            elif width == 1:
+                _copy1(target + i, sources[i])
+            elif width == 8:
+                _copy8(target + i * 8, sources[i])
+            elif width == 2:
+                _copy2(target + i * 2, sources[i])
+            else:
+                _memcpy(target + i * width, sources[i], width)
+
+
+@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _TABLE)
+def row_addresses(
+    slot: Array, rows: Array, addresses: Array, axes: Array, columns: Array, row_nbytes: Array, sources: Array
+) -> None:
+    """Set ``sources[j, i]`` to the address from which :func:`copy_rows` copies row i of column ``columns[j]``."""
+    for j in range(len(columns)):
+        c = columns[j]
+        for i in range(len(slot)):
+            s = slot[i]
+            sources[j, i] = addresses[s, c] + rows[axes[s, c], i] * row_nbytes[j]
+
+
+@compiled("int32[::1]", _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _TABLE, nogil=False)
+def set_locations(
+    slots: Array, samples: Array, extra: Array, document: Array, positions: Array, locations: Array
+) -> None:
+    """Set slot and first rows of index entries, ``locations`` of ``[positions, 4]``; no interrupt comes in between."""
+    for i in range(len(positions)):
+        at = positions[i]
+        slots[at], samples[at], extra[at], document[at] = (
+            locations[i, 0],
+            locations[i, 1],
+            locations[i, 2],
+            locations[i, 3],
+        )
+
+
+@compiled(_TABLE, _NUMBERS, _NUMBERS, _TABLE, _TABLE, "int64", nogil=False)
+def lay_out(extents: Array, axes: Array, widths: Array, sizes: Array, offsets: Array, alignment: int) -> int:
+    """Lay trajectories out column by column; return the bytes that they take.
+
+    ``extents[i]`` are steps, batch, extra rows and bytes of the document of trajectory i, ``axes`` and ``widths`` those
+    of the columns' rows. ``sizes[i, c]`` become the bytes of its column c, ``offsets[i, c]`` where they begin.
+    """
+    end = 0
+    for c in range(len(axes)):
+        end += -end % alignment
+        for i in range(len(extents)):
+            steps, batch, extra, document = extents[i]
+            rows = (steps + extra) * batch
+            if axes[c] == SAMPLES:
+                rows = steps * batch
+            elif axes[c] == RESPONSE:
+                rows = extra
+            elif axes[c] == DOCUMENT:
+                rows = document
+            sizes[i, c] = rows * widths[c]
+            offsets[i, c] = end
+            end += sizes[i, c]
+    return end
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, nogil=False)
+def copy_few_blocks(targets: Array, sources: Array, sizes: Array) -> None:
+    """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
+
+    For what is copied in less time than it may take to get the interpreter back.
+    """
+    for i in range(len(sizes)):
+        _memcpy(targets[i], sources[i], sizes[i])
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS)
+def copy_blocks(targets: Array, sources: Array, sizes: Array) -> None:
+    """Copy blocks of bytes from addresses to addresses."""
+    for i in range(len(sizes)):
+        _memcpy(targets[i], sources[i], sizes[i])
+
+
+@compiled(_TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64", "float32", "boolean[::1]", nogil=False)
+def find_sound(
+    addresses: Array,
+    places: Array,
+    tokens: Array,
+    response: Array,
+    starts: Array,
+    width: int,
+    most: float,
+    sound: Array,
+) -> None:
+    """Say of rollouts of one schema which of them are certainly sound, see ``trajstore.core.columns.doubts.sound``.
+
+    Rollout i has its columns at ``addresses[i]``; ``places`` are those of ids (64 bits), of the masks of all tokens and
+    of the response (``width`` bytes each) and of two kinds of log-probs (32 bits), -1 where there is none.
+    """
+    for i in range(len(addresses)):
+        fine: Any = True
+        if places[0] >= 0:
+            ids = _array_at(_int64_at(addresses[i, places[0]]), tokens[i])
+            signs = np.int64(0)
+            for k in range(tokens[i]):
+                signs |= ids[k]
+            fine = signs >= 0
+        if fine and places[1] >= 0 and places[2] >= 0 and starts[i] >= 0:
+            written = addresses[i, places[1]] + starts[i] * width
+            fine = _memcmp(written, addresses[i, places[2]], response[i] * width) == 0
+        for place in places[3:]:
+            if fine and place >= 0:
+                log_probs = _array_at(_float32_at(addresses[i, place]), response[i])
+                wrong = 0
+                for k in range(response[i]):
+                    wrong += not (-np.inf < log_probs[k] <= most)
+                fine = wrong == 0
+        sound[i] = fine
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")
+def are_there(addresses: Array, sizes: Array, bases: Array, ends: Array, marks: Array, block: int) -> bool:
+    """Return whether all blocks of pieces of memory are marked, as far as they lie in maps.
+
+    Map m has the bytes ``bases[m] <= address < ends[m]``, in ascending order, and one byte for each of its blocks from
+    the address ``marks[m]`` on, which is not 0 if the block is there.
+    """
+    for i in range(len(addresses)):
+        low, high = 0, len(bases)
+        while low < high:
+            middle = (low + high) // 2
+            if bases[middle] > addresses[i]:
+                high = middle
+            else:
+                low = middle + 1
+        m = low - 1
+        if m < 0 or addresses[i] >= ends[m] or sizes[i] <= 0:
+            continue
+        start = addresses[i] - bases[m]
+        for mark in range(marks[m] + start // block, marks[m] + (start + sizes[i] - 1) // block + 1):
+            if _byte_at(mark) == 0:
+                return False
+    return True
+
+
+_STATX_TYPE_AND_SIZE = 0x201
+_STATX_WORDS = 32  # struct statx has 256 bytes; gid and mode are in the fourth word, the size is the sixth
+_TYPE_OF_FILE, _FOLDER = 0xF000, 0x4000
+
+
+@compiled("int64", "uint8[::1]", _NUMBERS, _NUMBERS)
+def file_sizes(folder: int, names: Array, starts: Array, sizes: Array) -> None:
+    """Ask the system for the sizes of files; -1 where it tells none, or a folder is called so.
+
+    Args:
+        folder: descriptor of the folder that the names are relative to.
+        names: bytes of the names, each with a zero behind it.
+        starts: ``[n]``, where each begins.
+        sizes: ``[n]``, written.
+    """
+    told = np.zeros(_STATX_WORDS, np.int64)
+    for name in range(len(starts)):
+        failed = _statx(folder, names.ctypes.data + starts[name], 0, _STATX_TYPE_AND_SIZE, told.ctypes.data)
+        is_folder = (told[3] >> 32) & _TYPE_OF_FILE == _FOLDER
+        sizes[name] = -1 if failed or is_folder else told[5]

@@ -1,0 +1,257 @@
+"""Values that come late: a judge's score, a correction, a tag. From the writer, and from any other process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.core.base.arguments import path_or_url, text
+from trajstore.core.base.clock import microseconds
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.columns.facts import SCORE
+from trajstore.core.columns.limits import shown
+from trajstore.core.columns.values import as_tensor
+from trajstore.core.files.base import Directory
+from trajstore.core.files.opening import check_options, open_directory
+from trajstore.core.reading.places import kind_of, nothing_at, rank_of, ranks_of
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.given import OVER_FACTS, Said, Value, check_given, check_name, check_names, check_same_kinds
+from trajstore.core.store.notes import Note
+from trajstore.core.store.row_notes import Rows
+from trajstore.core.store.run_ids import ids_from, own_id, rank_of_id, shown_id
+from trajstore.core.writing.inbox import Inbox, kinds_to_come, put, waiting
+from trajstore.core.writing.unattended import held_log
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidTrajectoryError,
+    StoreError,
+    StoreLockedError,
+    StoreNotFoundError,
+    written,
+)
+from trajstore.query.facts import FACTS
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any] | torch.Tensor
+
+Values = Value | Sequence[Value] | Array | Sequence[Array]
+"""One value for all trajectories, or one for each; or, as a list of arrays, the rows of each."""
+
+
+def annotate(
+    store: str | Path | TrajectoryReplayBuffer,
+    ids: int | str | Sequence[int | str],
+    values: Mapping[str, Values],
+    *,
+    who: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Give trajectories values that come late, which are durable when this returns: numbers, texts such as tags, rows.
+
+    The latest value of a name counts, and is a column of questions (``query()``); all others stay in the history
+    (:func:`notes_of`). A number called ``outcome``, ``success_rate`` or ``reward_NAME`` takes the place of what the
+    rollout says of it. A rollback to an earlier point takes values back that came after it.
+
+    Any process may call this with the path of a store or of a run, whoever writes there: the values wait in the store's
+    inbox until its writer takes them in, a second later, or are taken in at once where nobody writes.
+
+    Args:
+        store: path or URL of a store or run directory; or the buffer that writes the store.
+        ids: of the trajectories.
+        values: by name: a finite number, a bool, a text of up to 4,096 characters, or None, which takes back what there
+            is; one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
+            ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
+            Rows take the process that writes the store, which is given as its buffer.
+        who: gives them, for the history; None or an empty text: nobody says.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        ConfigurationError: a name or value cannot be kept, or contradicts the kind that a name has in the store or, if
+            it is new there, in another rank of the run; nothing was given.
+        TrajectoryUnavailableError: an id is not in the store; nothing was given.
+        StoreNotFoundError: there is no store.
+        StoreError: the buffer has no store.
+        StoreWriteError: it could not be written.
+    """
+    said, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
+    if isinstance(store, TrajectoryReplayBuffer):
+        if said.ids and (said.values or rows):
+            store.sink.annotate(said, rows)
+        return
+    if rows:
+        raise ConfigurationError(
+            f"annotate: {', '.join(rows)}: values by row can be given by the process that writes the store alone: give "
+            "its buffer, TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), instead of the path"
+        )
+    stores = _stores(store, storage_options or {})
+    parts, known = [], {}
+    for rank in sorted({rank_of_id(number) for number in said.ids}):
+        if rank not in stores:
+            there = ", ".join(map(str, sorted(stores)))
+            raise StoreNotFoundError(f"{store}: there is no rank {rank} here (there are: {there})")
+        part = said.without({number for number in said.ids if rank_of_id(number) != rank})
+        part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
+        catalog = Catalog.open(stores[rank])
+        catalog.check_known(part.ids)
+        known[rank] = kinds_to_come(catalog, part.values.keys())
+        check_given(part, known[rank])
+        parts.append((stores[rank], catalog.store_id, part))
+    new = {name: some for name, some in said.values.items() if not all(name in kinds for kinds in known.values())}
+    if new:
+        _check_ranks(replace(said, values=new), stores, known)
+    for directory, store_id, part in parts if said.values else ():
+        with written(f": nothing was given to the trajectories of {directory.url}"):
+            put(directory, store_id, part)
+        _take_in(directory)
+
+
+def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuse new names that stand for values of another kind in some rank of the run.
+
+    Args:
+        said: the values of these names.
+        stores: of the run.
+        known: kinds of names, by rank, where they are known already.
+
+    Raises:
+        ConfigurationError: names the rank.
+    """
+    for rank, directory in stores.items():
+        kinds = known.get(rank)
+        if kinds is None:
+            try:
+                kinds = kinds_to_come(Catalog.open(directory), said.values.keys())
+            except StoreError as error:  # which is no reason to give nothing to the other ranks
+                logger.warning("annotate: rank %d was not asked for its names of values: %s", rank, error)
+                continue
+        check_same_kinds(said, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
+
+
+def notes_of(
+    store: str | Path | TrajectoryReplayBuffer,
+    trajectory_id: int | str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Note]:
+    """Return every value that a trajectory was given late, the earliest first, with who gave it and when.
+
+    Args:
+        store: path or URL of a store or run directory; or the buffer that writes the store.
+        trajectory_id: of the trajectory.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        TrajectoryUnavailableError: the id is not in the store.
+        StoreNotFoundError: there is no store.
+        StoreError: the buffer has no store.
+        CorruptStoreError: it is damaged.
+    """
+    (number,) = ids_from("trajectory_id", [trajectory_id])
+    if isinstance(store, TrajectoryReplayBuffer):
+        return store.sink.history(number)
+    directory = _stores(store, storage_options or {}).get(rank_of_id(number))
+    if directory is None:
+        raise StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here")
+    catalog = Catalog.open(directory)
+    catalog.check_known([own_id(number)])
+    return catalog.notes.history(own_id(number))
+
+
+def _take_in(directory: Directory) -> None:
+    """Take in what the inbox of a store has, unless somebody writes there, who does it.
+
+    It is looked at again once the lock is free: who came meanwhile saw that it was held, and left the rest to us.
+    """
+    before: list[str] = []
+    while (there := waiting(directory)) != before:
+        try:
+            with held_log(directory) as log:
+                Inbox(log).look()
+        except StoreLockedError:
+            return
+        before = [name for name in there if name in waiting(directory)]
+
+
+def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
+    """Return what is said, checked but for what is there already, and the values by row.
+
+    Raises:
+        ConfigurationError: it cannot be kept.
+    """
+    wanted = ids_from("ids", [ids] if isinstance(ids, int | str) else ids)
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigurationError("values: must be a dict of values by name")
+    rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
+    listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
+    said = Said(tuple(wanted), listed, who, microseconds())
+    said.check()
+    check_names(values, FACTS)
+    for name in rows:
+        check_name(name)
+        if name in OVER_FACTS or name.startswith(SCORE):
+            raise ConfigurationError(f"annotate: {name}: has rows, but takes the place of a number")
+    return said, rows
+
+
+def _is_rows(values: Any) -> bool:
+    """Return whether values are those of rows: a list of arrays that are no single numbers, or one array of them."""
+    if isinstance(values, torch.Tensor | np.ndarray):
+        return values.ndim > 1
+    return isinstance(values, list | tuple) and any(
+        isinstance(one, torch.Tensor | np.ndarray) and one.ndim for one in values
+    )
+
+
+def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
+    """Return the rows of each trajectory, contiguous and on the CPU.
+
+    Raises:
+        ConfigurationError: there are not as many, or one is no array.
+    """
+    if len(values) != count:
+        raise ConfigurationError(
+            f"annotate: {name}: rows of {len(values)} trajectories for {count}, must be as many: a list of arrays"
+        )
+    tensors = []
+    for at, one in enumerate(values):
+        if not isinstance(one, torch.Tensor | np.ndarray):
+            raise ConfigurationError(
+                f"annotate: {name}: value {at} is {shown(one)}, others are arrays of rows; take rows back with None "
+                "for all trajectories of a call"
+            )
+        try:
+            tensors.append(as_tensor(name, one))
+        except InvalidTrajectoryError as error:
+            raise ConfigurationError(f"annotate: {error}") from error
+    return tensors
+
+
+def _listed(value: Any, count: int) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else [value] * count
+
+
+def _stores(path: str | Path, storage_options: Mapping[str, Any]) -> dict[int, Directory]:
+    """Return the store at a path, or those of a run, by rank.
+
+    Raises:
+        StoreNotFoundError: there is none.
+    """
+    check_options(path, storage_options)
+    directory = open_directory(path_or_url("store", path), **storage_options)
+    if kind_of(directory) == "store":
+        return {0: directory}
+    stores = {rank_of(one): one for one in ranks_of(directory).directories if kind_of(one) == "store"}
+    if not stores:
+        raise nothing_at(path, directory)
+    return stores

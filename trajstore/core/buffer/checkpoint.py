@@ -1,0 +1,320 @@
+"""Checkpoints: one consistent snapshot, linked or copied, published with one rename."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trajstore.core.base.clock import microseconds
+from trajstore.core.buffer.rlinf_checkpoint import write_rlinf
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.flat import Block, FlatTrajectory, raw_bytes
+from trajstore.core.columns.portions import portions
+from trajstore.core.columns.schema import Extent, Schema
+from trajstore.core.columns.steps import versions_of
+from trajstore.core.files.base import Directory
+from trajstore.core.files.folders import publish_folder
+from trajstore.core.files.holder import LOCK_NAME
+from trajstore.core.files.leases import READERS_FOLDER
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.files.parallel import in_order
+from trajstore.core.formats import FORMATS
+from trajstore.core.formats.base import (
+    SHARDS_FOLDER,
+    ShardContent,
+    ShardManifest,
+    ShardReader,
+    StoredFile,
+    TrajectoryFormat,
+)
+from trajstore.core.formats.checksums import encoded_shard
+from trajstore.core.reading.places import is_file_of_rlinf, store_above
+from trajstore.core.reading.read_snapshot import ReadSnapshot
+from trajstore.core.reading.shard_access import flat_of
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.reading.sources import Source
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.facts import NOTE_ROWS
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.log_records import LOG_FOLDER
+from trajstore.core.store.new_entries import starts_of
+from trajstore.core.store.notes import Notes
+from trajstore.core.store.rlinf_layout import INDEX_NAMES
+from trajstore.core.store.row_location import STARTS
+from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore.core.store.sealed import METADATA_NAME
+from trajstore.core.store.shard_table import shard_name
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    written,
+)
+
+logger = logging.getLogger(__name__)
+
+Layout = Literal["trajstore", "rlinf"]
+Loose = list[tuple[int, FlatTrajectory]]
+"""Trajectories that have no shard to link, each with its position in the snapshot."""
+
+_SHARD_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The buffer's own state: what ``metadata.json`` says besides the trajectories."""
+
+    trajectory_format: str
+    trajectory_counter: int
+    seed: int | None
+    rng_state: torch.Tensor | None
+
+    @staticmethod
+    def rng_json(seed: int | None, rng_state: torch.Tensor) -> dict[str, Any]:
+        """Return seed and state of the generator as JSON values."""
+        return {"seed": seed, "rng_state": base64.b64encode(rng_state.numpy().tobytes()).decode()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> CheckpointState:
+        """Return the state that a ``metadata.json`` or a pin tells; what it does not tell is None.
+
+        Raises:
+            CorruptStoreError: a value is of the wrong kind.
+        """
+        try:
+            seed, rng, counter = values.get("seed"), values.get("rng_state"), values.get("trajectory_counter", 0)
+            state = None
+            if rng is not None:
+                state = torch.frombuffer(bytearray(base64.b64decode(rng, validate=True)), dtype=torch.uint8)
+                torch.Generator().set_state(state)
+            form = values.get("trajectory_format") or "pt"
+            if form not in FORMATS:
+                raise ValueError(f"trajectory_format {form!r}: must be one of {', '.join(FORMATS)}")
+            return CheckpointState(form, int(counter), None if seed is None else int(seed), state)
+        except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
+            raise CorruptStoreError(f"{METADATA_NAME}: {error}") from error
+
+
+def save_checkpoint(
+    target: Directory,
+    snapshot: ReadSnapshot,
+    state: CheckpointState,
+    trajectory_format: TrajectoryFormat,
+    layout: Layout,
+    *,
+    converted: bool = False,
+) -> None:
+    """Write a snapshot of a buffer to a directory of its own; what has ids of a run's ranks is numbered anew there.
+
+    Args:
+        target: where to.
+        snapshot: what.
+        state: of the buffer.
+        trajectory_format: of the shards that are written.
+        layout: of the directory.
+        converted: link no shard that is of another format.
+
+    Raises:
+        ConfigurationError: the layout is unknown, or the directory holds something else.
+        StoreWriteError: it could not be written; what was there before is still there.
+    """
+    if layout not in ("trajstore", "rlinf"):
+        raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
+    ids = snapshot.index["trajectory_id"]
+    if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are those of that run alone
+        snapshot.index.renumber(np.arange(len(ids)))
+    write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
+    folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
+    with written(f": the checkpoint {target.url} was not written"), folder as staged:
+        write(staged, snapshot, state, trajectory_format)
+
+
+def check_target(target: Directory, above: Iterable[Directory]) -> None:
+    """Refuse a directory that holds something else than an earlier checkpoint, or lies within a store.
+
+    Args:
+        target: where a checkpoint is to be written.
+        above: the directories in which it lies.
+
+    Raises:
+        ConfigurationError: says what is there, or which store it lies in.
+    """
+    files, folders = target.listing()
+    own = "give the checkpoint its own directory"
+    if LOG_FOLDER in folders or LOCK_NAME in files:
+        live = "that is being written" if LOCK_NAME in files and target.size(LOCK_NAME) else "of its own"
+        raise ConfigurationError(f"{target.url}: is a store {live}; {own}")
+    if isinstance(target, LocalDirectory):  # elsewhere nothing is deleted, and one that was cut short is written again
+        known = {METADATA_NAME, *INDEX_NAMES, SHARDS_FOLDER, READERS_FOLDER}
+        others = [name for name in (*files, *folders) if name not in known and not is_file_of_rlinf(name)]
+        if others or ((files or folders) and METADATA_NAME not in files):
+            first = min(others or [*files, *folders])
+            raise ConfigurationError(f"{target.url}: holds other files ({first}, ...); {own}")
+    store = store_above(above)
+    if store is not None:
+        raise ConfigurationError(
+            f"{target.url}: lies within the store {store.url}, where its files would be taken for the "
+            f"store's; {own}, or mark a moment inside the store with points.pin() or points.save()"
+        )
+
+
+def _write_store(
+    target: Directory,
+    snapshot: ReadSnapshot,
+    state: CheckpointState,
+    trajectory_format: TrajectoryFormat,
+    *,
+    converted: bool,
+) -> None:
+    catalog = Catalog.create(target)
+    rows = np.zeros(len(snapshot.index), np.int32)
+    files: dict[Source, list[tuple[str, str, int]]] = {}
+    known: dict[tuple[int, int], int] = {}
+    loose: list[int] = []
+
+    def linked(place: tuple[int, int]) -> int | None:
+        """Return the row of a shard that was linked here; None if it must be written in another format."""
+        source = snapshot.sources[place[0]]
+        old = source.manifest(place[1])
+        if converted and old.format != trajectory_format.name:
+            return None
+        manifest = _renamed(old, shard_name(len(catalog.shards)))
+        files.setdefault(source, []).extend(
+            (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
+        )
+        return catalog.shards.add(len(catalog.shards), manifest)
+
+    for at, shard in enumerate(snapshot.shards):
+        if shard is None or not snapshot.sources[shard[0]].linkable:
+            loose.append(at)
+            continue
+        row = known.get(shard)
+        if row is None:
+            row = linked(shard)
+        if row is None:
+            loose.append(at)
+            continue
+        rows[at] = known[shard] = row
+    taken: dict[int, int] = {}
+    decoded: list[int] = []
+    for at in _values_in(snapshot):
+        row = linked(snapshot.values[at])
+        if row is None:
+            decoded.append(at)
+        else:
+            taken[at] = row
+    for source, names in files.items():
+        target.bring(source.directory, names)
+
+    def write(number: int, content: ShardContent) -> ShardManifest:
+        encoded, manifest = encoded_shard(trajectory_format, shard_name(number), content)
+        target.publish(encoded)
+        return manifest
+
+    def write_group(task: tuple[int, Loose]) -> tuple[ShardManifest, Loose]:
+        number, group = task
+        return write(number, ShardContent.of([flat for _, flat in group])), group
+
+    for at in decoded:
+        number = len(catalog.shards)
+        taken[at] = catalog.shards.add(number, write(number, _values_at(snapshot, at)))
+    for manifest, group in in_order(write_group, enumerate(_loose_groups(snapshot, loose), start=len(catalog.shards))):
+        row = catalog.shards.add(len(catalog.shards), manifest)
+        _set_locations(snapshot.index, row, [at for at, _ in group], [flat for _, flat in group])
+        rows[[at for at, _ in group]] = row
+    columns = snapshot.index.take(np.arange(snapshot.index.first, snapshot.index.end))
+    columns["shard"] = rows
+    for name in snapshot.index.row_notes:
+        column = columns[NOTE_ROWS + name]
+        columns[NOTE_ROWS + name] = np.array([taken.get(at, UNAVAILABLE) for at in column.tolist()], np.int32)
+    catalog.index.texts = snapshot.index.texts
+    catalog.index.append(columns)
+    catalog.notes = Notes.of(catalog.index, catalog.shards, microseconds())
+    catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
+    catalog.next_shard = len(catalog.shards)
+    extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
+    last = [catalog.snapshot_file(), catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)]
+    if isinstance(target, LocalDirectory):
+        target.publish(last)  # the directory is renamed into place as a whole
+        return
+    for file in last:  # whoever sees the metadata finds everything else
+        target.publish([file])
+
+
+def _values_in(snapshot: ReadSnapshot) -> list[int]:
+    """Return the places, in ``snapshot.values``, of the shards whose values one of its trajectories has."""
+    index = snapshot.index
+    tables = [np.unique(index[NOTE_ROWS + name]) for name in index.row_notes]
+    return [at for at in np.unique(np.concatenate([np.zeros(0, np.int32), *tables])).tolist() if at >= 0]
+
+
+def _values_at(snapshot: ReadSnapshot, at: int) -> ShardContent:
+    """Return the values by row of a shard as a whole, decoded."""
+    source, row = snapshot.sources[snapshot.values[at][0]], snapshot.values[at][1]
+    manifest, reader = source.manifest(row), source.reader(row)
+    pieces = [[raw_bytes(reader.rows(number, 0, rows))] for number, rows in enumerate(manifest.rows)]
+    rows_on = {column.axis: rows for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True)}
+    extent = Extent(rows_on.get(Axis.SAMPLES, 0), 1, rows_on.get(Axis.RESPONSE, 0))
+    return ShardContent(manifest.schema, [extent], pieces)
+
+
+def _set_locations(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
+    """Set where trajectories are within the shard that was made of them."""
+    starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
+    locations = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
+    index.point(np.array(entries, np.int64), locations)
+    for at, flat in zip(entries, flats, strict=True):
+        index.note_extent(at, flat.extent)
+        index.note_nbytes(at, flat.nbytes)
+        if flat.versions is None and flat.schema.kind == "step" and (versions := versions_of(flat)) is not None:
+            index.note_versions(at, versions)
+
+
+def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
+    files = tuple(StoredFile(f.name.replace(manifest.name, name), f.size, f.crc32) for f in manifest.files)
+    return replace(manifest, name=name, files=files)
+
+
+def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[Loose]:
+    """Yield trajectories that have no shard to link: of as many as a shard holds, those of each schema together."""
+    flats = ((at, _flat_at(snapshot, at)) for at in loose)
+    for portion, _ in portions(flats, _SHARD_BYTES, lambda item: item[1].nbytes):
+        groups: dict[Schema, Loose] = {}
+        for at, flat in portion:
+            groups.setdefault(flat.schema, []).append((at, flat))
+        yield from groups.values()
+
+
+def _flat_at(snapshot: ReadSnapshot, at: int) -> FlatTrajectory:
+    """Return a trajectory as columns, from memory or decoded from its shard."""
+    entry, shard = snapshot.index.entry(at), snapshot.shards[at]
+    reader: Block | ShardReader
+    if shard is None:
+        reader = snapshot.memory[at]
+        schema, extent = reader.schema, entry.extent
+    else:
+        source, row = snapshot.sources[shard[0]], shard[1]
+        reader = source.reader(row)
+        schema, extent = source.manifest(row).schema, source.extent(row) or entry.extent
+    return flat_of(reader, schema, extent, snapshot.index.location(at), entry)
+
+
+def _write_rlinf(
+    target: Directory, snapshot: ReadSnapshot, state: CheckpointState, trajectory_format: TrajectoryFormat
+) -> None:
+    if _values_in(snapshot):
+        logger.warning(
+            "%s: RLinf's layout has no place for values by row (%s); they are not in the checkpoint",
+            target.url,
+            ", ".join(snapshot.index.row_notes),
+        )
+    flats = ((snapshot.index.entry(at), _flat_at(snapshot, at)) for at in range(len(snapshot.index)))
+    write_rlinf(target, flats, state.trajectory_counter, state.seed, trajectory_format.name)

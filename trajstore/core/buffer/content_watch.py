@@ -1,0 +1,94 @@
+"""Tells when rollouts are added that are certainly wrong, or that were added before. No I/O.
+
+Takes no lock: of two threads that add at once, both may tell the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.doubts import doubts, sound
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.limits import shown
+from trajstore.core.columns.steps import NothingToStoreError
+from trajstore.errors import InvalidTrajectoryError, listed
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1 << 16
+
+
+class ContentWatch:
+    """Looks at what one process adds; warns at the 1st, 10th, 100th, ... rollout with the same thing wrong.
+
+    A rollout was added before if its task, ``rollout_id`` and policy version are those of one of the newest 65,536.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict looks for its first one past all that went
+
+    def flatten(self, trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
+        """Return trajectories as columns, all checked; empty ones are skipped with a warning.
+
+        Raises:
+            InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
+        """
+        if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+            raise InvalidTrajectoryError(
+                f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
+                "write add_trajectories([trajectory])"
+            )
+        flats, stored, empty = [], [], []
+        for place, trajectory in enumerate(trajectories):
+            try:
+                flats.append(flatten(trajectory))
+                stored.append(trajectory)
+            except NothingToStoreError:
+                empty.append(place)
+        self._look(stored, flats)
+        if empty:
+            logger.warning(
+                "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
+                "the others have ids",
+                listed(str(place) for place in empty),
+                len(empty) + len(flats),
+            )
+        return flats
+
+    def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
+        """Look at trajectories that are about to be added, as they came and as columns."""
+        pairs = zip(trajectories, flats, strict=True)
+        rollouts = [(one, flat) for one, flat in pairs if isinstance(one, AgentTrajectory)]
+        for (rollout, flat), fine in zip(rollouts, sound([flat for _, flat in rollouts]), strict=True):
+            if not fine or rollout.rollout_id:
+                self._count(rollout, [] if fine else [*doubts(flat, rollout.response_start)])
+
+    def _count(self, trajectory: AgentTrajectory, found: list[str]) -> None:
+        if trajectory.rollout_id and self._was_added(trajectory):
+            found.append("the task_id, rollout_id and policy_version of another one")
+        for doubt in found:
+            count = self._counts[doubt] = self._counts.get(doubt, 0) + 1
+            if count == 10 ** (len(str(count)) - 1):
+                logger.warning(
+                    "%d added so far: rollouts with %s; the newest is rollout %s of task %s. They are kept as they are",
+                    count,
+                    doubt,
+                    shown(trajectory.rollout_id),
+                    shown(trajectory.task_id),
+                )
+
+    def _was_added(self, rollout: AgentTrajectory) -> bool:
+        key = hash((rollout.task_id, rollout.rollout_id, rollout.policy_version))
+        if key in self._newest:
+            return True
+        self._newest[key] = None
+        if len(self._newest) > _REMEMBERED:
+            self._newest.popitem(last=False)
+        return False

@@ -1,0 +1,115 @@
+"""Samplers kept told of what a buffer shows. Called with ``Contents.lock`` held."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.buffer.view import View
+from trajstore.core.reading.contents import Contents
+from trajstore.core.sampling.base import Additions, Sampler
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.errors import ConfigurationError, listed
+
+_VIEWS: weakref.WeakKeyDictionary[Sampler, weakref.ref[View]] = weakref.WeakKeyDictionary()
+"""Which view each sampler was told of last; not in the sampler, which travels between processes."""
+
+
+def claim(sampler: Sampler, view: View) -> None:
+    """Note that a sampler follows a view from now on.
+
+    Raises:
+        ConfigurationError: it follows another one, whose ids stand for other trajectories.
+    """
+    reference = _VIEWS.get(sampler)
+    before = None if reference is None else reference()
+    if before is not None and before is not view and not before.released:
+        mine, its = set(view.store_ids), set(before.store_ids)
+        if not mine & its:
+            raise ConfigurationError(
+                f"sampler: it follows another buffer ({_shown_stores(its)}) than this one ({_shown_stores(mine)}), "
+                "where its ids are those of other trajectories; make a sampler for each buffer"
+            )
+    _VIEWS[sampler] = weakref.ref(view)
+
+
+def _shown_stores(store_ids: set[str]) -> str:
+    return f"store {listed(sorted(store_ids))}" if store_ids else "in memory"
+
+
+class Following:
+    """Keeps one sampler told of what contents hold. Use it with the lock of the contents held.
+
+    Additions, and the leaving of the oldest, cost what they are. Where entries leave from the middle, or contents are
+    replaced, all ids are compared, which costs no more than the leaving itself did.
+    """
+
+    def __init__(self, sampler: Sampler, view: View) -> None:
+        self._sampler = sampler
+        self._view = view
+        self._index: weakref.ref[TrajectoryIndex] | None = None
+        self._givers: tuple[frozenset[str], bool] = frozenset(), True
+        self._revision = -1
+        self._first = self._end = 0
+        self._unavailable = range(0)
+
+    def is_behind(self, contents: Contents) -> bool:
+        """Return whether there is something to tell the sampler."""
+        return self._is_replaced(contents.index) or self._shown(contents) != (self._first, self._end, self._unavailable)
+
+    def _is_replaced(self, index: TrajectoryIndex) -> bool:
+        return self._index is None or self._index() is not index or self._revision != index.revision
+
+    @staticmethod
+    def _shown(contents: Contents) -> tuple[int, int, range]:
+        return max(contents.index.first, contents.start), contents.index.end, contents.unavailable
+
+    def sync(self, contents: Contents) -> None:
+        """Tell the sampler what has changed since the last time."""
+        if not self.is_behind(contents):
+            return
+        index = contents.index
+        ids = index.at("trajectory_id", slice(None))
+        first, end, unavailable = self._shown(contents)
+        if self._is_replaced(index):
+            self._forget_others(contents)
+            positions = _without(np.arange(first, end), unavailable)
+            known, wanted = self._sampler.ids, ids[positions]
+            self._sampler.evicted(np.setdiff1d(known, wanted))
+            stay = known[np.isin(known, wanted)]
+            moved = np.flatnonzero(stay != wanted[: len(stay)])
+            state = self._sampler.state_dict() if len(moved) else None
+            same = int(moved[0]) if len(moved) else len(stay)
+            # A rank's commit that is seen later than younger ones of other ranks comes before them.
+            self._sampler.evicted(stay[same:])
+            self._add(contents, positions[same:])
+            if state is not None:
+                self._sampler.load_state_dict(state)
+        else:
+            lost = _without(np.arange(unavailable.start, min(unavailable.stop, self._end)), self._unavailable)
+            self._sampler.evicted(np.concatenate([ids[self._first : min(first, self._end)], ids[lost]]))
+            self._add(contents, _without(np.arange(max(self._end, first), end), unavailable))
+        self._index, self._revision = weakref.ref(index), index.revision
+        self._first, self._end, self._unavailable = first, end, unavailable
+        self._givers = self._view.givers(contents)
+
+    def _forget_others(self, contents: Contents) -> None:
+        """Tell the sampler that all it knows has left, if ids may stand for other trajectories than before."""
+        before, gave_all = self._givers
+        replaced = self._index is not None and self._index() is not contents.index
+        if replaced and not (gave_all and before <= self._view.givers(contents)[0]):
+            self._sampler.evicted(self._sampler.ids)
+
+    def _add(self, contents: Contents, positions: npt.NDArray[np.intp]) -> None:
+        if not len(positions):
+            return
+        names = ("trajectory_id", "num_samples", "version_high")
+        ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in names)
+        tasks = contents.tasks_of(positions) if self._sampler.needs_tasks else None
+        self._sampler.added(Additions(ids, samples, versions, tasks, self._view.names_at(contents, positions)))
+
+
+def _without(positions: npt.NDArray[np.intp], unavailable: range) -> npt.NDArray[np.intp]:
+    return positions[(positions < unavailable.start) | (positions >= unavailable.stop)] if unavailable else positions

@@ -1,0 +1,365 @@
+"""Loading: what a path names, be it a store, a checkpoint, RLinf's, or a folder of ranks, as sources to show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore.core.buffer.checkpoint import CheckpointState
+from trajstore.core.columns.limits import UNKNOWN_TIME
+from trajstore.core.files.base import Directory, ReaderLease
+from trajstore.core.reading.places import (
+    absent_above,
+    kind_of,
+    loadable_in,
+    mixed_sentence,
+    name_of,
+    nothing_at,
+    place_in,
+    rank_number,
+    ranks_of,
+)
+from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
+from trajstore.core.reading.sources import Source, StoreSource
+from trajstore.core.store.catalog import Catalog, ReadersCatalog, oldest_generation
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.partition import share_of
+from trajstore.core.store.run_ids import in_run, own_id
+from trajstore.core.store.salvage import open_leniently
+from trajstore.core.store.sealed import METADATA_NAME
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreError,
+    StoreNotFoundError,
+    UnsafeContentError,
+    UnsupportedVersionError,
+    listed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
+
+    Attributes:
+        directory: what to load; held, so that it is found again wherever it or the process moves.
+        share: (local_rank, world_size), or None to load everything.
+        strict: refuse an index that names absent files; None = unless it is RLinf's.
+        pin: name of a pin of the store.
+        united: load these in place of what ``directory`` holds, under the ids of a run, by the number of the rank.
+        quiet: who asks tells of all damage; no warnings.
+    """
+
+    directory: Directory
+    share: tuple[int, int] | None = None
+    strict: bool | None = None
+    pin: str | None = None
+    united: Mapping[int, Directory] | None = None
+    quiet: bool = False
+
+    @property
+    def stride(self) -> int:
+        """By how much the ids of one rank's additions grow, so that they stay unique over ranks."""
+        return 1 if self.share is None else self.share[1]
+
+    def first_id(self, next_id: int) -> int:
+        """Return the lowest id of this rank that is at least ``next_id``."""
+        return next_id if self.share is None else next_id + (self.share[0] - next_id) % self.share[1]
+
+
+@dataclass
+class Loaded:
+    """What ``load_sources`` found.
+
+    Attributes:
+        parts: every source with the entries to show of it, none perhaps, each oldest first.
+        order: of the entries of all parts, the oldest first; None where they follow each other.
+        leases: announcements that keep the writer from deleting what is read.
+        state: of the buffer that saved it, which of several ranks is that of the same number, or of the first one.
+        new_rank: (rank, number of ranks) where no rank of now is one of then, so that each begins its draws anew.
+        counter: one more than the highest id of the share.
+        next_id: one more than the highest id that any of the stores has given.
+        ranks: names of the ``rank_*`` folders of a run, also of those that are left out; None of a directory alone.
+        skipped: trajectories left out because their files are absent or damaged.
+        warnings: a sentence on all that is damaged, and on what was left out or worked out again (``strict=False``).
+    """
+
+    parts: list[tuple[Source, TrajectoryIndex]]
+    leases: list[ReaderLease]
+    state: CheckpointState
+    order: npt.NDArray[np.intp] | None = None
+    new_rank: tuple[int, int] | None = None
+    counter: int = 0
+    next_id: int = 0
+    skipped: int = 0
+    ranks: frozenset[str] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Opened:
+    """One directory: the entries that it shows, the buffer's state, how many entries were left out, and why."""
+
+    source: Source
+    index: TrajectoryIndex
+    state: CheckpointState
+    skipped: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+_UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, UnsupportedVersionError)
+
+
+def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
+    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones."""
+    place, share, strict, united = request.directory, request.share, request.strict, request.united
+    if share is not None:
+        share_of(0, *share)
+    path = place.url
+    directories, lacking = _directories(place) if united is None else (list(united.values()), [])
+    leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
+    try:
+        whole_place = united is None and directories != [place]
+        ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [0])
+        found, kept, errors = _open_all(directories, ranks, leases, strict, request.pin)
+        lacking += _absent_above(place, [item.source for item in found]) if whole_place else []
+        if (strict is not False and (lacking or errors)) or not found:
+            raise _all_of([*lacking, *errors], path)
+        whole = not lacking and not errors
+        same_ranks = share is not None and whole and len(found) == share[1]
+        state = found[share[0] if share is not None and same_ranks else 0].state
+        # Of a single directory of RLinf's every rank draws the same, as with RLinf.
+        as_rlinf = len(directories) == 1 and isinstance(found[0].source, RLinfSource)
+        new_rank = None if same_ranks or as_rlinf else share
+        for item in found:
+            item.source.checked = verify_shards
+        loaded = Loaded([], kept, state, new_rank=new_rank, skipped=sum(item.skipped for item in found))
+        loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
+        for error, directory in errors.items():
+            loaded.skipped += count_told(directory) or 0
+            loaded.warnings.append(f"{directory.url} {left_out_in_words(directory, error)}")
+        if whole_place:
+            loaded.ranks = frozenset(name_of(directory) for directory in directories)
+        _unite(loaded, found, share, path)
+        if strict is not False:
+            _check_present(loaded, path)
+        return loaded
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+
+
+def _open_all(
+    directories: Sequence[Directory],
+    ranks: Sequence[int],
+    leases: Sequence[ReaderLease],
+    strict: bool | None,
+    pin: str | None,
+) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
+    """Open each; return what was found with the announcements that it needs, and the errors of the rest."""
+    found: list[_Opened] = []
+    kept: list[ReaderLease] = []
+    errors: dict[Exception, Directory] = {}
+    for directory, rank, lease in zip(directories, ranks, leases, strict=True):
+        try:
+            opened = _open(directory, strict, pin)
+            if rank and len(opened.index):
+                opened.index = opened.index.slice(0, len(opened.index))
+                opened.index.renumber(in_run(rank, opened.index["trajectory_id"]))
+        except _UNREADABLE as error:
+            errors[error] = directory
+            lease.release()
+            continue
+        lease.settle(opened.source.generation)
+        found.append(opened)
+        kept.append(lease)
+    return found, kept, errors
+
+
+def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
+    """Return one error that says what all of them say, of their class if they have one."""
+    if len(errors) == 1:
+        return errors[0]
+    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CorruptStoreError
+    return kind(
+        f"{path}: {len(errors)} things are wrong: {'; '.join(str(error) for error in errors)}; "
+        "load with strict=False to read the rest without them"
+    )
+
+
+def left_out_in_words(directory: Directory, error: Exception) -> str:
+    """Return what is said of a directory that cannot be read, with how many trajectories it has if that is known."""
+    count = count_told(directory)
+    lost = "an unknown number of" if count is None else f"{count:,}"
+    return f"is left out with {lost} trajectories: {error}"
+
+
+def count_told(directory: Directory) -> int | None:
+    """Return how many trajectories a directory that cannot be read says it has; None if it does not say."""
+    try:
+        size = orjson.loads(directory.read(METADATA_NAME))["size"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError]]:
+    """Return what to open, and an error for each thing that is not as it should be."""
+    path, kind, ranks = directory.url, kind_of(directory), ranks_of(directory)
+    if kind in ("store", "rlinf"):
+        mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
+        return [directory, *ranks.directories], mixed
+    if ranks.directories:
+        others = listed(ranks.names)
+        lacking: list[StoreError] = [
+            IncompleteCheckpointError(f"{path}: {text}; there are {others}") for text in ranks.lacking
+        ]
+        return list(ranks.directories), lacking
+    if kind is None and not directory.exists():
+        raise nothing_at(path, directory)
+    if kind is None:
+        place = place_in(directory)
+        below = [] if place is None else loadable_in(place)
+        there = f"; in its folders are {listed(below, 3)}: load one by its path" if below else ""
+        raise StoreNotFoundError(
+            f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
+        )
+    raise StoreNotFoundError(
+        f"{path}: is an experience pool, not a replay buffer; `trajstore inspect` shows it, and `trajstore pool import "
+        "STORE FILES` makes a store of it"
+    )
+
+
+def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:
+    """Return an error for the highest ranks of a run that are absent, where saved points say how many there were."""
+    catalogs = [source.catalog for source in sources if isinstance(source, StoreSource)]
+    said = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
+    if not any(said):
+        return []
+    ranks = ranks_of(place)
+    texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], said)
+    return [IncompleteCheckpointError(f"{place.url}: {text}; there are {listed(ranks.names)}") for text in texts]
+
+
+def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened:
+    if kind_of(directory) != "store":
+        if pin is not None:
+            raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
+        rlinf = RLinfSource.open(directory, strict)
+        unreadable = [] if strict is None else rlinf.leave_out_unreadable()  # as RLinf, which reads them when it draws
+        if unreadable and strict:
+            raise CorruptStoreError(f"{'; '.join(map(str, unreadable))}{OR_WITHOUT_IT}")
+        left_out = len(rlinf.missing) + sum(one.count for one in (*rlinf.damaged, *unreadable))
+        told = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, told)
+    if strict is not False:
+        catalog = ReadersCatalog.open(directory)
+        index, state = _state_of(catalog, pin)
+        return _Opened(StoreSource(catalog), index, state)  # only what a rank takes needs to be there
+    catalog, damage = open_leniently(directory)
+    warnings = [str(one) for one in damage]
+    left_out = len(catalog.left_out) + sum(one.count for one in damage)
+    index, state = _state_of(catalog, pin)
+    source = StoreSource(catalog)
+    lost = source.lost(index)
+    if lost is None:
+        return _Opened(source, index, state, left_out, tuple(warnings))
+    index = index.without(lost.positions)
+    skipped = len(lost.ids) + left_out
+    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; they are left out"))
+
+
+def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:
+    values = catalog.metadata()
+    index = catalog.index
+    if pin is not None:
+        index = catalog.pinned_index(pin)
+        values |= catalog.pins.state(pin)
+    return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
+
+
+def _check_present(loaded: Loaded, path: str | Path) -> None:
+    """Refuse a share of stores some of whose files are absent or cut."""
+    errors = []
+    for source, part in loaded.parts:
+        lost = source.lost(part) if isinstance(source, StoreSource) else None
+        if lost is not None:
+            lost = replace(lost, ids=own_id(lost.ids))  # of the directory that is named
+            errors.append(
+                IncompleteCheckpointError(
+                    f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
+                    "trajectories out"
+                )
+            )
+    if errors:
+        raise _all_of(errors, path)
+
+
+def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | None, path: str) -> None:
+    """Choose the entries of each source: all, or one rank's share of the union; nothing twice."""
+    alone = len(found) == 1 and share is None
+    readable = [item.index if alone else _readable(item.index) for item in found]
+    distinct = readable if len(found) == 1 else _distinct(readable)
+    total = sum(len(index) for index in distinct)
+    start, stop = (0, total) if share is None else share_of(total, *share)
+    before = 0
+    for item, index in zip(found, distinct, strict=True):
+        low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
+        part = index.slice(low, high)
+        loaded.parts.append((item.source, part))  # also without an entry: a later commit may change that
+        loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
+        loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)
+        before += len(index)
+    if share is not None:
+        return
+    loaded.counter = loaded.next_id
+    if len(found) > 1:
+        loaded.order = _by_time(distinct)
+        stores = [part for source, part in loaded.parts if isinstance(source, StoreSource)]
+        unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
+        if np.count_nonzero(unknown) > 1:
+            loaded.warnings.append(
+                f"{path}: an earlier version of trajstore did not note when it committed {sum(unknown):,} of the "
+                "trajectories: of these, the ranks are shown one after another; what was committed since is newer"
+            )
+
+
+def _by_time(indexes: Sequence[TrajectoryIndex]) -> npt.NDArray[np.intp]:
+    """Return the order of the entries of several stores by when they were committed, ties by rank and id.
+
+    Each store's own order stays, whatever its clock did.
+    """
+    times = [np.maximum.accumulate(index["committed"]) for index in indexes]
+    return np.argsort(np.concatenate(times), kind="stable")
+
+
+def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
+    """Return the entries that have a shard: what RLinf counts but never wrote is not shared out."""
+    lost = index.first + np.flatnonzero(index["shard"] < 0)
+    return index.without(lost) if len(lost) else index
+
+
+def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
+    """Return the entries without those whose UUIDs were committed before, by their own store or another one."""
+    uuids = np.concatenate([index["uuid"] for index in indexes])
+    halves = uuids.view(np.dtype("2u8")).reshape(-1, 2) if len(uuids) else np.zeros((0, 2), np.uint64)
+    ordered = np.sort(halves[:, 0])
+    if not np.any(ordered[1:] == ordered[:-1]):  # the halves of random UUIDs differ already
+        return list(indexes)
+    order = _by_time(indexes)
+    _, first = np.unique(halves[order], axis=0, return_index=True)
+    fresh = np.zeros(len(uuids), np.bool_)
+    fresh[order[first]] = True
+    parts: list[TrajectoryIndex] = []
+    end = 0
+    for index in indexes:
+        begin, end = end, end + len(index)
+        parts.append(index.without(index.first + np.flatnonzero(~fresh[begin:end])))
+    return parts

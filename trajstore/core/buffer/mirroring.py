@@ -1,0 +1,48 @@
+"""The mirror of a buffer's store, as its users see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trajstore.core.base.arguments import seconds_or_none, whole_numbers
+from trajstore.core.buffer.sink import Sink
+from trajstore.errors import StoreError
+from trajstore.remote.mirror.options import MirrorState
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorOfBuffer:
+    """``buffer.mirror``: how far the mirror of a buffer's store is, and waiting for it.
+
+    Args:
+        _sink: of the buffer.
+    """
+
+    _sink: Sink
+
+    @property
+    def state(self) -> MirrorState | None:
+        """What is on the mirror, and why the last attempt failed; None without a mirror."""
+        mirror = self._sink.mirror
+        return None if mirror is None else mirror.state
+
+    def wait(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
+        """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
+
+        Args:
+            ids: of trajectories; None: everything, what was added before and waits to be written, evictions, saved
+                points and rollbacks too.
+            timeout: in seconds; None = no limit.
+
+        Raises:
+            StoreError: the buffer has no mirror.
+            StoreWriteError: with ``ids=None``, a write failed; names the file.
+        """
+        wanted = None if ids is None else whole_numbers("ids", ids)
+        timeout, mirror = seconds_or_none("timeout", timeout), self._sink.mirror
+        if mirror is None:
+            raise StoreError("mirror.wait: this buffer has no mirror; give one with mirror=...")
+        if wanted is None:
+            return mirror.wait_for_all(self._sink.flush, timeout)
+        return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True

@@ -1,0 +1,411 @@
+"""The replay buffer: a reader with a writer."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trajstore.core.base.arguments import (
+    check_kind,
+    path_or_url,
+    seconds_or_none,
+    text,
+    truth,
+    whole,
+    whole_or_none,
+)
+from trajstore.core.buffer.checkpoint import Layout
+from trajstore.core.buffer.loading import Loaded, LoadRequest
+from trajstore.core.buffer.mirroring import MirrorOfBuffer
+from trajstore.core.buffer.reader import Reader, unpickled
+from trajstore.core.buffer.retention import Retention
+from trajstore.core.buffer.saved_points import PointsOfBuffer
+from trajstore.core.buffer.sink import Sink, StoreSink
+from trajstore.core.buffer.view import View
+from trajstore.core.files.opening import check_options, directories_above, open_directory
+from trajstore.core.formats import get_format
+from trajstore.core.reading.places import check_no_store_above
+from trajstore.core.sampling.draws import Draws
+from trajstore.core.store.run_ids import ids_from
+from trajstore.core.writing.options import WriterOptions
+from trajstore.errors import ConfigurationError, StoreError, listed
+from trajstore.remote.mirror.options import Mirror, as_mirror
+from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryReplayBuffer(Reader):
+    """A replay buffer of trajectories ``[T, B, ...]`` (or agent trajectories) on disk, or in memory only.
+
+    With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; what was
+    flushed survives a crash, and a buffer made on a directory that holds a store continues it. With
+    ``auto_save=False`` the newest ``sample_window_size`` trajectories are kept in memory; older ones are
+    counted, as RLinf does, but never drawn. The first seven arguments, their defaults, and the samples drawn
+    for a seed are those of RLinf's buffer. ``TrajectoryReplayBuffer.open(path)`` returns a :class:`Reader`.
+
+    Attributes:
+        sink: where additions go; for other packages of trajstore.
+
+    Args:
+        seed: seed of the generator that draws samples; None draws one from the system. ``load_checkpoint`` says when
+            what was loaded replaces it.
+        enable_cache: keep trajectories in memory after they were written. Only of use for formats that
+            cannot be mapped, or when the files lie on a slow disk.
+        cache_size: number of trajectories that the cache keeps (``auto_save=True``).
+        sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
+        auto_save: write trajectories to ``auto_save_path``.
+        auto_save_path: directory or fsspec URL (``s3://bucket/run``); without ``auto_save`` a warning says that nothing
+            is written there.
+        trajectory_format: ``"pt"``, ``"pkl"`` or ``"zarr"``.
+        cache_bytes: bytes that the cache keeps (``auto_save=False``: that stay in memory); None = no bound.
+        retention: limits; the oldest trajectories beyond them are deleted.
+        writer: threads and memory of the writer.
+        format_options: options of the format (zarr: codec, chunking).
+        storage_options: passed on to the fsspec file system of URLs; a local ``auto_save_path`` takes none.
+        mirror: path or URL to which everything committed is copied in the background, or a :class:`Mirror` with options
+            (``auto_save=True``). What is there can be opened like any store, and ``trajstore restore`` makes a store
+            of it after this machine is lost. Adding never waits for it; see :attr:`mirror`.
+        on_commit: called with the ids of each commit, in order, by a thread of its own that holds no lock, so that it
+            may call the buffer back. ``flush`` does not wait for it, ``close`` does. What it raises is logged.
+        verify_shards: compare the checksums of a shard, whole, when it is read for the first time, so that changed
+            bytes raise CorruptStoreError instead of being drawn. Costs one pass over each shard.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders, or is
+            a directory of RLinf.
+        StoreLockedError: another process writes to ``auto_save_path``.
+        StoreWriteError: ``auto_save_path`` cannot be written.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: what lies there cannot be continued.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | Path = "",
+        trajectory_format: str = "pt",
+        *,
+        cache_bytes: int | None = None,
+        retention: Retention | None = None,
+        writer: WriterOptions | None = None,
+        format_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        mirror: str | Path | Mirror | None = None,
+        on_commit: Callable[[Sequence[int]], None] | None = None,
+        verify_shards: bool = False,
+    ) -> None:
+        check_kind("auto_save_path", auto_save_path, str | Path, "a path or URL")
+        hint = f"; write Retention(max_trajectories={retention})" if isinstance(retention, int) else ""
+        check_kind("retention", retention, Retention, f"a Retention{hint}")
+        check_kind("writer", writer, WriterOptions, "WriterOptions")
+        check_kind("format_options", format_options, Mapping, "a dict")
+        check_kind("storage_options", storage_options, Mapping, "a dict")
+        check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
+        check_kind("on_commit", on_commit, Callable, "a function of the ids")
+        auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
+        cache_size, cache_bytes = whole("cache_size", cache_size, 0), whole_or_none("cache_bytes", cache_bytes, 0)
+        window_size = whole("sample_window_size", sample_window_size, 0)
+        draws = Draws(whole_or_none("seed", seed, -(1 << 63), (1 << 64) - 1))
+        path = str(auto_save_path or "")
+        if auto_save and not path:
+            raise ConfigurationError("auto_save_path: must be given when auto_save is true")
+        idle = {f"auto_save_path={path!r}": path, "writer": writer, "on_commit": on_commit}
+        if not auto_save and any(idle.values()):
+            told = listed(name for name, value in idle.items() if value)
+            warnings.warn(f"{told} has no effect without auto_save=True: nothing is written", stacklevel=2)
+        if mirror is not None and not auto_save:
+            raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
+        self.auto_save = auto_save
+        self.auto_save_path = path if auto_save else None
+        new_format = get_format(trajectory_format, **(format_options or {}))
+        options = dict(storage_options or {})
+        bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
+        if not auto_save:
+            bounds = window_size or None, cache_bytes
+        live = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
+        self.sink: Sink = Sink(live)
+        if auto_save:
+            check_options(path, options)
+            directory = open_directory(path, **options)
+            check_no_store_above(directory, directories_above(directory, **options))
+            writer, target = writer or WriterOptions(), as_mirror(mirror)
+            self.sink = StoreSink(live, draws, directory, new_format, writer, on_commit, target)
+        super().__init__(live, draws, window_size, options, self.sink.keep_facts)
+        self.trajectory_format, self._format = trajectory_format, new_format
+
+    # -- adding -----------------------------------------------------------------------------------
+
+    def add_trajectories(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        """Add trajectories and return their ids. All are checked before any is added.
+
+        One with nothing in it (no fields, or no samples) is passed over with a warning, and has no id.
+
+        The tensors are copied before this returns; writing goes on in the background. With the memory for
+        waiting writes full, this waits or raises, as ``WriterOptions.on_full`` says.
+
+        Raises:
+            InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored and read
+                back; names the field, and its shapes or value. Nothing was added.
+            StoreWriteError: an earlier write failed; nothing was added. Each failure is told once; what could not be
+                written is kept in memory and tried again.
+            UnwritableTrajectoryError: earlier trajectories could not be written for their own sake; nothing was added.
+            PartlyAddedError: the list needs more memory than a shard, and what is above befell a later part of it; its
+                ``ids`` are those of the trajectories that were added.
+            PendingFullError: no room for more waiting writes (``on_full="raise"``).
+        """
+        return self.sink.add(trajectories)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.
+
+        Raises:
+            StoreWriteError: a write failed; names the file. What was not written is kept; call again.
+            UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
+            TimeoutError: ``timeout`` seconds passed.
+        """
+        self.sink.flush(seconds_or_none("timeout", timeout))
+
+    def wait(self, ids: Sequence[int], timeout: float | None = None) -> bool:
+        """Wait until trajectories are committed; return whether all are (False after ``timeout`` seconds).
+
+        Raises:
+            StoreWriteError: they cannot be written at present.
+        """
+        wanted = ids_from("ids", ids)
+        return self.sink.wait(wanted, seconds_or_none("timeout", timeout))
+
+    def evict(self, ids: Sequence[int | str]) -> None:
+        """Delete trajectories, durably. Files go when no pin and no reader needs them.
+
+        What was loaded is shown no longer, and stays where it is. Ids are numbers, or as they are shown (``"3/17"``).
+
+        Those of the buffer's own store that are not shown because their files are missing or cut can be deleted too.
+
+        Raises:
+            TrajectoryUnavailableError: an id is not in the buffer; nothing was deleted.
+            StoreWriteError: the log could not be written; nothing was deleted. Or trajectories that wait to be written
+                could not be; all others were deleted.
+        """
+        wanted = ids_from("ids", ids)
+        if not wanted:
+            return
+        self.live.check_shown(wanted)
+        self.sink.evict(wanted)
+
+    def clear(self) -> None:
+        """Delete all trajectories. Ids go on; they are never given twice."""
+        self.evict(self.trajectory_ids.tolist())
+
+    def compact(self) -> None:
+        """Give back the disk space that evicted trajectories have in shards of live ones, and unite small shards.
+
+        The writer does this by itself, in the background, for shards of which half or more is dead, as soon as the dead
+        bytes exceed the live ones by more than 1 MiB. This goes on until no shard has a dead row and no two small ones
+        are left. It copies what it keeps; others may add and sample meanwhile. Nothing to do in memory only.
+
+        Raises:
+            StoreWriteError: it could not be written; the store is as it was.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        self.sink.compact()
+
+    # -- points, mirror, checkpoints --------------------------------------------------------------
+
+    @property
+    def points(self) -> PointsOfBuffer:
+        """Saved points of this buffer's store, to which it can go back, and pins."""
+        return PointsOfBuffer(self.sink, self.live, self._draws)
+
+    @property
+    def mirror(self) -> MirrorOfBuffer:
+        """The mirror of this buffer's store: its progress, and waiting for it."""
+        return MirrorOfBuffer(self.sink)
+
+    def load_checkpoint(
+        self,
+        load_path: str | Path,
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        *,
+        strict: bool | None = None,
+        pin: str | None = None,
+    ) -> int:
+        """Replace the contents by those of a directory, which is read in place and never written to.
+
+        A store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` directories, which are united.
+        Later additions go to this buffer's own path.
+
+        The generator takes up where the checkpoint left it, whatever ``seed`` this buffer was made with; for a store,
+        which does not say how far it had drawn, it begins with the store's seed. With ``is_distributed``, rank ``r`` of
+        as many ranks as have saved takes up that of ``rank_<r>``. Of another number each begins anew by its own
+        ``seed`` and its rank: no two draw alike, also with equal seeds. (Of a single directory of RLinf's all
+        ranks draw by its seed, as with RLinf.)
+
+        Args:
+            load_path: directory or URL.
+            is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
+            local_rank: 0-based.
+            world_size: number of shares.
+            strict: refuse a directory of which anything is damaged or absent (True; what lies in shards is not read:
+                sizes are compared), or leave out what cannot be read, work out what can be, and log a warning on each
+                (False). By default a directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory
+                only list more trajectories than they hold, which is told in a warning; any other directory is refused.
+                Of RLinf's directories, True and False open every file (some tenths of a millisecond each): one that
+                cannot be read is refused or left out; by default it fails when it is drawn, as in RLinf. Files absent
+                before the oldest one that is there are counted by ``len`` and ``is_ready``, as RLinf counts them, and
+                never drawn.
+            pin: name of a pin of the store.
+
+        Returns:
+            The number of trajectories whose files are absent, or which were left out because they are damaged, as far
+            as it can be told: of a rank whose folder is empty or gone nobody knows how many it had.
+
+        Raises:
+            StoreNotFoundError: there is nothing that can be loaded.
+            IncompleteCheckpointError: files or ranks are absent, or files cut (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; names
+                all ranks that cannot be.
+            StoreError: a store lies beside ``rank_*`` stores (``strict``).
+        """
+        share = None
+        if truth("is_distributed", is_distributed):
+            share = whole("local_rank", local_rank, 0), whole("world_size", world_size, 1)
+        strict = None if strict is None else truth("strict", strict)
+        pin = None if pin is None else text("pin", pin)
+        directory = open_directory(path_or_url("load_path", load_path), **self._storage_options)
+        self.sink.flush()
+        self._load(LoadRequest(directory, share, strict, pin))
+        return self.left_out
+
+    def _load(self, request: LoadRequest) -> None:
+        super()._load(request)
+        self.live.tell_hidden()
+        self.sink.retain()
+
+    def _take_up(self, loaded: Loaded) -> None:
+        kept = self.trajectory_format, self._format
+        super()._take_up(loaded)
+        if isinstance(self.sink, StoreSink):
+            self.trajectory_format, self._format = kept
+
+    def _show(self, request: LoadRequest) -> Loaded:
+        contents, loaded = self.live.open(request)
+        with self.sink.lock:
+            self.live.replace(request, contents, loaded)
+            self.sink.go_on(loaded.counter, request.first_id(loaded.next_id), request.stride)
+        return loaded
+
+    def refresh(self) -> bool:
+        changed = super().refresh()
+        self.sink.retain()
+        return changed
+
+    def _follow(self, request: LoadRequest) -> bool:
+        with self.sink.lock:
+            next_id = self.live.follow()
+            if next_id is not None:
+                self.sink.go_on(next_id, request.first_id(next_id), request.stride)
+                return True
+        added = self.live.contents.added
+        if added:
+            kept = isinstance(self.sink, StoreSink)
+            logger.warning(
+                "refresh: loads again, and no longer shows the %d trajectories that were added here since; %s",
+                added,
+                "they stay in its own store" if kept else "they were in memory only and are lost",
+            )
+        return False
+
+    def _keeping_files(self) -> AbstractContextManager[object]:
+        return self.sink.keeping_files()
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def grows(self) -> bool:
+        """True: trajectories may be added."""
+        return True
+
+    @property
+    def retention(self) -> Retention:
+        """Limits, beyond which the oldest trajectories are deleted."""
+        return self.live.retention
+
+    @property
+    def store_id(self) -> str | None:
+        """UUID of the buffer's own store; None in memory only."""
+        return self.sink.store_id
+
+    @property
+    def trajectory_counter(self) -> int:
+        """One more than the newest id."""
+        return self.sink.counter
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the numbers of a reader, and those of the buffer's own store.
+
+        ``pending_bytes`` wait to be written. ``live_bytes`` are of its trajectories, ``shard_bytes`` of the files that
+        these and its pins need, ``held_bytes`` of files that stay only because a reader still shows what was evicted.
+        """
+        figures = self.sink.figures()
+        return {**super().get_stats(), **figures}
+
+    def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
+        self.sink.flush()
+        super().save_checkpoint(save_path, layout=layout)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self, wait: bool = True) -> None:
+        """Flush and give the directory back. Closing again does nothing.
+
+        Loaders give no more batches of it. Releases the reader's lease: what it showed can be sampled only as long as
+        its files are there.
+
+        Args:
+            wait: kept for callers of RLinf's buffer; what was added is always written first.
+
+        Raises:
+            StoreWriteError: something did not reach the disk; the buffer is closed all the same.
+        """
+        super().close()
+        self.sink.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Send a buffer that has added nothing to another process, which opens what this one loaded.
+
+        Raises:
+            StoreError: the buffer writes, or holds trajectories that are nowhere else; says what to do instead.
+        """
+        if isinstance(self.sink, StoreSink):
+            raise StoreError(
+                f"{self.auto_save_path}: a buffer that writes stays in its process, as a store has one writer; in the "
+                f"other process make a buffer, load_checkpoint({self.auto_save_path!r}), and refresh() to follow"
+            )
+        if self.live.locked(lambda contents: bool(contents.snapshot().memory)):
+            raise StoreError(
+                "this buffer has trajectories that are in the memory of this process only; call save_checkpoint, and "
+                "load_checkpoint in the other process"
+            )
+        make = partial(
+            TrajectoryReplayBuffer,
+            None,
+            sample_window_size=self.sample_window_size,
+            trajectory_format=self.trajectory_format,
+            cache_bytes=self.live.cache_bytes,
+            retention=self.live.retention,
+            storage_options=self._storage_options,
+            verify_shards=self.live.verify_shards,
+        )
+        return unpickled, (make, self.live.request, self.live.store_ids, pickle.dumps(self.state_dict()))

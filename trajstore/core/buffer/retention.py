@@ -1,0 +1,66 @@
+"""What a store may hold, and which trajectories must go for it. Pure: deleting is done elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.base.settings import Count, Settings, Whole
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.store.index import TrajectoryIndex
+
+
+@dataclass(frozen=True)
+class Retention(Settings):
+    """Limits of a store; None is no limit. The oldest trajectories go first; the newest always stays.
+
+    Attributes:
+        max_trajectories: how many trajectories.
+        max_samples: how many samples, T·B summed.
+        max_bytes: bytes of all columns.
+        max_policy_age: how many policy versions a trajectory's newest step may lie behind the newest of
+            all; trajectories whose versions are unknown stay.
+
+    Raises:
+        ConfigurationError: a limit is no whole number, or too low.
+    """
+
+    max_trajectories: Count | None = None
+    max_samples: Count | None = None
+    max_bytes: Count | None = None
+    max_policy_age: Whole | None = None
+
+    def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
+        """Return the positions of the trajectories that must go, oldest first."""
+        count = len(index)
+        if count == 0 or self._holds(index):
+            return np.zeros(0, np.intp)
+        going = np.zeros(count, np.bool_)
+        if self.max_policy_age is not None:
+            versions = index["version_high"]
+            known = versions != UNKNOWN_VERSION
+            if known.any():
+                going |= known & (versions < int(versions[known].max()) - self.max_policy_age)
+        for limit, sizes in (
+            (self.max_trajectories, None),
+            (self.max_samples, "num_samples"),
+            (self.max_bytes, "nbytes"),
+        ):
+            if limit is None:
+                continue
+            amounts = np.ones(count, np.int64) if sizes is None else index[sizes].astype(np.int64)
+            kept = np.where(going, 0, amounts)
+            newer = np.cumsum(kept[::-1])[::-1]  # amount of this trajectory and all newer ones
+            going |= newer > limit
+        going[-1] = False
+        return index.first + np.flatnonzero(going)
+
+    def _holds(self, index: TrajectoryIndex) -> bool:
+        """Return whether the limits hold, where that is told by totals alone."""
+        if self.max_policy_age is not None or self.max_bytes is not None:
+            return False
+        if self.max_trajectories is not None and len(index) > self.max_trajectories:
+            return False
+        return self.max_samples is None or index.total_samples <= self.max_samples

@@ -1,0 +1,306 @@
+"""Saved points of a run: one step, over the stores of all its ranks. A point counts when every rank has it.
+
+Each rank writes a store of its own, ``<run>/rank_<r>``. The ranks agree through ``torch.distributed``, and nothing is
+written but the points of their stores: each says how many ranks save it together, so a reader can tell what lacks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trajstore.core.base.arguments import whole_or_none
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.buffer.saved_points import KEPT
+from trajstore.core.files.opening import check_options, open_directory
+from trajstore.core.reading.places import nothing_at, rank_of, ranks_of
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.pin_names import point_name
+from trajstore.core.store.saved_points import SavedPoint
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError, listed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPoint:
+    """A saved point of a run.
+
+    Attributes:
+        step: of the model.
+        ranks: how many ranks save it together, or more, where there are stores of more.
+        lacking: numbers of the ranks that do not have it; a run cannot go back to such a point.
+        trajectories: how many it names, in all stores that have it.
+        saved_by: how many ranks saved it together; None if it does not say.
+    """
+
+    step: int
+    ranks: int
+    lacking: tuple[int, ...]
+    trajectories: int
+    saved_by: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has it."""
+        return not self.lacking
+
+
+def unite_points(points: Mapping[int, Sequence[SavedPoint]]) -> list[RunPoint]:
+    """Return the saved points of a run, lowest step first, complete or not.
+
+    Args:
+        points: of each rank's store, by number of the rank.
+    """
+    found = []
+    for step in sorted({point.step for of_rank in points.values() for point in of_rank}):
+        have = {rank: point for rank, of_rank in points.items() for point in of_rank if point.step == step}
+        # Points that were saved by each store by itself do not say how many belong together: all that there are.
+        ranks = max([point.ranks or 0 for point in have.values()] + [max(points, default=-1) + 1])
+        lacking = tuple(rank for rank in range(ranks) if rank not in have)
+        trajectories = sum(point.trajectories for point in have.values())
+        found.append(RunPoint(step, ranks, lacking, trajectories, max(p.ranks or 0 for p in have.values()) or None))
+    return found
+
+
+def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
+    """Return the saved points of a run, lowest step first; those that a rank lacks are among them, and say so.
+
+    Args:
+        path: of the run, the folder that has the stores as ``rank_*``.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        StoreNotFoundError: there is no run.
+        CorruptStoreError: a store of it is damaged.
+    """
+    check_options(path, storage_options)
+    run = open_directory(path, **storage_options)
+    ranks = ranks_of(run)
+    if not ranks.directories:
+        raise nothing_at(path, run)
+    found = {}
+    for directory in ranks.directories:
+        catalog = Catalog.open(directory)
+        found[rank_of(directory)] = [SavedPoint.of(head) for head in catalog.points()]
+    return unite_points(found)
+
+
+def save_rank_point(
+    buffer: TrajectoryReplayBuffer, step: int, state: Mapping[str, Any] | None, ranks: int
+) -> SavedPoint:
+    """Save one rank's part of a point of a run, which counts when all ``ranks`` of them are saved; earlier ones stay.
+
+    Raises:
+        StoreError, ConfigurationError, StoreWriteError: see :meth:`PointsOfBuffer.save`.
+    """
+    return buffer.points._save(step, state, None, ranks)
+
+
+def save_run_point(
+    buffer: TrajectoryReplayBuffer,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    *,
+    keep: int | None = KEPT,
+    group: Any = None,
+) -> SavedPoint:
+    """Save a point on every rank; return this rank's when all have it. Every rank calls it, with the same step.
+
+    Call it before the model's own checkpoint is written: then every checkpoint of the model has its point on every
+    rank. Earlier points are released only after that, so a complete one is there at every moment.
+
+    Args:
+        buffer: of this rank; its store is ``<run>/rank_<r>``, where r is the rank in the group.
+        step: of the model.
+        state: what else this rank needs, see :meth:`PointsOfBuffer.save`.
+        keep: points that stay on each rank; None = all.
+        group: of ``torch.distributed``; None: all ranks.
+
+    Raises:
+        ConfigurationError: the store is not that of this rank.
+        StoreWriteError: a rank could not save it, or did not answer; names it. The point is incomplete then, and the
+            earlier ones are still there.
+    """
+    keep = whole_or_none("keep", keep, 1)
+    rank, ranks = _rank_in(buffer, group)
+    point, error = None, None
+    try:
+        point = save_rank_point(buffer, step, state, ranks)
+    except Exception as failure:  # the other ranks wait for an answer, whatever it is
+        error = failure
+    failed = _told_by_all(group, None if error is None else f"rank_{rank}: {error}", f"save_run_point({step})")
+    if failed or point is None:
+        raise StoreWriteError(
+            f"save_run_point({step}): not every rank has saved it ({listed(failed)}); earlier points are as they were"
+        ) from error
+    for old in () if keep is None else buffer.points.saved[:-keep]:
+        buffer.points.unpin(point_name(old.step))
+    return point
+
+
+def roll_back_run(
+    buffer: TrajectoryReplayBuffer, step: int | None = None, *, aside: bool = True, group: Any = None
+) -> tuple[int | None, dict[str, Any]]:
+    """Go back to one point on every rank; every rank calls it, before anything is added.
+
+    What some ranks saved of a later step, and others did not, is set aside with what was written since. When a rank is
+    killed in the midst of this, call it again: ranks that are back at the point stay there.
+
+    Args:
+        buffer: of this rank.
+        step: of the point; None: the newest one that every rank has.
+        aside: False deletes what was written since the point.
+        group: of ``torch.distributed``; None: all ranks.
+
+    Returns:
+        The step, None if the run has no complete point (nothing was changed); and this rank's state of it.
+
+    Raises:
+        ConfigurationError: the store is not that of this rank, or another number of ranks saved the run's points.
+        StoreNotFoundError: there is no such point, or a rank lacks it; says which. Without ``step``: none is complete
+            and a store was lost, because there are several points, or nothing was ever added to a rank that lacks one.
+        StoreWriteError: a rank could not go back, or did not answer; names it.
+    """
+    import torch.distributed as dist
+
+    rank, ranks = _rank_in(buffer, group)
+    _told_by_all(group, None, "roll_back_run")  # every rank has opened its store, which rank 0 will look into
+    decided: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            decided[0] = _choose(buffer, step, ranks)
+        except Exception as error:  # to be raised by every rank
+            decided[1] = error
+    try:
+        dist.broadcast_object_list(decided, group_src=0, group=group)
+    except RuntimeError as error:
+        raise StoreWriteError(f"roll_back_run: a rank does not answer ({error}); nothing was changed") from error
+    chosen, failure = decided
+    if failure is not None:
+        raise failure
+    if chosen is None:
+        return None, {}
+    state, wrong = {}, None
+    try:
+        state = buffer.points.rollback(chosen, aside=aside)
+    except Exception as error:  # as above
+        wrong = error
+    failed = _told_by_all(group, None if wrong is None else f"rank_{rank}: {wrong}", f"roll_back_run({chosen})")
+    if failed:
+        raise StoreWriteError(f"roll_back_run({chosen}): {listed(failed)}; the others went back, call again") from wrong
+    return chosen, state
+
+
+def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int | None:
+    """Return the step to go back to.
+
+    Raises:
+        ConfigurationError: another number of ranks saved it together.
+        StoreNotFoundError: some rank does not have the one that was asked for, or a store was lost.
+    """
+    run = _run_of(buffer)
+    points = run_points(run, **buffer._storage_options)
+    _check_ranks(run, points, ranks)
+    complete = [point.step for point in points if point.is_complete]
+    for point in points:
+        if not point.is_complete:
+            logger.warning("%s: %s", run, incomplete_sentence(point))
+    if step is None and points and not complete:
+        _check_not_lost(buffer, run, points)
+    if step is None or step in complete:
+        return max(complete, default=None) if step is None else step
+    wanted = [point for point in points if point.step == step]
+    why = incomplete_sentence(wanted[0]) if wanted else f"no saved point of step {step}"
+    raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
+
+
+def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[RunPoint]) -> None:
+    """Refuse to begin anew where no point is complete because a store was lost, and not because a job was killed."""
+    lacking = sorted({rank for point in points for rank in point.lacking})
+    empty = [rank for rank in lacking if not _ever_added(buffer, f"{run}/rank_{rank}")]
+    if len(points) > 1:
+        names = listed(f"rank_{rank}" for rank in lacking)
+        why = f"{names} lacks some. A job that was killed leaves one incomplete point"
+    elif empty and points[0].trajectories:
+        why = f"nothing was ever added to {listed(f'rank_{rank}' for rank in empty)}"
+    else:
+        return
+    raise StoreNotFoundError(
+        f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: bring it back from a copy "
+        f"or its mirror, or begin a new run in another directory and load this one there (load_checkpoint({run!r}, "
+        f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away "
+        "(points.unpin) and begin"
+    )
+
+
+def _ever_added(buffer: TrajectoryReplayBuffer, path: str) -> bool:
+    try:
+        return Catalog.open(open_directory(path, **buffer._storage_options)).next_id > 0
+    except StoreNotFoundError:
+        return False
+
+
+def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
+    others = [point for point in points if point.saved_by not in (None, ranks)]
+    if not others:
+        return
+    whole = [point for point in others if point.is_complete]
+    newest = max(whole or others, key=lambda point: point.step)
+    steps = listed(str(point.step) for point in whole) or "none"
+    raise ConfigurationError(
+        f"{run}: {newest.saved_by} ranks saved its points together, this job has {ranks} (steps that all of them have: "
+        f"{steps}); begin a new run, and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
+        f"pin={point_name(newest.step)!r}, ...)"
+    )
+
+
+def incomplete_sentence(point: RunPoint) -> str:
+    """Return what is said of a point that not every rank has."""
+    names = listed(f"rank_{rank}" for rank in point.lacking)
+    return f"the saved point of step {point.step} is incomplete: of {point.ranks} ranks, it is not in {names}"
+
+
+def _run_of(buffer: TrajectoryReplayBuffer) -> str:
+    return str(buffer.auto_save_path).rstrip("/").rpartition("/")[0] or "."
+
+
+def _rank_in(buffer: TrajectoryReplayBuffer, group: Any) -> tuple[int, int]:
+    """Return this process's rank and their number.
+
+    Raises:
+        ConfigurationError: ``torch.distributed`` is not initialized, or the store is not that of the rank.
+        StoreError: the buffer has no store.
+    """
+    import torch.distributed as dist
+
+    if buffer.auto_save_path is None:
+        raise StoreError("a point of a run: this buffer has no store of its own; use auto_save=True")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError("a point of a run is saved by all its ranks: call torch.distributed's init first")
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if buffer.auto_save_path.rstrip("/").rpartition("/")[2] != f"rank_{rank}":
+        raise ConfigurationError(
+            f"auto_save_path {buffer.auto_save_path}: rank {rank} of {ranks} writes to a folder rank_{rank} of the run"
+        )
+    return rank, ranks
+
+
+def _told_by_all(group: Any, mine: str | None, call: str) -> list[str]:
+    """Return what went wrong on any rank.
+
+    Raises:
+        StoreWriteError: a rank does not answer.
+    """
+    import torch.distributed as dist
+
+    told: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(told, mine, group=group)
+    except RuntimeError as error:
+        own = "" if mine is None else f"; here: {mine}"
+        raise StoreWriteError(f"{call}: a rank does not answer ({error}); it may lack the point{own}") from error
+    return [text for text in told if text is not None]

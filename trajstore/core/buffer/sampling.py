@@ -1,0 +1,337 @@
+"""Draws by the buffer's generator or a sampler, and rows of trajectories by arrays of ids.
+
+Samplers are called with ``Contents.lock`` held, which every method takes itself; rows are copied without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.base.arguments import check_instance, check_kind, columns_or_none, whole_numbers
+from trajstore.core.base.interrupts import uninterrupted
+from trajstore.core.buffer.following import Following, claim
+from trajstore.core.buffer.positions import Positions
+from trajstore.core.buffer.view import View
+from trajstore.core.columns.fields import nest
+from trajstore.core.reading.contents import Contents
+from trajstore.core.reading.plan import RowPlan
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.reading.tokens import TokenRows, token_rows
+from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler
+from trajstore.core.sampling.draws import Draws, Window
+from trajstore.core.store.run_ids import shown_id
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+
+T = TypeVar("T")
+
+
+_SAMPLER = "a sampler of trajstore.core.sampling (sampler_of makes one of a dict)"
+
+
+class Batch(dict[str, Any]):
+    """A batch that a sampler drew: the nested dict of tensors, and which rows they are.
+
+    Attributes:
+        drawn: ids, places and importance weights of the rows, in the order of the batch.
+    """
+
+    def __init__(self, values: Mapping[str, Any], drawn: Drawn) -> None:
+        super().__init__(values)
+        self.drawn = drawn
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """Importance weight of each row, float32 ``[n]``; None if the sampler gives none."""
+        return None if self.drawn.weights is None else torch.from_numpy(self.drawn.weights)
+
+
+def check_sampler(sampler: Sampler) -> None:
+    """Refuse anything but a sampler.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    check_instance("sampler", sampler, Sampler, _SAMPLER)
+
+
+def check_unit(sampler: Sampler, unit: str, otherwise: str) -> None:
+    """Refuse a sampler that draws another unit.
+
+    Raises:
+        ConfigurationError: ``otherwise``.
+    """
+    check_sampler(sampler)
+    if sampler.unit != unit:
+        raise ConfigurationError(otherwise)
+
+
+def _check_fits(sampler: Sampler) -> None:
+    parameters = inspect.signature(sampler.draw).parameters.values()
+    if not any(one.name == "fits" or one.kind is one.VAR_KEYWORD for one in parameters):
+        raise ConfigurationError(
+            f"sampler: {type(sampler).__name__}.draw takes no fits=, which says of rows whether a whole sequence "
+            "follows them; let it take fits, as Sampler.draw says, or ask for sequences with pad=True"
+        )
+
+
+class Sampling:
+    """Draws from a view, and reads by arrays of ids. Loaders and Ray's stores use it; it may change with any release.
+
+    Args:
+        view: the trajectories shown.
+        draws: the buffer's generator, which samplers use too.
+    """
+
+    def __init__(self, view: View, draws: Draws) -> None:
+        self._view = view
+        self._draws = draws
+        self._own_name = f"memory {uuid4()}"
+        self._within: int | None = None
+        """The thread that is in a call of :meth:`together`."""
+        self._following: weakref.WeakKeyDictionary[Sampler, Following] = weakref.WeakKeyDictionary()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of all draws; part of ``state_dict``."""
+        return self._draws.generator
+
+    def draw(self, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None) -> Drawn:
+        """Draw rows of the window, only those that fit; a sampler decides how many and which.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+        """
+        return self.together(sampler, lambda contents: self.choose(contents, count, window_size, sampler, fits)[0])
+
+    def together(self, sampler: Sampler | None, call: Callable[[Contents], T]) -> T:
+        """Call with the contents, their lock held and the sampler up to date; ``call`` may draw and read more."""
+        check_kind("sampler", sampler, Sampler, _SAMPLER)
+        if sampler is None:
+            return self._view.locked(call)
+
+        def tell_and_call(contents: Contents) -> T:
+            self._follow(contents, sampler)
+            return call(contents)
+
+        def call_if_told(contents: Contents) -> tuple[T] | None:
+            following = self._following.get(sampler)
+            return None if following is None or following.is_behind(contents) else (within(contents),)
+
+        def within(contents: Contents) -> T:
+            self._within = threading.get_ident()
+            try:
+                return tell_and_call(contents)
+            finally:
+                self._within = None
+
+        if self._within == threading.get_ident():  # it holds the lock: another thread would wait for that for ever
+            return self._view.locked(tell_and_call)
+        done = self._view.locked(call_if_told)
+        # An interrupt amid the telling would leave a sampler that knows of a half; here the next draw waits for it.
+        return uninterrupted(lambda: self._view.locked(within)) if done is None else done[0]
+
+    def choose(
+        self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None
+    ) -> tuple[Drawn, IntArray]:
+        """Draw rows within :meth:`together`, see :meth:`draw`; return also the positions of their trajectories.
+
+        Raises:
+            TrajectoryUnavailableError: the sampler drew a trajectory that is not here.
+        """
+        window = Window.newest(contents.index, window_size, contents.unavailable, contents.start)
+        ids = contents.index.at("trajectory_id", slice(None))
+        if sampler is None:
+            drawn, positions = self._uniformly(contents, count, window, fits)
+        else:
+            narrowed = len(window) < len(contents.index)
+            first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
+            if fits is None:  # a sampler of the user's need not know of it
+                drawn = sampler.draw(count, self._draws.generator, first)
+            else:
+                _check_fits(sampler)
+                drawn = sampler.draw(count, self._draws.generator, first, fits=fits)
+            positions = self.rows(contents, drawn)
+        names = self._view.names_at(contents, positions)
+        return replace(drawn, buffer=self.names()[0], names=names), positions
+
+    def _uniformly(self, contents: Contents, count: int, window: Window, fits: Fits | None) -> tuple[Drawn, IntArray]:
+        index, kept, still_wanted = contents.index, [], count
+        while still_wanted > 0:
+            wanted = still_wanted if fits is None else min(still_wanted, max(1, window.samples))
+            positions, samples = index.find_rows(self._draws.samples(window, wanted), window.first, window.end)
+            ids = index.at("trajectory_id", positions)
+            good = slice(None) if fits is None else fits(ids, samples)
+            kept.append((ids[good], samples[good], positions[good]))
+            still_wanted = 0 if fits is None else still_wanted - len(kept[-1][0])
+        ids, samples, positions = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+        return Drawn(ids, samples), positions
+
+    def names(self) -> list[str]:
+        """Return the names that identify draws of this buffer: UUIDs of its stores, or a random one in memory."""
+        return self._view.store_ids or [self._own_name]
+
+    def _follow(self, contents: Contents, sampler: Sampler) -> None:
+        following = self._following.get(sampler)
+        if following is None:
+            claim(sampler, self._view)
+            following = self._following[sampler] = Following(sampler, self._view)
+        following.sync(contents)
+
+    def plan(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
+        """Return the copy of drawn rows.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
+            ConfigurationError: a row number is negative.
+        """
+        positions = self.rows(contents, drawn)
+        if np.any(others := self._are_others(contents, drawn, positions)):
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, and another one has its id since a "
+                "load; draw again"
+            )
+        return contents.plan(positions, drawn.samples, contents.index.first, columns)
+
+    def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return of which drawn rows the trajectory is not that of this id any more, after contents were replaced."""
+        if drawn.names is None:
+            return np.zeros(len(positions), np.bool_)
+        now = self._view.names_at(contents, positions)
+        said = (now != 0) & (drawn.names != 0)
+        elsewhere = drawn.buffer is not None and drawn.buffer not in self.names()
+        return np.where(said, now != drawn.names, elsewhere)
+
+    def locate(self, trajectory_ids: IntArray) -> Positions:
+        """Return the positions of trajectories, for whoever reads of the same ones many times."""
+        return self._view.locked(lambda contents: Positions.of(contents.index, trajectory_ids))
+
+    def read_at(
+        self,
+        known: Positions,
+        positions: IntArray,
+        rows: IntArray,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, Any] | None:
+        """Return transitions as :meth:`read` does; None if trajectories have left since: ask for positions again.
+
+        Args:
+            known: whose positions are used.
+            positions: of the rows' trajectories, ``[n]``.
+            rows: within their trajectories, ``[n]``.
+            columns: dotted names of the columns wanted; None = all.
+            out: tensors to fill, by dotted name.
+
+        Raises:
+            SchemaMismatchError: their trajectories differ in their columns.
+            TrajectoryUnavailableError: one of them was in memory only, and has left it.
+        """
+
+        def plan(contents: Contents) -> RowPlan | None:
+            index = contents.index
+            return contents.plan(positions, rows, index.first, columns) if known.hold(index) else None
+
+        found = self._view.locked(plan)
+        return None if found is None else nest(found.read(out))
+
+    def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be read: neither evicted nor unavailable.
+
+        Of rows that were drawn (``batch.drawn``) also whether they are still the same, as after another load.
+        """
+        drawn = trajectory_ids
+        if not isinstance(drawn, Drawn):
+            ids = whole_numbers("trajectory_ids", drawn)
+            drawn = Drawn(ids, np.zeros(len(ids), np.int64))
+
+        def look(contents: Contents) -> npt.NDArray[np.bool_]:
+            positions = contents.index.find_many(drawn.ids)
+            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.at("slot", positions) != UNAVAILABLE)
+            found[found] = ~self._are_others(contents, drawn.at(found), positions[found])
+            return found
+
+        return self._view.locked(look)
+
+    def token_rows(self, trajectory_ids: IntArray, columns: Sequence[str] | None = None) -> TokenRows:
+        """Return the token columns of agent trajectories, ready to be copied; what feeds batches of tokens is made of.
+
+        Raises:
+            TrajectoryUnavailableError: one of them has been evicted meanwhile.
+            SchemaMismatchError: one is no agent trajectory, or lacks a column.
+        """
+        ids, columns = whole_numbers("trajectory_ids", trajectory_ids), columns_or_none(columns)
+        return self._view.locked(lambda found: token_rows(found, self.positions(found, ids), columns))
+
+    def names_of(self, trajectory_ids: IntArray) -> IntArray:
+        """Return the first half of the UUID of some trajectories, by which states tell them from others of their ids.
+
+        0 stands for those that are not shown, and for all where UUIDs are made anew in each process: in memory only,
+        and of RLinf's directories.
+        """
+        ids = whole_numbers("trajectory_ids", trajectory_ids)
+
+        def look(contents: Contents) -> IntArray:
+            positions = contents.index.find_many(ids)
+            there = positions >= 0
+            found = np.zeros(len(positions), np.int64)
+            found[there] = self._view.names_at(contents, positions[there])
+            return found
+
+        return self._view.locked(look)
+
+    def extents(self, trajectory_ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of some trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one of them is not in the buffer.
+        """
+        ids = whole_numbers("trajectory_ids", trajectory_ids)
+
+        def look(contents: Contents) -> tuple[IntArray, IntArray]:
+            positions = self.positions(contents, ids)
+            steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
+            return steps, batch
+
+        return self._view.locked(look)
+
+    def rows(self, contents: Contents, drawn: Drawn) -> npt.NDArray[np.int64]:
+        """Return the positions of the trajectories of drawn rows, which can be read there.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
+            ConfigurationError: a row number is negative.
+        """
+        positions = self.positions(contents, drawn.ids)
+        if np.any(drawn.samples < 0):
+            raise ConfigurationError("drawn rows: a place is negative")
+        if np.any(beyond := drawn.samples >= contents.index.at("num_samples", positions)):
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown_id(int(drawn.ids[beyond.argmax()]))}: a row beyond its end was drawn, as "
+                "of another one that had this id before a load; draw again"
+            )
+        return positions
+
+    def positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
+        """Return the positions of trajectories in the index.
+
+        Raises:
+            TrajectoryUnavailableError: one was evicted since it was drawn.
+        """
+        positions = contents.index.find_many(ids)
+        if len(positions) and positions.min() < 0:
+            number = int(ids[positions.argmin()])
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown_id(number)} was drawn and has been evicted since; draw again"
+            )
+        return positions

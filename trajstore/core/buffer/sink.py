@@ -1,0 +1,465 @@
+"""Where additions go: trajectories are copied, numbered, shown, and queued for the store if the buffer has one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.base import locks
+from trajstore.core.base.exits import forget, remember
+from trajstore.core.base.interrupts import uninterrupted
+from trajstore.core.buffer.column_watch import ColumnWatch
+from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.buffer.listener import ViewListener
+from trajstore.core.buffer.retention import Retention
+from trajstore.core.buffer.view import View
+from trajstore.core.columns.flat import Block, FlatTrajectory
+from trajstore.core.columns.memory import Arena
+from trajstore.core.columns.owned import copied
+from trajstore.core.columns.portions import portions
+from trajstore.core.files.base import Directory
+from trajstore.core.formats.base import TrajectoryFormat
+from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
+from trajstore.core.sampling.draws import Draws
+from trajstore.core.store.given import Said
+from trajstore.core.store.log_records import ids_in_words
+from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.notes import Note
+from trajstore.core.store.row_notes import Rows
+from trajstore.core.writing.groups import Batch, random_uuids
+from trajstore.core.writing.options import WriterOptions
+from trajstore.core.writing.writer import StoreWriter
+from trajstore.errors import (
+    ConfigurationError,
+    PartlyAddedError,
+    StoreError,
+    TrajectoryUnavailableError,
+)
+from trajstore.remote.mirror.mirror import StoreMirror, mirror_directory
+from trajstore.remote.mirror.options import Mirror
+from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = Retention()
+
+
+class Sink:
+    """Keeps additions in memory, as many as cache and retention allow. Safe to call from several threads.
+
+    Attributes:
+        lock: held while additions are shown and while the contents are replaced.
+        counter: one more than the newest id.
+        store_id: UUID of the store; None without one.
+        mirror: copies the store to another place, if there is a mirror.
+    """
+
+    store_id: str | None = None
+    mirror: StoreMirror | None = None
+
+    def __init__(self, view: View) -> None:
+        self.lock = locks.rlock("Sink.lock")
+        self.counter = 0
+        self._view = view
+        self._watch = ColumnWatch()
+        self._content = ContentWatch()
+        self._arena = Arena(0)
+        self._next_id = 0
+        self._stride = 1
+
+    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        """Add trajectories and return their ids."""
+        return self._add_watched(self._content.flatten(trajectories), None)
+
+    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
+        """Add trajectories that another process has checked and flattened into columns; return their ids.
+
+        Args:
+            flats: see :func:`trajstore.core.columns.conversion.flatten`; copied before this returns.
+            uuids: UUID of each, 16 bytes; where directories are united, trajectories of the same UUID count once.
+
+        Raises:
+            StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by ``add_trajectories``.
+            ConfigurationError: the numbers of UUIDs and trajectories differ.
+        """
+        if len(uuids) != 16 * len(flats):
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
+        return self._add_watched(flats, uuids)
+
+    def _add_watched(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
+        self._watch.look(flats)
+        return self._add(flats, uuids) if flats else []
+
+    def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
+        """Add trajectories, one or more, whose tensors are copied; ``uuids``: 16 bytes each, None = random ones."""
+        blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+        with self.lock:
+            ids = [self._next_id + i * self._stride for i in range(len(flats))]
+            self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
+            self.counter = ids[-1] + 1
+            self._view.contents.add(blocks, entries, ids, uuids or random_uuids(len(flats)), pending=False)
+            self._view.forget(self._view.expire(ids[-1]))
+        return ids
+
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        """Set the ids that follow a load; the caller holds the lock.
+
+        Args:
+            counter: one more than the newest loaded id.
+            first: lowest id that may be given; lower ones are skipped, none is given twice.
+            stride: from one id to the next.
+        """
+        self.counter = counter
+        self._next_id, self._stride = max(first, self._next_id), stride
+
+    def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
+        """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
+
+        Args:
+            rank: of this store.
+            ranks: how many there may be.
+            at_least: no lower id is given out from now on.
+
+        Returns:
+            The next id that is given out. Every lower id is shown already, or never will be.
+
+        Raises:
+            StoreError: the buffer has no store (``auto_save=False``).
+        """
+        raise StoreError("share_ids: this buffer has no store of its own; use auto_save=True")
+
+    def retain(self) -> None:
+        """Let go of what lies beyond the limits, before the next addition; of what was loaded, only here."""
+        if self._view.retention == _UNLIMITED:
+            return
+        before = len(self._view.contents.index)
+        self._retain()
+        after = len(self._view.contents.index)
+        if after < before:
+            logger.info("retention: %d of %d trajectories are shown no longer", before - after, before)
+
+    def _retain(self) -> None:
+        """Let go of what lies beyond the limits."""
+        newest = self._view.newest_id()
+        if newest is not None:
+            self._view.forget(self._view.expire(newest))
+
+    def evict(self, ids: Sequence[int]) -> None:
+        """Delete trajectories, all of which are shown."""
+        self._view.forget(ids)
+
+    @property
+    def committed(self) -> int:
+        """Highest id up to which everything survives a crash; -1 before the first."""
+        return -1
+
+    def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
+        """Wait until trajectories are committed; return whether all are."""
+        return False
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Return when everything added before survives a crash."""
+
+    def compact(self) -> None:
+        """Give back the disk space of evicted trajectories."""
+
+    def pin(self, name: str, state: Mapping[str, object]) -> int:
+        """Keep the present state readable under a name; return its generation."""
+        raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin, a saved point, or what a rollback set aside."""
+
+    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
+        """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Give trajectories of the store values, and values by row, a tensor for each of them.
+
+        Raises:
+            StoreError: there is no store.
+        """
+        raise StoreError(
+            "annotate: this buffer has no store of its own; give the path of the store, or use auto_save=True"
+        )
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return what a trajectory of the store was given."""
+        raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
+
+    def keeping_files(self) -> AbstractContextManager[object]:
+        """Keep files that are to be linked or copied, also those of evicted trajectories."""
+        return nullcontext()
+
+    def figures(self) -> dict[str, float]:
+        """Return numbers of what waits to be written and of disk space."""
+        names = ("pending_bytes", "write_retries", "set_aside", "live_bytes", "shard_bytes", "held_bytes")
+        return dict.fromkeys(names, 0)
+
+    def close(self) -> None:
+        """Write what waits, and give the directory back."""
+
+
+class StoreSink(Sink):
+    """Writes what is added to a store, which it creates or continues.
+
+    Args:
+        view: what the buffer shows.
+        draws: its seed goes into the store's metadata.
+        directory: where the store lies.
+        trajectory_format: of new shards.
+        options: the writer's.
+        on_commit: the user's function.
+        mirror: where the store is mirrored to.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        draws: Draws,
+        directory: Directory,
+        trajectory_format: TrajectoryFormat,
+        options: WriterOptions,
+        on_commit: Callable[[Sequence[int]], None] | None,
+        mirror: Mirror | None,
+    ) -> None:
+        super().__init__(view)
+        target = None if mirror is None else mirror_directory(mirror, directory)
+        check_no_ranks(directory)
+        check_not_rlinf(directory)  # before anything is written there, the lock included
+        view.on_commit = on_commit
+        listener = ViewListener(view, draws)
+        told = None if on_commit is None else listener.on_commit
+        self.writer = StoreWriter(directory, trajectory_format, options, listener, told)
+        if mirror is not None and target is not None:
+            format_name = trajectory_format.name
+            self.mirror = StoreMirror(
+                self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
+            )
+        # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
+        self._finalizer = weakref.finalize(self, _close_quietly, self.mirror, self.writer)
+        self._finalizer.atexit = False  # too late for zarr; see trajstore.core.base.exits
+        remember(self.writer)
+        if self.mirror is not None:
+            remember(self.mirror)
+        self.writer.start()
+        catalog = self.writer.log.catalog
+        self.store_id = catalog.store_id
+        view.show_own(catalog)
+        if len(catalog.index):
+            newest = int(catalog.index["shard"][-1])
+            self._watch.begin(catalog.shards.schema(newest))
+            _tell_format(directory, catalog.shards.manifest(newest).format, trajectory_format.name)
+        listener.opened(catalog.next_id - 1)
+        self.retain()
+        self.counter = catalog.next_id
+        self._shard_bytes = options.shard_bytes
+        self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
+        if self.mirror is not None:
+            self.mirror.start()
+
+    def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
+        """Add trajectories; waits for room in the queue, or raises, as its options say.
+
+        A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
+        whole or not at all.
+
+        Raises:
+            StoreWriteError: an earlier write failed.
+            PartlyAddedError: it failed after pieces were added; has their ids.
+            PendingFullError: there is no room and ``on_full`` is ``"raise"``.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        ids: list[int] = []
+        pieces = list(portions(flats, self._shard_bytes, attrgetter("nbytes")))
+        total: int | None = sum([nbytes for _, nbytes in pieces])
+        for piece, nbytes in pieces:
+            given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
+            try:
+                ids += self._submit(piece, Batch(nbytes), total, given)
+            except Exception as error:  # whatever it is, the caller must learn which ids there are
+                if not ids:
+                    raise
+                raise PartlyAddedError(
+                    f"{error or repr(error)}; the first {len(ids)} of {len(flats)} trajectories were added before, "
+                    "this error's ids are theirs; add the others again",
+                    ids,
+                ) from error
+            total = None
+        return ids
+
+    def _submit(
+        self, flats: Sequence[FlatTrajectory], batch: Batch, total: int | None, given: bytes | None
+    ) -> list[int]:
+        queue = self.writer.queue
+        ids: list[int] = []
+        blocks: list[Block] = []
+        queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
+        try:
+            queue.reserve(batch, total)
+            blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+            with self.lock:
+                ids, uuids = queue.take_ids(len(flats))
+                uuids = given or uuids
+                self._view.contents.add(blocks, entries, ids, uuids, pending=True)
+                queue.submit(batch, blocks, entries, ids, uuids)
+                self.counter = ids[-1] + 1
+        except BaseException:
+            uninterrupted(partial(self._take_back, batch, blocks, ids))
+            raise
+        return ids
+
+    def _take_back(self, batch: Batch, blocks: Sequence[Block], ids: Sequence[int]) -> None:
+        """Undo what was begun; a batch that is queued already stays."""
+        if self.writer.queue.withdraw(batch):
+            self._view.contents.retract(blocks, ids)
+
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        self.counter = counter
+        self._view.own_first = self.writer.queue.reserve_ids(first, stride)
+
+    def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
+        with self.lock:
+            return self.writer.queue.reserve_ids(at_least + (rank - at_least) % ranks, ranks)
+
+    def _retain(self) -> None:
+        self.writer.retain()
+
+    def evict(self, ids: Sequence[int]) -> None:
+        mine = [number for number in ids if self._view.is_own(number)]
+        if mine:
+            contents = self._view.contents
+            waiting = {number for number in mine if contents.is_pending(number)}
+            # First what needs no space: on a full disk, writing what waits is only possible afterwards.
+            if len(waiting) < len(mine):
+                uninterrupted(partial(self.writer.log.evict, [number for number in mine if number not in waiting]))
+            if waiting:
+                self.writer.flush()
+                uninterrupted(partial(self.writer.log.evict, list(waiting)))
+            self.writer.rewriter.note()
+        self._view.forget([number for number in ids if not self._view.is_own(number)])
+
+    @property
+    def committed(self) -> int:
+        return self.writer.queue.committed
+
+    def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
+        if ids and min(ids) < 0:
+            raise TrajectoryUnavailableError(f"{self.writer.log.directory.url}: no trajectory has the id {min(ids)}")
+        return self.writer.queue.wait(max(ids), timeout) if ids else False
+
+    def flush(self, timeout: float | None = None) -> None:
+        self.writer.flush(timeout)
+
+    def compact(self) -> None:
+        self.writer.compact()
+
+    def pin(self, name: str, state: Mapping[str, object]) -> int:
+        return uninterrupted(partial(self.writer.points.pin, name, **state))
+
+    def unpin(self, name: str) -> None:
+        uninterrupted(partial(self.writer.points.unpin, name))
+        self.writer.rewriter.note()
+
+    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
+        with self.writer.log.standing_still() as catalog:
+            catalog.index.tell(ids, uuids, facts)
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        others = [number for number in said.ids if not self._view.is_own(number)]
+        if others:
+            raise StoreError(
+                f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
+            )
+        if any(self._view.contents.is_pending(number) for number in said.ids):
+            self.writer.flush()
+        uninterrupted(partial(self.writer.annotate, said, rows))
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        with self.writer.log.standing_still() as catalog:
+            catalog.check_known([trajectory_id])
+            return catalog.notes.history(trajectory_id)
+
+    def keeping_files(self) -> AbstractContextManager[object]:
+        return self.writer.log.keeping_files()
+
+    def figures(self) -> dict[str, float]:
+        queue, log = self.writer.queue, self.writer.log
+        live, files = log.space()
+        figures: dict[str, float] = {
+            "pending_bytes": queue.pending_bytes,
+            "write_retries": queue.retries,
+            "set_aside": queue.set_aside,
+            "live_bytes": live,
+            "shard_bytes": files,
+            "held_bytes": log.garbage.held_bytes,
+        }
+        if self.mirror is not None:
+            state = self.mirror.state
+            figures |= {
+                "mirrored": state.newest_id,
+                "mirror_behind": self.mirror.behind,
+                "mirror_failures": state.failures,
+            }
+        return figures
+
+    def close(self) -> None:
+        try:
+            if self.mirror is not None:
+                _close_mirror(self.mirror, self.writer)
+        finally:
+            self._close_writer()
+
+    def _close_writer(self) -> None:
+        try:
+            self.writer.close()
+        finally:
+            if self.writer.closed:  # else interrupted: it is closed in the background, or at exit
+                self._finalizer.detach()
+                forget(self.writer)
+
+
+def _tell_format(directory: Directory, before: str, now: str) -> None:
+    """Warn of a store whose shards are of another format than those to come."""
+    if before != now:
+        logger.warning(
+            "%s: its newest shard is of format %s, and new ones are written as %s, which both are read; say "
+            "trajectory_format=%r to go on as before",
+            directory.url,
+            before,
+            now,
+            before,
+        )
+
+
+def _close_mirror(mirror: StoreMirror, writer: StoreWriter) -> None:
+    """Bring everything to the mirror, as far as its time allows; before the writer replaces the log by a snapshot."""
+    if not mirror.closed:
+        with suppress(StoreError):  # said again when the writer is closed
+            writer.flush()
+        mirror.close()
+    forget(mirror)
+
+
+def _close_quietly(mirror: StoreMirror | None, writer: StoreWriter) -> None:
+    """Close what a buffer left that nobody closed; errors can only be logged by then."""
+    if writer.is_own_thread() or (mirror is not None and mirror.is_own_thread()):
+        # It held the last reference, while telling of a commit, say; it cannot wait for itself.
+        threading.Thread(target=_close_quietly, args=(mirror, writer), name="trajstore-close").start()
+        return
+    if mirror is not None:
+        _close_mirror(mirror, writer)
+    try:
+        writer.close()
+    except StoreError as error:
+        logger.error("%s", error)
+    forget(writer)

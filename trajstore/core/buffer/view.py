@@ -1,0 +1,383 @@
+"""What a buffer shows: contents that a load replaces as a whole, and the announcements that keep their files."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.base import locks
+from trajstore.core.buffer.loading import Loaded, LoadRequest, load_sources
+from trajstore.core.buffer.retention import Retention
+from trajstore.core.files.base import ReaderLease
+from trajstore.core.reading.cache import TrajectoryCache
+from trajstore.core.reading.contents import Contents
+from trajstore.core.reading.places import is_of_rank, rank_number, ranks_of
+from trajstore.core.reading.sources import Source, StoreSource
+from trajstore.core.sampling.states import names_of
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.moves import Moved
+from trajstore.core.store.notes import Noted
+from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAP_LIMIT = 16384
+
+OWN_SOURCE = 0
+"""Number of the buffer's own store among the sources of the contents: it is attached first."""
+
+
+class View:
+    """The contents of a buffer, from its own store and from what was loaded.
+
+    Args:
+        cache_bounds: most trajectories and most bytes that the cache keeps; None = no cache.
+        retention: limits; what lies beyond them is to leave.
+        verify_shards: compare the checksums of each shard when it is read for the first time.
+    """
+
+    def __init__(
+        self,
+        cache_bounds: tuple[int | None, int | None] | None,
+        retention: Retention,
+        verify_shards: bool,
+    ) -> None:
+        self.retention = retention
+        self.own_first = 0
+        """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
+        self._cache_bounds = cache_bounds
+        self.verify_shards = verify_shards
+        self.cache_bytes = None if cache_bounds is None else cache_bounds[1]
+        self._own: Catalog | None = None
+        self._own_lost: frozenset[int] = frozenset()
+        """Ids in the buffer's own store whose files are missing or cut; they are not shown."""
+        self._leases: list[ReaderLease] = []
+        self.released = False
+        """Whether the buffer was closed."""
+        self.on_commit: Callable[[Sequence[int]], None] | None = None
+        """The user's function, told of commits. It may hold the buffer, so nobody but the buffer may hold it."""
+        self.out_of_step: Exception | None = None
+        """Why what is shown may not be what the buffer's own store has, once telling of a change has failed."""
+        self._half_followed = False
+        """Whether following what was loaded was cut short."""
+        self.request: LoadRequest | None = None
+        """What was loaded; None if nothing was."""
+        self._ranks: frozenset[str] | None = None
+        self._told: set[str] = set()
+        self.steady = locks.lock("View.steady")
+        """Held while what was loaded is replaced, followed or saved: files that are to be linked stay."""
+        self.contents = self._empty()
+
+    def _empty(self) -> Contents:
+        cache = None if self._cache_bounds is None else TrajectoryCache(*self._cache_bounds)
+        contents = Contents(cache, _MAP_LIMIT)
+        if self._own is not None:
+            contents.attach(StoreSource(self._own, self.verify_shards))
+        return contents
+
+    def locked(self, call: Callable[[Contents], T]) -> T:
+        """Return what ``call`` makes of the contents, whose lock is held meanwhile.
+
+        Contents that were replaced while their lock was waited for may lack files by now. (A context manager written
+        in Python would keep the lock if Ctrl-C came while it returns.)
+
+        Raises:
+            StoreClosedError: the buffer was closed, and a file is gone or damaged.
+            StoreError: a change of the buffer's own store could not be shown.
+        """
+        while True:
+            if self.out_of_step is not None:
+                raise StoreError(
+                    f"this buffer may show other trajectories than its store has, because showing a change failed "
+                    f"({self.out_of_step!r}); the store is right: close the buffer and open it again"
+                ) from self.out_of_step
+            contents = self.contents
+            try:
+                with contents.lock:
+                    if contents is self.contents:
+                        return call(contents)
+            except CorruptStoreError as error:
+                if not self.released:
+                    raise
+                raise StoreClosedError(
+                    f"the buffer was closed, so its writer may delete what it showed: {error}"
+                ) from error
+
+    def names_at(self, contents: Contents, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Return the names of trajectories, by which other processes know them too; with the lock of ``contents`` held.
+
+        Those in memory only, and those of RLinf, get their UUIDs anew in each process: all names are 0 then.
+        """
+        stored = all(isinstance(source, StoreSource) for source in contents.sources)
+        if not stored or (self._own is None and contents.added):
+            return np.zeros(len(positions), np.int64)
+        return names_of(contents.index.at("uuid", positions))
+
+    def givers(self, contents: Contents) -> tuple[frozenset[str], bool]:
+        """Return which directories gave the ids that are shown, and whether they gave all of them.
+
+        Contents that replace others may have other trajectories under the same ids, where one of these is gone.
+        """
+        loaded = contents.sources[0 if self._own is None else OWN_SOURCE + 1 :]
+        alone = not loaded and self._own is not None
+        return frozenset(source.name for source in loaded or contents.sources), alone or not contents.added
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that are shown."""
+        sources = self.contents.sources
+        return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
+
+    def stores_by_rank(self) -> dict[int, tuple[str, int]]:
+        """Return UUID and next id of the stores that were loaded, by rank; a directory of RLinf has neither."""
+        return {
+            rank: (source.catalog.store_id, source.catalog.next_id)
+            if isinstance(source, StoreSource)
+            else ("", ID_LIMIT)
+            for rank, source in self._loaded_by_rank().items()
+        }
+
+    def catalogs_by_rank(self) -> dict[int, Catalog]:
+        """Return the catalogs of the stores that were loaded, by rank; read them while nothing is refreshed."""
+        loaded = self._loaded_by_rank().items()
+        return {rank: source.catalog for rank, source in loaded if isinstance(source, StoreSource)}
+
+    def _loaded_by_rank(self) -> dict[int, Source]:
+        request = self.request
+        if request is None:
+            return {}
+        run = self._ranks is not None
+        return {rank_number(source.directory, request.directory) if run else 0: source for source in self.loaded()}
+
+    def show_own(self, catalog: Catalog) -> None:
+        """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
+        self._own = catalog
+        with self.contents.lock:
+            self.contents.attach(StoreSource(catalog, self.verify_shards))
+            self._show_own(self.contents)
+
+    def show_own_again(self) -> None:
+        """Show what the buffer's own store has by now; told with ``CommitLog._lock`` held, so that nothing changes it.
+
+        To be called while nothing is being added or loaded.
+        """
+        contents = self._empty()
+        self._show_own(contents)
+        with self.contents.lock:
+            self.contents = contents
+
+    def _show_own(self, contents: Contents) -> None:
+        source = contents.sources[OWN_SOURCE]
+        if self._own is None or not isinstance(source, StoreSource):
+            raise AssertionError("a view without a store of its own")
+        index = self._own.index.slice(0, len(self._own.index))
+        lost = source.lost(index)
+        if lost is not None:
+            self._tell(
+                f"{self._own.directory.url}: {lost}; they are not shown. Copy the files back and open it again; where "
+                "there is no copy, evict them: the rest is sound then"
+            )
+            self._own_lost = frozenset(lost.ids.tolist())
+            index.drop(lost.positions)
+        contents.show(OWN_SOURCE, index)
+
+    def _tell(self, warning: str) -> None:
+        """Log a warning, once: a follower opens the same directory again and again."""
+        if warning not in self._told:
+            self._told.add(warning)
+            logger.warning("%s", warning)
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def open(self, request: LoadRequest) -> tuple[Contents, Loaded]:
+        """Return the contents that a request asks for; they are not shown yet.
+
+        Raises:
+            StoreNotFoundError: there is nothing that can be loaded.
+            IncompleteCheckpointError: files are absent (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
+        """
+        loaded = load_sources(request, self.verify_shards)
+        for text in () if request.quiet else loaded.warnings:
+            self._tell(text)
+        contents = self._empty()
+        for source, part in loaded.parts:
+            contents.show(contents.attach(source), part)
+        if loaded.order is not None and np.any(loaded.order[1:] < loaded.order[:-1]):
+            contents.index.adopt(contents.index.take(loaded.order))
+        return contents, loaded
+
+    def tell_hidden(self) -> None:
+        """Warn of what the buffer's own store has and what is shown no longer, once the contents were replaced."""
+        hidden = 0 if self._own is None else int(np.count_nonzero(self._own.index["trajectory_id"] < self.own_first))
+        if self._own is not None and hidden:
+            self._tell(
+                f"load_checkpoint: {hidden} trajectories of this buffer's own store {self._own.directory.url} stay on "
+                "disk and are not shown beside what was loaded; to see them, load that path in another buffer"
+            )
+
+    def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:
+        """Show these contents instead of the present ones, while nothing is being added."""
+        with self.contents.lock:
+            self.contents = contents
+            old, self._leases = self._leases, loaded.leases
+        self.request, self._ranks = request, loaded.ranks
+        self._half_followed = False
+        for lease in old:
+            lease.release()
+
+    def loaded(self) -> list[Source]:
+        """Return the sources of what was loaded; none before that."""
+        return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self.request is not None else []
+
+    def request_if_changed(self) -> LoadRequest | None:
+        """Return what to load again; None if nothing was loaded, or nothing was committed to it and no rank joined."""
+        changed = self._half_followed or any(source.changed() for source in self.loaded()) or self._has_joined()
+        return self.request if changed else None
+
+    def _has_joined(self) -> bool:
+        """Return whether the run that was loaded has ranks that it did not have then, and all below them."""
+        if self.request is None or self._ranks is None:
+            return False
+        directory = self.request.directory
+        if self._ranks.issuperset(name for name in directory.listing()[1] if is_of_rank(name)):
+            return False
+        ranks = ranks_of(directory)
+        return not ranks.lacking and not self._ranks.issuperset(ranks.names)
+
+    def follow(self) -> int | None:
+        """Show what was committed since to what was loaded, without opening it again; None where that cannot be.
+
+        It is for one store that is shown whole and alone, from the log that its writer still keeps. The time it takes
+        is that of what is new; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
+
+        Returns:
+            One more than the highest id that the store has given.
+        """
+        contents, request, loaded = self.contents, self.request, self.loaded()
+        source = loaded[0] if len(loaded) == 1 else None
+        if request is None or request.share is not None or request.pin is not None or contents.added:
+            return None
+        if self._half_followed or self._ranks not in (None, {"rank_0"}) or self._has_joined():
+            return None
+        if not isinstance(source, StoreSource):
+            return None
+        catalog = source.catalog
+        for lease in self._leases:
+            lease.look()
+        try:
+            catalog.load_pins()
+            news = catalog.news()
+            if news is None:
+                return None
+            changes, number = catalog.changes(news), contents.sources.index(source)
+            # What was added and evicted since, or moved twice, has no files any more: nobody may see a part of it.
+            at_once = any(record.get("operation") != "add" for _, tail in news for record in tail.records)
+            self._half_followed = True  # until the end: an interrupt may come anywhere
+            while True:
+                with contents.lock:  # else for one commit at a time: whoever samples waits no longer than that
+                    for change in changes:
+                        contents.follow(number, change)
+                        if not at_once:
+                            break
+                    else:
+                        self._half_followed = False
+                        return catalog.next_id
+        finally:
+            for lease in self._leases:
+                lease.settle(catalog.generation)
+
+    @property
+    def generations(self) -> list[int]:
+        """Number of commits that are seen, of each directory."""
+        return [source.generation for source in self.contents.sources]
+
+    def release(self) -> None:
+        """Announce no reader any more; files of loaded directories may go."""
+        self.released = True
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+
+    def moved(self, moved: Moved) -> None:
+        """Let trajectories of the buffer's own store be read from the shard where they are now."""
+        self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
+
+    def noted(self, noted: Noted) -> None:
+        """Show values of trajectories of the buffer's own store that came late."""
+        self.locked(lambda contents: contents.noted(OWN_SOURCE, noted, self.own_first))
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def is_own(self, number: int) -> bool:
+        """Return whether an id is one that the buffer gave, and not one of what was loaded."""
+        return self.own_first <= number < ID_LIMIT
+
+    def _own_or_loaded(self, ids: npt.NDArray[np.int64], at: int) -> int:
+        """Return the id at a place, -1 for one that was loaded."""
+        number = int(ids[at])
+        return number if self.is_own(number) else -1
+
+    def newest_id(self) -> int | None:
+        """Return the highest id that is shown; None if nothing is."""
+        with self.contents.lock:
+            ids = self.contents.index["trajectory_id"]
+            return int(ids.max()) if len(ids) else None
+
+    def check_shown(self, ids: Sequence[int]) -> None:
+        """Refuse ids of which one is neither shown nor lost with a file of the buffer's own store.
+
+        Raises:
+            TrajectoryUnavailableError: names it.
+        """
+        with self.contents.lock:
+            for number in ids:
+                if number not in self._own_lost or number < self.own_first:
+                    self.contents.index.position_of(number)
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Show these trajectories no longer; unknown ids are passed over."""
+        if not len(ids):
+            return
+        if self._own_lost:
+            self._own_lost -= set(ids)
+
+        def drop(contents: Contents) -> None:
+            positions = contents.index.find_many(ids)
+            contents.drop(positions[positions >= 0])
+
+        self.locked(drop)
+
+    def expire(self, newest: int) -> list[int]:
+        """Return what retention wants evicted, oldest first; of a store's buffer, what was loaded is only forgotten.
+
+        Args:
+            newest: id of the newest trajectory that counts. With a store it is the newest committed one: a crash
+                must not take those after it and find the older ones evicted already.
+        """
+        if self.retention == Retention():
+            return []
+
+        def to_evict(contents: Contents) -> list[int]:
+            index = contents.index
+            shown = index["trajectory_id"]
+            # Own ones come last, by id; what was loaded is on disk elsewhere.
+            own = partial(self._own_or_loaded, shown)
+            safe = bisect_right(range(len(shown)), newest, key=own)
+            positions = index.first + self.retention.to_evict(index.slice(0, safe))
+            ids = index.at("trajectory_id", positions).tolist()
+            loaded = [number for number in ids if not self.is_own(number)]
+            if loaded:
+                self.forget(loaded)
+            return [number for number in ids if self.is_own(number) and not contents.is_pending(number)]
+
+        return self.locked(to_evict)

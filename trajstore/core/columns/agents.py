@@ -1,0 +1,167 @@
+"""Rollouts of language model agents taken apart into columns, and put together again. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.core.columns.facts import facts_of
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.limits import MAX_STEPS, plain_name, shown, version_number, whole_number
+from trajstore.core.columns.schema import Extent, intern_schema
+from trajstore.core.columns.values import NewColumn, as_tensor, document_column
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
+
+_WHOLE = frozenset((*TOKEN_COLUMNS, "response_mask"))
+"""Columns of ids and masks."""
+
+_DOCUMENT_FIELDS = tuple(
+    field.name for field in fields(AgentTrajectory) if field.name not in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "notes")
+)
+_TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
+
+
+def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
+    """Return an agent trajectory as columns; see :func:`trajstore.core.columns.conversion.flatten`.
+
+    Raises:
+        InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored.
+    """
+    values = vars(trajectory)
+    columns: list[NewColumn] = []
+    tensors: list[torch.Tensor] = []
+    tokens = _agent_columns(values, TOKEN_COLUMNS, Axis.SAMPLES, columns, tensors)
+    response_first = len(columns)
+    response = _agent_columns(values, RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
+    document = {name: values[name] for name in _DOCUMENT_FIELDS if values[name] is not None}
+    _check_document(values, document)
+    start = document.get("response_start")
+    if start is not None and tokens is not None:
+        if start > tokens:
+            raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
+        if response is not None and tokens - start != response:
+            raise InvalidTrajectoryError(
+                f"field {columns[response_first][0]}: has {response} entries, "
+                f"must have L - response_start = {tokens - start}"
+            )
+    size = document_column(document, columns, tensors)
+    version = document.get("policy_version")
+    return FlatTrajectory(
+        intern_schema("agent", columns),
+        Extent(tokens or 0, 1, response or 0, size),
+        tuple(tensors),
+        num_samples=1,
+        max_episode_length=0,
+        model_weights_id=plain_name("metadata.model_weights_id", trajectory.metadata.get("model_weights_id", "")),
+        versions=None if version is None else (version, version),
+        facts=facts_of(document),
+    )
+
+
+def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None:
+    """Refuse fields of another type than their annotation says; whole numbers and the reward become plain ones.
+
+    Args:
+        values: all fields.
+        document: those that are known and no tensors; changed.
+    """
+    for name in _TEXTS:
+        if type(values[name]) is not str and not isinstance(values[name], str):
+            raise _wrong_type(name, values[name], "a string")
+    metadata, messages, reward = values["metadata"], values["messages"], values["reward"]
+    if not isinstance(metadata, dict):
+        raise _wrong_type("metadata", metadata, "a dict")
+    if not isinstance(messages, list):
+        raise _wrong_type("messages", messages, "a list of dicts")
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _wrong_type(f"messages[{at}]", message, "a dict")
+    terminated = values["is_terminated"]
+    if terminated is not None and not isinstance(terminated, bool | np.bool_):
+        raise _wrong_type("is_terminated", terminated, "True, False or None")
+    if (start := values["response_start"]) is not None:
+        document["response_start"] = whole_number("response_start", start, 0, MAX_STEPS)
+    if (version := values["policy_version"]) is not None:
+        document["policy_version"] = version_number("policy_version", version)
+    _check_real("entropy", values["entropy"])
+    if reward is None:
+        return
+    if not isinstance(reward, Reward):
+        hint = f"; write Reward(outcome={shown(reward)})" if isinstance(reward, int | float) else ""
+        raise _wrong_type("reward", reward, f"a Reward or None{hint}")
+    _check_real("reward.outcome", reward.outcome)
+    _check_real("reward.success_rate", reward.success_rate)
+    if not isinstance(reward.description, str):
+        raise _wrong_type("reward.description", reward.description, "a string")
+    if not isinstance(reward.metadata, dict):
+        raise _wrong_type("reward.metadata", reward.metadata, "a dict")
+    document["reward"] = vars(reward)
+
+
+def _check_real(field: str, value: Any) -> None:
+    if value is None or (type(value) is float and isfinite(value)):
+        return
+    if isinstance(value, int | np.integer) or (isinstance(value, float | np.floating) and isfinite(value)):
+        return  # an int of more than 64 bits is refused with the document
+    raise InvalidTrajectoryError(
+        f"field {field}: {shown(value)} is a {type(value).__name__}, must be a finite number or None"
+    )
+
+
+def _wrong_type(field: str, value: Any, wanted: str) -> InvalidTrajectoryError:
+    return InvalidTrajectoryError(f"field {field}: {shown(value)} is a {type(value).__name__}, must be {wanted}")
+
+
+def _agent_columns(
+    values: Mapping[str, Any],
+    names: Sequence[str],
+    axis: Axis,
+    columns: list[NewColumn],
+    tensors: list[torch.Tensor],
+) -> int | None:
+    """Append those of the columns that are known, and return their length; None if none is."""
+    length: int | None = None
+    first = ""
+    for name in names:
+        value = values[name]
+        if value is None:
+            continue
+        tensor = as_tensor(name, value)
+        shape, dtype = tensor.shape, tensor.dtype
+        if len(shape) != 1:
+            raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must have one dimension")
+        if name in _WHOLE and (dtype.is_floating_point or dtype.is_complex):
+            raise InvalidTrajectoryError(f"field {name}: {str(dtype)[6:]}, must be whole numbers, or bool")
+        (size,) = shape
+        if size > MAX_STEPS:
+            raise InvalidTrajectoryError(f"field {name}: has {size} entries, must have at most {MAX_STEPS}")
+        if length is None:
+            length, first = size, name
+        elif length != size:
+            raise InvalidTrajectoryError(f"field {name}: has {size} entries, but {first} has {length}")
+        columns.append((name, dtype, (), axis))
+        tensors.append(tensor)
+    return length
+
+
+def agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any]) -> AgentTrajectory:
+    """Return the trajectory of stored columns and a document.
+
+    Raises:
+        TypeError: the document has names that are no fields, or values that are no objects.
+    """
+    reward = document.pop("reward", None)
+    if isinstance(reward, int | float):  # earlier versions took a bare number for a reward
+        reward = {"outcome": reward}
+    given: dict[str, Any] = {**values, **document}
+    trajectory = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
+    if not isinstance(trajectory.metadata, dict) or not isinstance(trajectory.messages, list):
+        raise TypeError("metadata must be an object, messages a list")
+    return trajectory

@@ -1,0 +1,95 @@
+"""Trajectories to columns and back, whatever their kind. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trajstore.core.columns.agents import agent_trajectory, flatten_agent
+from trajstore.core.columns.document import decode_document
+from trajstore.core.columns.fields import Axis, nest
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.leaves import leaves_of
+from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
+from trajstore.core.columns.steps import flatten_step
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
+
+
+def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
+    """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
+
+    What this takes can be written, and read back equal; see ``limits`` and ``document`` beside this module.
+
+    Raises:
+        InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored; the message
+            names the field, and its shape or value.
+    """
+    try:
+        notes = getattr(trajectory, "notes", None)
+        if type(notes) is not dict or notes:
+            _refuse_notes(notes)
+        if isinstance(trajectory, AgentTrajectory):
+            return flatten_agent(trajectory)
+        return flatten_step(trajectory)
+    except InvalidTrajectoryError as error:
+        if str(error).isprintable():
+            raise
+        text = str(error).encode("unicode_escape").decode()  # names that nothing has checked yet
+        raise InvalidTrajectoryError(text) from error
+
+
+def _refuse_notes(notes: Any) -> None:
+    """Refuse values by row that were given late: they are given to what is in a store, not added with it."""
+    if not isinstance(notes, Mapping | None):
+        raise InvalidTrajectoryError(f"field notes: must be an empty dict, is a {type(notes).__name__}")
+    if notes:
+        raise InvalidTrajectoryError(
+            f"field notes: {', '.join(map(str, notes))}: values by row that were given late are not added with a "
+            "trajectory: add it with notes={}, then give them with trajstore.annotate"
+        )
+
+
+def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:
+    """Return the trajectory of stored columns; inverse of :func:`flatten`.
+
+    Args:
+        schema: the columns.
+        extent: rows per axis.
+        tensors: one per column, ``[rows, *row_shape]`` or already ``[T, B, *row_shape]``.
+        known: fields kept in the index (``max_episode_length``, ``model_weights_id``), which agent trajectories lack.
+
+    Raises:
+        CorruptStoreError: the JSON document is damaged.
+    """
+    document: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
+    for column, tensor in zip(schema.columns, tensors, strict=True):
+        if column.axis is Axis.DOCUMENT:
+            document = parse_document(tensor)
+        elif schema.kind == "step":
+            rows = extent.rows(column.axis)
+            values[column.name] = tensor.reshape(rows // max(extent.batch, 1), extent.batch, *column.row_shape)
+        else:
+            values[column.name] = tensor
+    try:
+        if schema.kind == "step":
+            merged: dict[str, Any] = {**values, **leaves_of(document)}
+            return Trajectory(**known, **nest(merged))
+        return agent_trajectory(values, document)
+    except TypeError as error:  # names that are no fields, or values that are no objects
+        raise CorruptStoreError(f"column {DOCUMENT}: does not describe a trajectory: {error}") from error
+
+
+def parse_document(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the JSON document of a trajectory.
+
+    Raises:
+        CorruptStoreError: it is none.
+    """
+    try:
+        return decode_document(tensor.numpy().tobytes())
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"column {DOCUMENT}: {error}") from error

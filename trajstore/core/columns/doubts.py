@@ -1,0 +1,99 @@
+"""What a rollout can hold and still be certainly wrong: a mask that contradicts another, log-probs above 0. Pure.
+
+A store keeps such a rollout, for it may be all that there is of an expensive generation. Who adds it is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.schema import Schema
+
+_HALF = (torch.bfloat16, torch.float16)
+_COMPARED = (*_HALF, torch.float32, torch.float64)  # torch finds no least value of some of the others
+
+_ASKED = ("input_ids", "loss_mask", "response_mask", "old_log_probs", "rollout_log_probs")
+
+
+def sound(rollouts: Sequence[FlatTrajectory]) -> list[bool]:
+    """Return of each rollout whether :func:`doubts` has certainly nothing to say of it; False where that is not known.
+
+    Many rollouts of one schema are looked at in one call, those of the dtypes that nearly all have.
+    """
+    found: list[bool] = []
+    for schema, some in groupby(rollouts, key=lambda rollout: rollout.schema):
+        run = list(some)
+        known = np.zeros(len(run), np.bool_)
+        if (places := _places(schema)) is not None:
+            extents = [(one.extent.steps, one.extent.extra, (one.facts or {}).get("response_start", -1)) for one in run]
+            tokens, response, starts = np.array(extents, np.int64).T.copy()
+            addresses = np.array([one.addresses for one in run], np.int64)
+            width = schema.row_nbytes[places[2]]
+            most = _most(torch.float32)
+            kernels.find_sound(addresses, places, tokens, response, starts, width, most, known)
+        found += known.tolist()
+    return found
+
+
+@cache
+def _places(schema: Schema) -> npt.NDArray[np.int64] | None:
+    """Return where a schema has the columns that are asked, -1 for none; None if one has a dtype that few have."""
+    dtypes = {column.name: column.dtype for column in schema.columns}
+    ids, written, mask, *log_probs = (dtypes.get(name) for name in _ASKED)
+    if not {ids} <= {"int64", None} or not {*log_probs} <= {"float32", None} or (written and mask and written != mask):
+        return None
+    names = [*dtypes]
+    return np.array([names.index(name) if name in dtypes else -1 for name in _ASKED], np.int64)
+
+
+def doubts(rollout: FlatTrajectory, response_start: int | None) -> Iterator[str]:
+    """Yield what is certainly wrong with a rollout that can be stored, each as the end of "rollouts with ..."."""
+    columns = dict(zip((column.name for column in rollout.schema.columns), rollout.tensors, strict=True))
+    ids, mask, written = columns.get("input_ids"), columns.get("response_mask"), columns.get("loss_mask")
+    if ids is not None and ids.shape[0] and ids.dtype.is_signed and ids.min().item() < 0:
+        yield "negative token ids in input_ids"
+    if written is not None and response_start is not None:
+        written = written[response_start:]
+        if mask is not None and not _equal_masks(written, mask):
+            yield "a response_mask that is not loss_mask[response_start:]"
+    on_model = written if mask is None else mask
+    for name in ("old_log_probs", "rollout_log_probs"):
+        log_probs = columns.get(name)
+        if log_probs is None or _possible(log_probs):
+            continue
+        if on_model is None or on_model.shape[0] != log_probs.shape[0] or not _possible(log_probs[on_model.bool()]):
+            yield f"{name} that are above 0 or not finite where the model wrote"
+
+
+def _equal_masks(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two masks are true in the same places."""
+    if one.dtype is other.dtype and torch.equal(one, other):  # what nearly all are, without two copies
+        return True
+    return torch.equal(one.bool(), other.bool())
+
+
+def _possible(log_probs: torch.Tensor) -> bool:
+    """Return whether these can be logarithms of probabilities, as far as their dtype can say."""
+    if not log_probs.shape[0]:
+        return True
+    if log_probs.is_complex():
+        return False
+    wide = log_probs if log_probs.dtype in _COMPARED else log_probs.double()
+    low, high = torch.aminmax(wide)
+    return bool(high.item() <= _most(log_probs.dtype) and low.item() > -math.inf)  # a NaN is neither
+
+
+@cache
+def _most(dtype: torch.dtype) -> float:
+    """Return what rounding may add to the logarithm of 1, as the dtype has it."""
+    most = torch.tensor(0.1 if dtype in _HALF else 1e-3, dtype=dtype if dtype in _COMPARED else torch.float64)
+    return float(most.item())

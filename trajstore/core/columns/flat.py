@@ -1,0 +1,144 @@
+"""Trajectories as columns: what every format stores, whatever the trajectory's kind. Pure; no I/O.
+
+A :class:`FlatTrajectory` is one trajectory taken apart into contiguous CPU tensors, one per column of its
+:class:`Schema`, plus an :class:`Extent` that says how many rows each axis has. Text and numbers that
+are not tensors travel in one more column, ``_document``: the bytes of a JSON object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.columns.memory import Lease
+from trajstore.core.columns.schema import Extent, Schema
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Block:
+    """Columns of trajectories of one schema in one piece of memory, those of several one after the other as in a shard.
+
+    Attributes:
+        schema: the columns.
+        lease: what holds the memory.
+        places: address of the first byte of each column, ``[trajectories, columns]``.
+        sizes: bytes of each column, ``[trajectories, columns]``.
+    """
+
+    schema: Schema
+    lease: Lease
+    places: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Address of the first row of each column."""
+        first: npt.NDArray[np.int64] = self.places[0]
+        return first
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows ``[start, stop)`` of a column of all trajectories, ``[stop - start, *row_shape]``, not copied."""
+        spec, width = self.schema.columns[column], self.schema.row_nbytes[column]
+        shape = (stop - start, *spec.row_shape)
+        nbytes = (stop - start) * width
+        if not nbytes:
+            return torch.empty(shape, dtype=spec.torch_dtype)
+        data = self.bytes_at(int(self.places[0, column]) + start * width, nbytes)
+        return torch.frombuffer(data, dtype=torch.uint8).view(spec.torch_dtype).reshape(shape)
+
+    def bytes_at(self, address: int, nbytes: int) -> memoryview:
+        """Return bytes of the block, not copied."""
+        start = address - self.lease.address
+        return self.lease.data[start : start + nbytes]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class BlockTensors(Sequence[torch.Tensor]):
+    """Columns of the one trajectory in a block of memory, made into tensors only where somebody asks for one.
+
+    Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
+    """
+
+    block: Block
+    extent: Extent
+
+    def __len__(self) -> int:
+        return len(self.block.schema.columns)
+
+    def column_bytes(self, column: int) -> memoryview:
+        """Return the bytes of a column, not copied."""
+        block = self.block
+        return block.bytes_at(int(block.places[0, column]), int(block.sizes[0, column]))
+
+    @overload
+    def __getitem__(self, at: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, at: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return self.block.rows(at, 0, self.extent.rows(self.block.schema.columns[at].axis))
+
+
+@dataclass(slots=True, eq=False)
+class FlatTrajectory:
+    """One trajectory as columns. Nobody changes it; that Python would see to that makes it five times as dear.
+
+    ``tensors[i]`` is contiguous, on the CPU, and holds ``extent.rows(axis) x row_shape`` values of
+    ``schema.columns[i]``; its own shape may still be ``[T, B, ...]``.
+    """
+
+    schema: Schema
+    extent: Extent
+    tensors: Sequence[torch.Tensor]
+    num_samples: int
+    max_episode_length: int
+    model_weights_id: str
+    versions: tuple[int, int] | None
+    """Lowest and highest policy version; ``None`` if unknown."""
+    facts: Mapping[str, Any] | None = None
+    """Of a rollout, as :func:`~trajstore.core.columns.facts.facts_of` tells them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return self.schema.nbytes(self.extent)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each column."""
+        if isinstance(self.tensors, BlockTensors):
+            sizes: list[int] = self.tensors.block.sizes[0].tolist()
+            return sizes
+        return [tensor.nbytes for tensor in self.tensors]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Address of each column's first byte, for as long as this object lives; of one without bytes any number."""
+        if isinstance(self.tensors, BlockTensors):
+            addresses: list[int] = self.tensors.block.places[0].tolist()
+            return addresses
+        return [tensor.data_ptr() for tensor in self.tensors]
+
+    def column_bytes(self, column: int) -> memoryview:
+        """Return the bytes of a column, not copied."""
+        if isinstance(self.tensors, BlockTensors):
+            return self.tensors.column_bytes(column)
+        return raw_bytes(self.tensors[column])
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without copying. Works for every dtype."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data)

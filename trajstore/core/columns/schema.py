@@ -1,0 +1,180 @@
+"""What columns a trajectory has, and how many rows. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.limits import plain_name, shown
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+
+Kind = Literal["step", "agent"]
+
+DOCUMENT = "_document"
+"""Name of the column that holds a trajectory's JSON document, as bytes."""
+
+_MAX_ROW_NBYTES = 1 << 48
+"""More than any memory has; numbers below this can be added up without fear."""
+
+_DTYPE_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+
+
+@cache
+def dtypes() -> Mapping[str, torch.dtype]:
+    """Return every dtype that can be stored, by its name without ``torch.``."""
+    return {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """One column: its dotted name, dtype (without ``torch.``), shape of one row, and axis."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+    axis: Axis = Axis.SAMPLES
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch knows it.
+
+        Raises:
+            CorruptStoreError: no such dtype.
+        """
+        try:
+            return dtypes()[self.dtype]
+        except KeyError:
+            raise CorruptStoreError(f"column {self.name}: unknown dtype {self.dtype!r}") from None
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.row_shape) * self.torch_dtype.itemsize
+
+
+_AXES: dict[Kind, tuple[Axis, ...]] = {
+    "step": (Axis.SAMPLES, Axis.FIRST_EXTRA, Axis.LAST_EXTRA, Axis.DOCUMENT),
+    "agent": (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT),
+}
+"""What the rows of columns can count."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a trajectory, in storage order, and its kind."""
+
+    kind: Kind
+    columns: tuple[ColumnSpec, ...]
+
+    @cached_property
+    def row_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one row, per column."""
+        return tuple(column.row_nbytes for column in self.columns)
+
+    def nbytes(self, extent: Extent) -> int:
+        """Return the bytes of all columns of a trajectory."""
+        steps, batch, extra, document = extent
+        samples, first, last, response, text = self.axis_nbytes  # 0 for an axis that no column is on
+        return steps * batch * samples + (steps + extra) * batch * (first + last) + extra * response + document * text
+
+    @cached_property
+    def axis_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one row of all columns on an axis, per axis."""
+        total = [0] * len(Axis)
+        for column, width in zip(self.columns, self.row_nbytes, strict=True):
+            total[column.axis] += width
+        return tuple(total)
+
+    @cached_property
+    def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Axis, and bytes of one row, of each column."""
+        return np.array([column.axis for column in self.columns], np.int64), np.array(self.row_nbytes, np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the schema as JSON values."""
+        return {"kind": self.kind, "columns": [[c.name, c.dtype, list(c.row_shape), int(c.axis)] for c in self.columns]}
+
+    @staticmethod
+    def from_json(value: Any) -> Schema:
+        """Return the schema that :meth:`to_json` described.
+
+        Raises:
+            CorruptStoreError: ``value`` does not describe a schema.
+        """
+        try:
+            kind = value["kind"]
+            if kind not in ("step", "agent"):
+                raise ValueError(f"kind {kind!r}")
+            columns = []
+            for name, dtype, row_shape, axis in value["columns"]:
+                shape = tuple(int(n) for n in row_shape)
+                if not isinstance(name, str) or any(n < 0 for n in shape) or dtype not in dtypes():
+                    raise ValueError(f"column {name!r}")
+                if Axis(axis) not in _AXES[kind] or (name == DOCUMENT) != (axis == Axis.DOCUMENT):
+                    raise ValueError(f"column {name!r} on axis {axis}")
+                columns.append(ColumnSpec(name, dtype, shape, Axis(axis)))
+                if columns[-1].row_nbytes >= _MAX_ROW_NBYTES:
+                    raise ValueError(f"column {name!r}")
+            return Schema(kind, tuple(columns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"not a trajectory schema: {error}") from error
+
+
+class Extent(NamedTuple):
+    """How many rows a trajectory has on each axis.
+
+    Attributes:
+        steps: T of a step trajectory, L of an agent trajectory.
+        batch: B of a step trajectory, 1 for an agent trajectory.
+        extra: E of a step trajectory (0 without extra rows), R of an agent trajectory.
+        document: bytes of the JSON document.
+    """
+
+    steps: int
+    batch: int
+    extra: int = 0
+    document: int = 0
+
+    def rows(self, axis: Axis) -> int:
+        """Return the number of rows on ``axis``."""
+        if axis is Axis.SAMPLES:
+            return self.steps * self.batch
+        if axis is Axis.RESPONSE:
+            return self.extra
+        if axis is Axis.DOCUMENT:
+            return self.document
+        return (self.steps + self.extra) * self.batch
+
+
+_schemas: dict[tuple[Any, ...], Schema] = {}
+
+
+def intern_schema(kind: Kind, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...], Axis]]) -> Schema:
+    """Return the one Schema object for these columns, so that equal schemas are identical in a process."""
+    key = (kind, *columns)
+    schema = _schemas.get(key)
+    if schema is None:
+        specs = tuple(ColumnSpec(name, _dtype_name(dtype), shape, axis) for name, dtype, shape, axis in columns)
+        for spec, (name, dtype, _, _) in zip(specs, columns, strict=True):
+            plain_name(shown(name), name)
+            if spec.dtype not in dtypes():
+                raise InvalidTrajectoryError(f"field {name}: dtype {dtype} cannot be stored")
+        schema = _schemas.setdefault(key, Schema(kind, specs))
+    return schema

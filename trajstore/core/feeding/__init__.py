@@ -1,0 +1,21 @@
+"""Feeding a learner: batches drawn and read ahead, exact and elastic resume.
+
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+"""
+
+from __future__ import annotations
+
+from trajstore.core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
+from trajstore.core.feeding.loader import ReplayLoader, TokenLoader
+from trajstore.core.feeding.options import BatchOptions, LoaderOptions, TokenOptions
+
+__all__ = [
+    "BatchOptions",
+    "LoaderOptions",
+    "PreloadReplayBufferDataset",
+    "ReplayBufferDataset",
+    "ReplayLoader",
+    "TokenLoader",
+    "TokenOptions",
+    "replay_buffer_collate_fn",
+]

@@ -1,0 +1,123 @@
+"""What the state of a loader belongs to: which trajectories, which batches. Compared before a state is taken up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trajstore.core.feeding.options import Replay
+from trajstore.core.sampling.base import Drawn, IntArray
+from trajstore.core.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.errors import ConfigurationError, listed
+
+logger = logging.getLogger(__name__)
+
+_WITNESSES = 1024
+"""Trajectories that a state names of each buffer, besides those that batches and samplers name."""
+
+
+def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
+    """Return what tells a buffer's trajectories from those of another store: names of some, evenly over all."""
+    if buffer is None:
+        return None
+    ids = buffer.trajectory_ids
+    some = ids[np.linspace(0, len(ids) - 1, min(len(ids), _WITNESSES)).astype(np.int64)] if len(ids) else ids
+    return {
+        "stores": buffer.store_ids,
+        "trajectories": len(ids),
+        "ids": tensor_of(some),
+        "names": tensor_of(buffer.sampling.names_of(some)),
+    }
+
+
+def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
+    """Refuse the state of other trajectories; return a sentence on each thing that is not as it was.
+
+    Args:
+        what: the buffer is to the loader.
+        buffer: with which the state is to go on.
+        then: what :func:`belonging_of` said when the state was taken.
+
+    Raises:
+        ConfigurationError: an id stands for another trajectory here; or neither it nor the store is here.
+    """
+    check_state(then, ("stores", "trajectories", "ids", "names"))
+    ids, here = np.asarray(then["ids"], np.int64), len(buffer)
+    names = names_in(then, len(ids))
+    check_names(what, ids, names, buffer.sampling.names_of(ids))
+    left = int(np.count_nonzero(np.isin(ids, buffer.trajectory_ids)))
+    shown_now = buffer.store_ids
+    if names.any() and here and not left and not set(then["stores"]) & set(shown_now):
+        raise ConfigurationError(
+            f"state: {what} is of other trajectories: none of the {len(ids)} that it names is here, and it was taken "
+            f"of store {listed(then['stores'])}, here is {listed(shown_now) or 'a buffer in memory'}; load what "
+            "it was taken of, or begin without it"
+        )
+    gone = len(ids) - left
+    if gone or here != int(then["trajectories"]):
+        return [
+            f"the {what} shows {here} trajectories, {then['trajectories']} when it was taken, and {gone} of the"
+            f" {len(ids)} that it names are gone: batches go on, but not as those of a run without a break would"
+            " (a saved point has the store as it was)"
+        ]
+    return []
+
+
+def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse the state of a loader of other batches.
+
+    Raises:
+        ConfigurationError: says what differs.
+    """
+    differing = [
+        f"{name} {value!r} (here {here.get(name)!r})" for name, value in then.items() if here.get(name) != value
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"state: is of a loader with {', '.join(differing)}; load_state_dict(state, changed=True) goes on all the "
+            "same: batches that were under way come as they were drawn, later ones as they are wanted here"
+        )
+
+
+def tell_unnamed() -> list[str]:
+    """Return what is said of a state that does not say what it belongs to."""
+    return [
+        "it does not say which trajectories and batches it is of (an earlier version wrote it), so nothing is compared"
+    ]
+
+
+def tell(sentences: Sequence[str]) -> None:
+    """Warn of what is not as it was when a state was taken."""
+    for sentence in sentences:
+        logger.warning("state of a loader: %s", sentence)
+
+
+def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | None:
+    """Return drawn rows as tensors, with the names of their trajectories; None if there are none."""
+    if drawn is None or buffer is None:
+        return None
+    named: dict[str, Any] = {"ids": tensor_of(drawn.ids), "samples": tensor_of(drawn.samples)}
+    named["names"] = tensor_of(buffer.sampling.names_of(drawn.ids) if drawn.names is None else drawn.names)
+    if drawn.weights is not None:
+        named["weights"] = tensor_of(drawn.weights)
+    return named
+
+
+def rows_of(state: Mapping[str, Any]) -> Drawn:
+    """Return the rows that :func:`rows_state` described."""
+    weights, names = (None if state.get(name) is None else state[name].numpy() for name in ("weights", "names"))
+    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=names)
+
+
+def check_rows(state: Any, buffer: Replay) -> None:
+    """Refuse rows of other trajectories.
+
+    Raises:
+        ConfigurationError: an id stands for another trajectory here.
+    """
+    check_state(state, ("ids", "samples"))
+    ids: IntArray = np.asarray(state["ids"], np.int64)
+    check_names("a batch under way", ids, names_in(state, len(ids)), buffer.sampling.names_of(ids))

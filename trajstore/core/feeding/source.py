@@ -1,0 +1,376 @@
+"""Where batches come from: a replay buffer, or one beside a buffer of demonstrations."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, Unpack
+
+import numpy as np
+import torch
+
+from trajstore.core.columns.fields import nest, unnest
+from trajstore.core.feeding.belonging import (
+    belonging_of,
+    check_batches,
+    check_belonging,
+    check_rows,
+    rows_of,
+    rows_state,
+    tell_unnamed,
+)
+from trajstore.core.feeding.options import (
+    BatchOptions,
+    Replay,
+    check_options,
+    check_replay,
+    check_sampler,
+    share_of_batch,
+)
+from trajstore.core.sampling.base import Drawn, Sampler
+from trajstore.core.sampling.states import check_state
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+
+logger = logging.getLogger(__name__)
+
+D = TypeVar("D")
+
+
+class Source(ABC, Generic[D]):
+    """Draws batches and reads them, two steps that may lie far apart. ``D`` says which rows a batch has."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether a buffer was closed."""
+
+    @property
+    @abstractmethod
+    def grows(self) -> bool:
+        """Whether a buffer may come to show more trajectories."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Return whether every buffer holds as many trajectories as it must."""
+
+    @abstractmethod
+    def draw(self) -> D:
+        """Choose the rows of the next global batch.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+        """
+
+    @abstractmethod
+    def mend(self, drawn: D) -> D | None:
+        """Return a batch with other rows in place of those whose trajectories were evicted; None if none is left."""
+
+    @abstractmethod
+    def read(self, drawn: D, out: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Return this rank's part of a batch.
+
+        Args:
+            drawn: the rows of the global batch.
+            out: tensors to fill, by dotted name; None = fresh ones.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
+        """
+
+    @abstractmethod
+    def rows(self, drawn: D) -> int:
+        """Return how many rows this rank's part of a batch has."""
+
+    @abstractmethod
+    def state_of(self, drawn: D) -> Any:
+        """Return the rows of a batch as plain containers and tensors."""
+
+    @abstractmethod
+    def drawn_of(self, state: Any) -> D:
+        """Return the rows that :meth:`state_of` described."""
+
+    @abstractmethod
+    def check_rows(self, state: Any) -> None:
+        """Refuse what :meth:`state_of` described if its ids stand for other trajectories here.
+
+        Raises:
+            ConfigurationError: they do; says which.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return generators and samplers, as they are after the last draw; and what they belong to."""
+
+    @abstractmethod
+    def check(self, state: Any) -> list[str]:
+        """Refuse a state that is not of this source; return a sentence on each thing that is not as it was.
+
+        Raises:
+            ConfigurationError: it is no state, or of a source with other parts, of other batches or other trajectories.
+        """
+
+    @property
+    @abstractmethod
+    def told(self) -> dict[str, Any]:
+        """What the sequence of batches depends on besides the draws."""
+
+    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state as if it were of batches as these are."""
+        return {**state, "batches": self.told}
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` said, once it was checked.
+
+        Raises:
+            ConfigurationError: as by :meth:`check`, or it is the state of other samplers.
+        """
+
+    def figures(self) -> dict[str, float]:
+        """Return flat numbers for metrics."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBatch:
+    """The rows of one batch: those of the replay buffer, then those of the demonstrations."""
+
+    replay: Drawn
+    demos: Drawn | None = None
+
+    def __len__(self) -> int:
+        return len(self.replay) + (0 if self.demos is None else len(self.demos))
+
+
+class BatchSource(Source[DrawnBatch]):
+    """Draws transitions.
+
+    Args:
+        replay: buffer of rollouts.
+        batch_size: transitions of a global batch.
+        options: those of :class:`BatchOptions` that say what a batch is.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(self, replay: Replay, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+        check_options("ReplayLoader", options, BatchOptions)
+        check_replay("replay", replay)
+        demos = options.get("demos")
+        share = 0.5 if options.get("demo_share") is None else options["demo_share"]
+        if demos is not None and not 0 < share < 1:
+            raise ConfigurationError(f"demo_share: {share}, must be between 0 and 1")
+        for name in ("demo_sampler", "demo_share", "min_demo_size", "common_columns"):
+            value = options.get(name)
+            if demos is None and value is not None and value is not False:
+                raise ConfigurationError(f"{name}: has no effect without demos")
+        if demos is not None:
+            share_of_batch(options, batch_size, demos)  # refuses what ranks would not draw alike from
+        self._rank, batch_size = share_of_batch(options, batch_size, replay)
+        self.replay, self.demos = replay, demos
+        self.batch_size = batch_size
+        self._demo_count = 0 if demos is None else int(batch_size * share)
+        if demos is not None and not 0 < self._demo_count < batch_size:
+            raise ConfigurationError(
+                f"demo_share: {share} of {batch_size} transitions leaves one of both buffers without any"
+            )
+        min_demos = 1 if options.get("min_demo_size") is None else options["min_demo_size"]
+        self._needed = options.get("min_size", 1), min_demos
+        self._samplers = options.get("sampler"), options.get("demo_sampler")
+        for name, sampler in zip(("sampler", "demo_sampler"), self._samplers, strict=True):
+            check_sampler(name, sampler, "sample")
+        self._columns = options.get("columns")
+        self._common = options.get("common_columns", False)
+        self._told_differing: list[str] = []
+        self._told_few = False
+        self._drawn_demos: Drawn | None = None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        windows = [None if one is None else one.sample_window_size for one in (self.replay, self.demos)]
+        return {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
+
+    @property
+    def closed(self) -> bool:
+        return self.replay.closed or (self.demos is not None and self.demos.closed)
+
+    @property
+    def grows(self) -> bool:
+        return self.replay.grows or (self.demos is not None and self.demos.grows)
+
+    def ready(self) -> bool:
+        return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))
+
+    def draw(self) -> DrawnBatch:
+        if self.demos is None:
+            return DrawnBatch(self.replay.draw(self.batch_size, sampler=self._samplers[0]))
+        demos = self._drawn_demos
+        if demos is None:
+            demos = self.demos.draw(self._demo_count, sampler=self._samplers[1])
+        if len(demos) < self._demo_count and not self._told_few:
+            self._told_few = True
+            logger.warning(
+                "demonstrations gave %d of the %d transitions that are their share of a batch; the replay buffer fills "
+                "it up",
+                len(demos),
+                self._demo_count,
+            )
+        self._drawn_demos = demos  # until there are rows of the replay buffer: the next draw begins with them
+        batch = DrawnBatch(self.replay.draw(self.batch_size - len(demos), sampler=self._samplers[0]), demos)
+        self._drawn_demos = None
+        return batch
+
+    def mend(self, drawn: DrawnBatch) -> DrawnBatch | None:
+        replay = self._mended(self.replay, drawn.replay, self._samplers[0])
+        demos = drawn.demos
+        if self.demos is not None and demos is not None:
+            demos = self._mended(self.demos, demos, self._samplers[1])
+        return DrawnBatch(replay, demos) if len(replay) and (demos is None or len(demos)) else None
+
+    def _mended(self, buffer: Replay, drawn: Drawn, sampler: Sampler | None) -> Drawn:
+        left = still_there(buffer, drawn)
+        lacking = len(drawn) - len(left)
+        try:
+            return joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
+        except EmptyBufferError:  # the sampler has nothing more, or the buffer was emptied
+            return left
+
+    def rows(self, drawn: DrawnBatch) -> int:
+        return len(self.part(drawn))
+
+    def part(self, drawn: DrawnBatch) -> DrawnBatch:
+        """Return this rank's part of a global batch: as many rows as any other's, and of both buffers its share."""
+        if self._rank[1] == 1:
+            return drawn
+        low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
+        if drawn.demos is None:
+            return DrawnBatch(drawn.replay.at(slice(low, high)))
+        # Rows of both in one order, the rows of each evenly spread over it.
+        places = [(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in (drawn.replay, drawn.demos)]
+        order = np.argsort(np.concatenate(places), kind="stable")
+        first, last = (int(np.count_nonzero(order[:end] < len(drawn.replay))) for end in (low, high))
+        return DrawnBatch(drawn.replay.at(slice(first, last)), drawn.demos.at(slice(low - first, high - last)))
+
+    def read(self, drawn: DrawnBatch, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        """Return this rank's part of a batch as a nested dict of tensors ``[n, ...]``.
+
+        Args:
+            drawn: the rows of the global batch.
+            out: tensors to fill, by dotted name, ``[>= n, ...]``.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
+            SchemaMismatchError: both buffers differ in their columns.
+        """
+        part = self.part(drawn)
+        if self.demos is None or drawn.demos is None or part.demos is None:
+            return nest(self._rows(self.replay, part.replay, drawn.replay, out))
+        count = len(part.replay)
+        if self._common or not count or not len(part.demos):
+            out = None  # which columns there are is known only when both were read
+        rest = None if out is None else {name: tensor[count:] for name, tensor in out.items()}
+        first = self._rows(self.replay, part.replay, drawn.replay, out)
+        second = self._rows(self.demos, part.demos, drawn.demos, rest)
+        names = self._agreed(first, second)
+        if out is not None:
+            return nest({name: out[name][: len(part)] for name in names})
+        return nest({name: torch.cat([first[name], second[name]]) for name in names})
+
+    def _rows(
+        self, buffer: Replay, mine: Drawn, whole: Drawn, out: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
+        """Return rows of one buffer by dotted name; where this rank has none of them, no rows of the same columns."""
+        if len(mine):
+            return unnest(buffer.read(mine, columns=self._columns, out=out))
+        one = buffer.read(whole.at(slice(1)), columns=self._columns)
+        return {name: tensor[:0] for name, tensor in unnest(one).items()}
+
+    def _agreed(self, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the columns of a batch with rows of both buffers.
+
+        Raises:
+            SchemaMismatchError: they differ in their columns, and those in common were not asked for.
+        """
+        both = [name for name in first if name in second and first[name].shape[1:] == second[name].shape[1:]]
+        names = both if self._common else [name for name in both if first[name].dtype == second[name].dtype]
+        differing = sorted((first.keys() | second.keys()) - set(names))
+        if not differing or (self._common and self._told_differing == differing):
+            return names
+        what = f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape)"
+        if not self._common:
+            raise SchemaMismatchError(f"{what}; name the columns to read, or say common_columns=True")
+        self._told_differing = differing
+        logger.warning("%s; batches are without", what)
+        return names
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_of(self, drawn: DrawnBatch) -> Any:
+        return [rows_state(drawn.replay, self.replay), rows_state(drawn.demos, self.demos)]
+
+    def drawn_of(self, state: Any) -> DrawnBatch:
+        return DrawnBatch(rows_of(state[0]), None if state[1] is None else rows_of(state[1]))
+
+    def check_rows(self, state: Any) -> None:
+        for rows, buffer in zip(state, (self.replay, self.demos), strict=True):
+            if rows is not None and buffer is not None:
+                check_rows(rows, buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self.told,
+            "of": [belonging_of(self.replay), belonging_of(self.demos)],
+            "replay": self.replay.state_dict(),
+            "demos": None if self.demos is None else self.demos.state_dict(),
+            "drawn_demos": rows_state(self._drawn_demos, self.demos),
+            "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._samplers],
+        }
+
+    def check(self, state: Any) -> list[str]:
+        if isinstance(state, Mapping) and "waiting" in state:
+            raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
+        check_state(state, ("replay", "demos", "samplers"))
+        given = [part is not None for part in (state["demos"], *state["samplers"])]
+        here = [part is not None for part in (self.demos, *self._samplers)]
+        if given != here:
+            raise ConfigurationError(
+                f"the state is of a loader with other parts (demos, sampler, demo_sampler: {given}, here {here})"
+            )
+        if state.get("drawn_demos") is not None and self.demos is not None:
+            check_rows(state["drawn_demos"], self.demos)
+        if "of" not in state:
+            return tell_unnamed()
+        check_batches(state["batches"], self.told)
+        told = check_belonging("replay buffer", self.replay, state["of"][0])
+        return told if self.demos is None else told + check_belonging("demonstrations", self.demos, state["of"][1])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check(state)  # once more: it is taken up later, in another process maybe
+        drawn = state.get("drawn_demos")
+        self._drawn_demos = None if drawn is None else rows_of(drawn)
+        buffers = (self.replay, self.demos)
+        for buffer, sampler, of_buffer, chosen in zip(
+            buffers, self._samplers, (state["replay"], state["demos"]), state["samplers"], strict=True
+        ):
+            if buffer is not None and sampler is not None:
+                buffer.follow(sampler)
+                sampler.load_state_dict(chosen)
+            if buffer is not None:
+                buffer.load_state_dict(of_buffer)
+
+
+def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
+    """Return the rows whose trajectories can still be read."""
+    there = buffer.sampling.readable(drawn)
+    return drawn if there.all() else drawn.at(there)
+
+
+def joined(first: Drawn, second: Drawn) -> Drawn:
+    """Return the rows of both; what only one of them says is not said of all."""
+    ids, samples = np.concatenate([first.ids, second.ids]), np.concatenate([first.samples, second.samples])
+    weights = None if first.weights is None or second.weights is None else np.append(first.weights, second.weights)
+    names = None if first.names is None or second.names is None else np.append(first.names, second.names)
+    return Drawn(ids, samples, weights, second.buffer, names)

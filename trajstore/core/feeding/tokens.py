@@ -1,0 +1,282 @@
+"""Where batches of tokens come from: whole agent trajectories, put together to packs of a wanted size."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+
+from trajstore.core.base.arguments import check_instance, whole
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.feeding.belonging import (
+    belonging_of,
+    check_batches,
+    check_belonging,
+    check_rows,
+    rows_of,
+    rows_state,
+    tell_unnamed,
+)
+from trajstore.core.feeding.options import (
+    Layout,
+    LongTrajectories,
+    TokenOptions,
+    check_options,
+    check_sampler,
+    share_of_batch,
+)
+from trajstore.core.feeding.packing import Room, lay_out
+from trajstore.core.feeding.source import Source, still_there
+from trajstore.core.sampling.base import Drawn
+from trajstore.core.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_IN_VAIN = 10_000
+"""Trajectories skipped in a row before that is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A trajectory that was drawn and is in no pack yet."""
+
+    number: int
+    tokens: int
+    weight: float | None
+    name: int
+    buffer: str | None
+
+
+class TokenSource(Source[tuple[Drawn, ...]]):
+    """Draws whole trajectories one after the other; a global batch is some packs of them.
+
+    What was drawn waits until it fits. A pack takes the oldest that waits, then every other one that still fits, and is
+    closed when ``lookahead`` trajectories wait and none of them fits. So each drawn trajectory comes once, in nearly
+    the order of the draws.
+
+    Args:
+        buffer: of agent trajectories.
+        tokens: most tokens of a pack.
+        options: those of :class:`TokenOptions` that say what a batch is.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
+        check_options("TokenLoader", options, TokenOptions)
+        check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer: tokens are copied from its maps")
+        self._buffer = buffer
+        self._tokens = tokens = whole("tokens", tokens, 1)
+        self._batch_size, self._lookahead = options.get("batch_size", 1), options.get("lookahead", 32)
+        self._layout: Layout = options.get("layout", "packed")
+        self._long: LongTrajectories = options.get("long", "refuse")
+        self._pad_id = options.get("pad_id", 0)
+        if self._pad_id and self._layout == "packed":
+            raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches: nothing is filled up")
+        self._rank, self._batch_size = share_of_batch(options, self._batch_size, buffer)
+        self._min_size = options.get("min_size", 1)
+        self._sampler = options.get("sampler")
+        check_sampler("sampler", self._sampler, "trajectory")
+        self._columns = options.get("columns")
+        self._waiting: list[_Waiting] = []
+        self._skipped = 0
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {
+            "tokens": self._tokens,
+            "layout": self._layout,
+            "batch_size": self._batch_size,
+            "lookahead": self._lookahead,
+            "long": self._long,
+            "sample_window_size": [self._buffer.sample_window_size],
+        }
+
+    @property
+    def closed(self) -> bool:
+        return self._buffer.closed
+
+    @property
+    def grows(self) -> bool:
+        return self._buffer.grows
+
+    def ready(self) -> bool:
+        return self._buffer.is_ready(self._min_size)
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def draw(self) -> tuple[Drawn, ...]:
+        """Return the packs of the next global batch, each with the rows of its trajectories; fewer at the very end.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+            ConfigurationError: a trajectory is longer than the budget, or has no tokens (``long="refuse"``).
+        """
+        packs: list[Drawn] = []
+        try:
+            while len(packs) < self._batch_size:
+                packs.append(self._pack())
+        except EmptyBufferError:
+            if not packs:
+                raise
+        return tuple(packs)
+
+    def _pack(self) -> Drawn:
+        room = Room(self._tokens, self._layout)
+        pack: list[_Waiting] = []
+        exhausted = False
+        while True:
+            still: list[_Waiting] = []
+            for one in self._waiting:
+                (pack if room.take(one.tokens) else still).append(one)
+            self._waiting = still
+            if room.full or len(still) >= self._lookahead or exhausted:
+                return _rows(pack)
+            try:
+                self._draw_ahead()
+            except EmptyBufferError:  # the end of the last epoch, say
+                if not pack and not self._waiting:
+                    raise
+                exhausted = True
+
+    def _draw_ahead(self) -> None:
+        """Draw until ``lookahead`` trajectories wait."""
+        in_vain = 0
+        while (still_wanted := self._lookahead - len(self._waiting)) > 0:
+            drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
+            drawn = still_there(self._buffer, drawn)
+            try:
+                lengths = self._buffer.sampling.extents(drawn.ids)[0].tolist()
+            except TrajectoryUnavailableError:  # evicted in this very moment: others are drawn
+                continue
+            weights = [None] * len(drawn) if drawn.weights is None else drawn.weights.tolist()
+            good = [self._is_fit(number, length) for number, length in zip(drawn.ids.tolist(), lengths, strict=True)]
+            names = np.zeros(len(drawn), np.int64) if drawn.names is None else drawn.names
+            rows = zip(drawn.ids.tolist(), lengths, weights, names.tolist(), strict=True)
+            drawn_now = (_Waiting(*row, drawn.buffer) for row in rows)
+            self._waiting += itertools.compress(drawn_now, good)
+            in_vain = 0 if any(good) else in_vain + len(good)
+            if in_vain >= _IN_VAIN:
+                raise ConfigurationError(
+                    f"tokens: {self._tokens}, and none of {in_vain} drawn trajectories is as short; allow more"
+                )
+
+    def _is_fit(self, number: int, length: int) -> bool:
+        """Return whether a trajectory can be in a pack.
+
+        Raises:
+            ConfigurationError: it cannot, and is not to be skipped.
+        """
+        if 0 < length <= self._tokens or (length and self._long == "alone"):
+            return True
+        what = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
+        if self._long != "skip":
+            raise ConfigurationError(
+                f"trajectory {number}: {what}; allow more tokens, evict it, or say long='skip'"
+                + (" or long='alone'" if length else "")
+            )
+        if not self._skipped:
+            logger.warning("trajectory %d: %s; it is skipped, as are others like it", number, what)
+        self._skipped += 1
+        return False
+
+    def mend(self, drawn: tuple[Drawn, ...]) -> tuple[Drawn, ...] | None:
+        left = tuple(still_there(self._buffer, pack) for pack in drawn)
+        return tuple(pack for pack in left if len(pack)) or None
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def rows(self, drawn: tuple[Drawn, ...]) -> int:
+        return len(self._part(drawn))
+
+    def _part(self, drawn: tuple[Drawn, ...]) -> tuple[Drawn, ...]:
+        low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
+        return drawn[low:high]
+
+    def read(self, drawn: tuple[Drawn, ...], out: Mapping[str, torch.Tensor] | None = None) -> list[dict[str, Any]]:
+        """Return this rank's packs, see :func:`~trajstore.core.feeding.packing.lay_out`; ``out`` is of no account."""
+        packs = []
+        for pack in self._part(drawn):
+            rows = self._buffer.sampling.token_rows(pack.ids, self._columns)
+            try:
+                if not self._buffer.sampling.readable(pack).all():
+                    raise TrajectoryUnavailableError("other trajectories have the ids of drawn ones since a load")
+                packs.append(lay_out(rows, self._layout, self._pad_id, pack.weights))
+            finally:
+                rows.end()
+        return packs
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_of(self, drawn: tuple[Drawn, ...]) -> Any:
+        return [rows_state(pack, self._buffer) for pack in drawn]
+
+    def drawn_of(self, state: Any) -> tuple[Drawn, ...]:
+        return tuple(map(rows_of, state))
+
+    def check_rows(self, state: Any) -> None:
+        for pack in state:
+            check_rows(pack, self._buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "of": belonging_of(self._buffer),
+            "waiting_names": tensor_of(np.array([one.name for one in self._waiting], np.int64)),
+            "buffer": self._buffer.state_dict(),
+            "sampler": None if self._sampler is None else self._sampler.state_dict(),
+            "waiting": [[one.number, one.tokens, one.weight] for one in self._waiting],
+            "skipped": self._skipped,
+            "batches": self.told,
+        }
+
+    def check(self, state: Any) -> list[str]:
+        if isinstance(state, Mapping) and "samplers" in state:
+            raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
+        check_state(state, ("buffer", "sampler", "waiting", "skipped", "batches"))
+        if (state["sampler"] is None) != (self._sampler is None):
+            raise ConfigurationError(
+                f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
+                f" {'none' if self._sampler is None else 'one'}"
+            )
+        check_batches(state["batches"], self.told)
+        if "of" not in state:
+            return tell_unnamed()
+        waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
+        then = np.asarray(state["waiting_names"], np.int64)
+        check_names("what waits for a pack", waiting, then, self._buffer.sampling.names_of(waiting))
+        return check_belonging("buffer", self._buffer, state["of"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check(state)  # once more: it is taken up later, in another process maybe
+        if self._sampler is not None:
+            self._buffer.follow(self._sampler)
+            self._sampler.load_state_dict(state["sampler"])
+        self._buffer.load_state_dict(state["buffer"])
+        self._skipped = int(state["skipped"])
+        names = names_in({"names": state.get("waiting_names")}, len(state["waiting"])).tolist()
+        rows = zip(state["waiting"], names, strict=True)
+        waiting = [_Waiting(int(number), int(tokens), weight, name, None) for (number, tokens, weight), name in rows]
+        self._waiting = [one for one in waiting if self._is_fit(one.number, one.tokens)]
+
+    def figures(self) -> dict[str, float]:
+        """Return ``skipped_trajectories`` (``long="skip"``) and ``waiting_trajectories`` (drawn, in no pack yet)."""
+        return {
+            "skipped_trajectories": float(self._skipped),
+            "waiting_trajectories": float(len(self._waiting)),
+        }
+
+
+def _rows(pack: list[_Waiting]) -> Drawn:
+    ids = np.array([one.number for one in pack], np.int64)
+    known = [one.weight for one in pack if one.weight is not None]
+    weights = np.array(known, np.float32) if len(known) == len(pack) else None
+    names = np.array([one.name for one in pack], np.int64)
+    # Of several buffers the one that was shown first: whoever is not of it has a name.
+    return Drawn(ids, np.zeros(len(ids), np.int64), weights, pack[0].buffer if pack else None, names)

@@ -1,0 +1,362 @@
+"""A folder held by a descriptor: every call is relative to it, wherever the folder or the process moves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.base import locks
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.files.descriptors import Descriptor
+from trajstore.core.files.parallel import in_order
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
+
+_NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
+"""What the system says where a file's name stands for something else; ``ENXIO`` for sockets and pipes."""
+
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+_MANY = 20_000
+"""Files from which on machine code asks for them: it is worth the wait for the kernels to be loaded."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def _sizes_of_many(folder: int, names: Sequence[str], sizes: npt.NDArray[np.int64]) -> None:
+    """Fill in the sizes of files, by several threads: each question waits for the file system."""
+    text = np.frombuffer(bytearray(os.fsencode("\0".join((*names, "")))), np.uint8)
+    starts = np.zeros(len(names), np.int64)
+    starts[1:] = np.flatnonzero(text == 0)[:-1] + 1
+    ask = kernels.file_sizes
+
+    def fill(first: int) -> None:
+        part = slice(first, first + _MANY)
+        ask(folder, text, starts[part], sizes[part])
+
+    for _ in in_order(fill, range(0, len(names), _MANY)):
+        pass
+
+
+class HeldFolder:
+    """A folder, opened once and used by its descriptor from then on. Safe to use from several threads.
+
+    It is opened when this is made, or with the first call that finds it there. A relative path is that of the moment
+    when this is made. All calls raise ``OSError`` with the file's path as it was given; ``StoreNotFoundError`` if the
+    folder itself was removed.
+
+    Args:
+        path: of the folder; it may be absent at first.
+        where: its absolute path, if it is known already.
+        above: the folder that it is in and its name there, if that is held.
+    """
+
+    def __init__(self, path: Path, where: str | None = None, *, above: tuple[HeldFolder, str] | None = None) -> None:
+        self.path = path
+        self.where = where or os.path.join(_working_folder(path), path)
+        """Absolute path at the time of opening."""
+        self._above = above
+        self._mutex = locks.lock("HeldFolder._mutex")
+        self._held: Descriptor | None = None
+        self._made = above is not None  # the name of one in another is that one's to make durable
+        self._counted = True  # some file systems count no names of folders
+        with contextlib.suppress(OSError):  # absent, or not to be opened: whoever uses it is told
+            self._open()
+
+    def _open(self) -> Descriptor:
+        with self._mutex:
+            if self._held is None:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                if self._above is None:
+                    self._held = Descriptor(os.open(self.where, flags))
+                else:
+                    folder, name = self._above
+                    self._held = Descriptor(os.open(name, flags, dir_fd=folder.number))
+                    self._above = None
+                self._counted = os.fstat(self._held.number).st_nlink > 0
+            return self._held
+
+    def inner(self, name: str) -> HeldFolder:
+        """Return a folder in this one, found where this one is now."""
+        return HeldFolder(self.path / name, os.path.join(self.where, name), above=(self, name))
+
+    @property
+    def number(self) -> int:
+        """The folder's descriptor.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: there is no folder; names its path.
+        """
+        if self._held is not None:
+            return self._held.number
+        try:
+            return self._open().number
+        except OSError as error:
+            number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno  # links in a circle are no folder
+            raise OSError(number, error.strerror, str(self.path)) from None
+
+    def is_there(self) -> bool:
+        """Return whether the folder is there, and was not removed since it was opened."""
+        try:
+            return os.fstat(self.number).st_nlink > 0 or not self._counted
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # what network file systems say of it
+                raise
+            return False
+
+    def make(self) -> None:
+        """Make the folder and its absent parents, so that their names survive power loss.
+
+        Raises:
+            FileNotFoundError: it was open already, and has been removed.
+        """
+        if self._held is None:
+            make_path(self.where)
+            self._open()
+        self.check()
+        if not self._made:
+            try:
+                sync_above(self.where)
+            except OSError as error:
+                text = f"{error.strerror}: the name of this directory could not be made durable in {error.filename}"
+                raise OSError(error.errno, text, str(self.path)) from error
+            self._made = True
+
+    def check(self) -> None:
+        """Return if the folder is still a part of the file system.
+
+        Raises:
+            FileNotFoundError: it was removed.
+        """
+        if not self.is_there():
+            raise self._removed()
+
+    def _removed(self) -> StoreNotFoundError:
+        return StoreNotFoundError(
+            f"{self.path}: was removed or replaced while it was open (it was {self.where}); open or load it again"
+        )
+
+    def fate(self) -> str | None:
+        """Return what became of the folder since it was opened, in words; None if it is where it was."""
+        try:
+            if not self.is_there():
+                return f"{self.path} was removed or replaced while it was open (it was {self.where})"
+            mine, found = os.fstat(self.number), os.stat(self.where)
+        except OSError:
+            return None
+        if (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
+            return f"another directory has replaced the one that was opened at {self.where}"
+        return None
+
+    # -- calls to the system -----------------------------------------------------------------------
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[int]:
+        """Give the folder's descriptor; failures have the path of a file in them, which calls by it do not know."""
+        number = self.number
+        try:
+            yield number
+        except OSError as error:
+            raise self.named(error, name) from error
+
+    def named(self, error: OSError, name: str) -> OSError:
+        """Return an error with the path of the file that it is about."""
+        number, text = error.errno or errno.EIO, error.strerror or str(error)
+        if number == errno.ENAMETOOLONG:
+            number = errno.ENOENT  # no file can be called so: a damaged index names anything
+        if number == errno.ENOENT and not self.is_there():
+            return self._removed()
+        return OSError(number, text, str(self.path / name) if name else str(self.path))
+
+    def open(self, name: str, flags: int) -> int:
+        """Return a descriptor of a file, whoever may be at the other end of it: nothing is waited for.
+
+        Raises:
+            CorruptStoreError: it is a folder, a pipe, a socket, a device or a symbolic link in a circle.
+        """
+        with self._naming_file(name) as root:
+            found = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644, dir_fd=root)
+        mode = os.fstat(found).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(found)
+            raise self._no_file(name, _KINDS.get(stat.S_IFMT(mode), "no file"))
+        return found
+
+    @contextmanager
+    def opened(self, name: str, flags: int) -> Iterator[int]:
+        """Give a descriptor as :meth:`open` does, closed when the block ends; failures in it name the file."""
+        descriptor = self.open(name, flags)
+        try:
+            with self.naming(name):
+                yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _naming_file(self, name: str) -> Iterator[int]:
+        """Do as :meth:`naming`, where the name must be that of a file."""
+        with self.naming(name) as number:
+            try:
+                yield number
+            except OSError as error:
+                if error.errno in _NOT_A_FILE:
+                    raise self._no_file(name, os.strerror(error.errno)) from error
+                raise
+
+    def _no_file(self, name: str, what: str) -> CorruptStoreError:
+        return CorruptStoreError(f"{self.path / name}: not a file ({what}); restore it from a copy")
+
+    def stat(self, name: str) -> os.stat_result:
+        """Return what the system says of a file; symbolic links are followed.
+
+        Raises:
+            CorruptStoreError: it is none.
+        """
+        with self._naming_file(name) as root:
+            found = os.stat(name, dir_fd=root)
+        if not stat.S_ISREG(found.st_mode):
+            raise self._no_file(name, _KINDS.get(stat.S_IFMT(found.st_mode), "no file"))
+        return found
+
+    def sizes(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Return the sizes of some files, -1 of those that are not there; symbolic links are followed."""
+        sizes = np.full(len(names), -1, np.int64)
+        try:
+            root = self.number
+        except (FileNotFoundError, NotADirectoryError):
+            return sizes
+        if len(names) >= _MANY:
+            _sizes_of_many(root, names, sizes)
+        for at in np.flatnonzero(sizes < 0).tolist():
+            try:
+                told = os.stat(names[at], dir_fd=root)
+            except OSError as error:
+                if error.errno in _NO_SUCH_FILE:
+                    continue
+                raise self.named(error, names[at]) from error
+            if not stat.S_ISDIR(told.st_mode):
+                sizes[at] = told.st_size
+        return sizes
+
+    def has_folder(self, name: str) -> bool:
+        """Return whether there is a folder of this name."""
+        with self.naming(name) as root:
+            try:
+                return stat.S_ISDIR(os.stat(name, dir_fd=root).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def open_folder(self, name: str = "") -> int:
+        """Return a descriptor of a folder in it, or one of its own."""
+        with self.naming(name) as root:
+            return os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+
+    def make_folder(self, name: str, *, shared: bool = False) -> None:
+        """Make a folder in it, if absent; its name is not durable before :meth:`sync` of the one above.
+
+        Args:
+            name: of the folder.
+            shared: a new one belongs to whom this one belongs, and may be used by whoever may use this one.
+        """
+        with self.naming(name) as root:
+            try:
+                os.mkdir(name, dir_fd=root)
+            except FileExistsError:
+                if not self.has_folder(name):
+                    raise
+                return
+            if shared:
+                mine = os.fstat(root)
+                with contextlib.suppress(OSError):  # only root gives away, and not every file system has owners
+                    os.chown(name, mine.st_uid, mine.st_gid, dir_fd=root, follow_symlinks=False)
+                with contextlib.suppress(OSError):
+                    os.chmod(name, stat.S_IMODE(mine.st_mode), dir_fd=root)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file or folder another name."""
+        with self.naming(name) as root:
+            os.rename(name, new, src_dir_fd=root, dst_dir_fd=root)
+
+    def unlink(self, name: str) -> None:
+        """Take a file's name away."""
+        with self.naming(name) as root:
+            os.unlink(name, dir_fd=root)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder."""
+        with self.naming(name) as root:
+            os.rmdir(name, dir_fd=root)
+
+    def sync(self, name: str = "") -> None:
+        """Make the names in a folder survive power loss."""
+        descriptor = self.open_folder(name)
+        try:
+            with self.naming(name):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_path(where: str) -> None:
+    """Make a folder and its absent parents; :func:`sync_above` makes their names durable."""
+    absent = []
+    folder = where
+    while not os.path.isdir(folder):
+        absent.append(folder)
+        folder = os.path.dirname(folder)
+    for folder in reversed(absent):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
+
+
+def sync_above(where: str) -> None:
+    """Make the name of a folder and of all above it survive power loss, whoever has made them.
+
+    A process that made them may have been killed before it could do so.
+    """
+    if not os.path.isdir(where):
+        return  # moved meanwhile
+    device = os.stat(where).st_dev
+    while (folder := os.path.dirname(where)) != where and os.stat(folder).st_dev == device:
+        if os.access(folder, os.R_OK):  # what others own and hide is theirs to make durable
+            _sync_path(folder)
+        where = folder
+
+
+def _sync_path(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, folder) from error
+    finally:
+        os.close(descriptor)
+
+
+def _working_folder(path: Path) -> str:
+    if path.is_absolute():
+        return ""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise StoreNotFoundError(
+            f"{path}: is relative, and the working directory was removed; give the whole path"
+        ) from error

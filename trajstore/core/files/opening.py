@@ -1,0 +1,74 @@
+"""Which directory lies behind a path or URL."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trajstore.core.files.base import Directory
+from trajstore.core.files.local import LocalDirectory
+
+
+def open_directory(url: str | Path, **options: Any) -> Directory:
+    """Return the directory at a local path or an fsspec URL (``memory://``, ``s3://``, ...).
+
+    Args:
+        url: path or URL. A scheme of two or more characters followed by ``://`` makes it a URL.
+        options: passed on to the fsspec file system (credentials, endpoint, ...).
+
+    Raises:
+        MissingDependencyError: the file system's package is not installed.
+    """
+    text = str(url)
+    if is_url(text):
+        from trajstore.remote.directory import RemoteDirectory  # loads fsspec, needed only here
+
+        return RemoteDirectory(text, **options)
+    return LocalDirectory(Path(text.removeprefix("file://")))
+
+
+def check_options(url: str | Path, options: Mapping[str, Any]) -> None:
+    """Warn of options for a local path, which are of no effect there.
+
+    Args:
+        url: path or URL.
+        options: for its file system.
+    """
+    if options and not is_url(url):
+        warnings.warn(
+            f"storage_options: {', '.join(sorted(map(str, options)))}: no effect on {url}, which is a local path; "
+            "options are for URLs, as s3://bucket/run",
+            stacklevel=3,
+        )
+
+
+def is_url(url: str | Path) -> bool:
+    """Return whether a text names something else than a local path."""
+    text = str(url)
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None and not text.startswith("file://")
+
+
+def directories_above(directory: Directory, **options: Any) -> Iterator[Directory]:
+    """Yield the directories in which one lies, the nearest first; of a URL those below its bucket or host.
+
+    Args:
+        directory: which.
+        options: passed on to the fsspec file system.
+    """
+    if isinstance(directory, LocalDirectory):
+        yield from map(LocalDirectory, Path(os.path.realpath(directory.path)).parents)
+        return
+    scheme, _, path = directory.url.rstrip("/").partition("://")
+    parts = path.strip("/").split("/")
+    for count in range(len(parts) - 1, 0, -1):
+        yield open_directory(f"{scheme}://{'/'.join(parts[:count])}", **options)
+
+
+def nested(one: Directory, other: Directory) -> bool:
+    """Return whether two directories are the same, or one lies in the other."""
+    mine, its = (url.rstrip("/") if "://" in url else os.path.realpath(url).rstrip("/") for url in (one.url, other.url))
+    return f"{mine}/".startswith(f"{its}/") or f"{its}/".startswith(f"{mine}/")

@@ -1,0 +1,160 @@
+"""What a shard format promises. A format is pure: bytes in, bytes out; the disk is somebody else's.
+
+A *shard* holds one or more trajectories of one schema. Its columns are the trajectories' rows, one
+after the other: column c of trajectory j begins at the sum of the rows of trajectories 0..j-1 on c's
+axis. A format turns trajectories into files and says, where rows lie uncompressed and contiguous in a
+file, at which byte they begin; such columns are mapped and never decoded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.schema import Extent, Schema
+from trajstore.core.files.base import Buffer, EncodedFile
+
+SHARDS_FOLDER = "shards"
+"""Where a store keeps the files of its shards."""
+
+SHARD_LAYOUT = "trajstore.shard"
+"""What every shard says that it is, beside a version of its format."""
+
+Fetch = Callable[[str], Buffer]
+"""Returns the bytes of one file of a shard, by the file's name in the manifest.
+
+Raises ``CorruptStoreError`` naming the file when it is absent or has another size than the manifest says.
+"""
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """What a shard shall hold: trajectories of one schema, column by column.
+
+    Attributes:
+        schema: their columns.
+        extents: of each trajectory, in order; at least one.
+        pieces: per column, the raw rows of all trajectories in order, as buffers that follow each other.
+    """
+
+    schema: Schema
+    extents: Sequence[Extent]
+    pieces: Sequence[Sequence[Buffer]]
+
+    @staticmethod
+    def of(flats: Sequence[FlatTrajectory]) -> ShardContent:
+        """Return the content of trajectories, which are not copied."""
+        schema = flats[0].schema
+        pieces = [[flat.column_bytes(column) for flat in flats] for column in range(len(schema.columns))]
+        return ShardContent(schema, [flat.extent for flat in flats], pieces)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Total rows per column."""
+        axes = {column.axis for column in self.schema.columns}
+        total = {axis: sum([extent.rows(axis) for extent in self.extents]) for axis in axes}
+        return tuple(total[column.axis] for column in self.schema.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlace:
+    """Where the raw rows of a column begin: index into the shard's files, and byte offset."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShard:
+    """What a format made of some trajectories.
+
+    ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files); else
+    ``column_crc32[c]`` is the CRC-32 of its raw rows.
+    """
+
+    files: tuple[EncodedFile, ...]
+    places: tuple[ColumnPlace | None, ...]
+    column_crc32: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a shard as it was written. ``crc32`` covers the bytes outside mapped columns (see format spec)."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardManifest:
+    """All that is needed to read a shard: kept in the commit log, next to the trajectories' entries.
+
+    Attributes:
+        name: name without suffix, unique in its store (``shard_00000042``).
+        format: name of the format that reads it.
+        schema: columns, in storage order.
+        files: relative to the store's directory, ``/``-separated.
+        places: per column, where raw rows begin, or None.
+        column_crc32: per column, CRC-32 of its raw rows; None where ``places`` is None.
+        rows: per column, total rows of the shard.
+    """
+
+    name: str
+    format: str
+    schema: Schema
+    files: tuple[StoredFile, ...]
+    places: tuple[ColumnPlace | None, ...]
+    column_crc32: tuple[int | None, ...]
+    rows: tuple[int, ...]
+
+
+class ShardReader(ABC):
+    """Decodes rows of one shard. May keep what it has read; not thread-safe."""
+
+    @abstractmethod
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows ``[start, stop)`` of a column, ``[stop - start, *row_shape]``, contiguous, on the CPU.
+
+        Raises:
+            CorruptStoreError: the shard is damaged; names file and column.
+            UnsafeContentError: reading it would run code.
+        """
+
+
+class TrajectoryFormat(ABC):
+    """One way to keep trajectories in files. Stateless; options are frozen fields of the subclass."""
+
+    name: ClassVar[str]
+    """What ``trajectory_format`` says."""
+
+    @abstractmethod
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        """Return the files of a shard called ``name``. Their pieces may alias those of the content."""
+
+    @abstractmethod
+    def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
+        """Return a reader of a stored shard."""
+
+
+def crc32_of(pieces: Sequence[Buffer]) -> int:
+    """Return the CRC-32 of pieces that follow each other."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor over ``data`` (not copied; read-only data is the caller's word not to write)."""
+    view = memoryview(data)
+    if view.nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))

@@ -1,0 +1,110 @@
+"""Manifests of encoded shards: sizes and checksums, and the check of files against them. Pure; no I/O.
+
+Every byte of a shard's files is under exactly one CRC-32: that of the mapped column in whose rows it
+lies, or that of its file, which runs in order over all bytes outside mapped columns (the *envelope*: zip
+headers, zarr metadata, compressed or pickled columns). So damage to one column is told by the column's name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+from trajstore.core.files.base import Buffer, EncodedFile
+from trajstore.core.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+
+ENVELOPE = "envelope"
+"""How the part of a file that is outside mapped columns is called in descriptions of damage."""
+
+
+def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: ShardContent) -> ShardManifest:
+    """Return the manifest of a shard that was just encoded.
+
+    The checksums of mapped columns are the format's, those of envelopes are taken from the encoded pieces.
+
+    Args:
+        encoded: what the format made of ``content``.
+        format_name: name of the format.
+        name: the shard's name, as given to the format.
+        content: the shard's trajectories.
+    """
+    schema, rows = content.schema, content.rows
+    lengths = [count * width for count, width in zip(rows, schema.row_nbytes, strict=True)]
+    regions: list[list[tuple[int, int]]] = [[] for _ in encoded.files]
+    for column, place in enumerate(encoded.places):
+        if place is not None:
+            regions[place.file].append((place.offset, place.offset + lengths[column]))
+    files = tuple(_stored_file(file, sorted(inside)) for file, inside in zip(encoded.files, regions, strict=True))
+    return ShardManifest(name, format_name, schema, files, encoded.places, encoded.column_crc32, rows)
+
+
+def encoded_shard(
+    form: TrajectoryFormat, name: str, content: ShardContent
+) -> tuple[tuple[EncodedFile, ...], ShardManifest]:
+    """Return the files of a shard called ``name``, and its manifest."""
+    encoded = form.encode(name, content)
+    return encoded.files, manifest_of(encoded, form.name, name, content)
+
+
+def check_file(data: Buffer, manifest: ShardManifest, file_index: int) -> list[str]:
+    """Return what is wrong with a file of a shard, one line for each damaged part; empty if it is sound.
+
+    Args:
+        data: the file's bytes.
+        manifest: what was written down when the file was published.
+        file_index: which of ``manifest.files`` it is.
+    """
+    view = memoryview(data)
+    file = manifest.files[file_index]
+    if view.nbytes != file.size:
+        return [f"{file.name}: has {view.nbytes:,} bytes, must have {file.size:,}"]
+    columns = [column for column, place in enumerate(manifest.places) if place is not None and place.file == file_index]
+    damage = []
+    inside = []
+    for column in columns:
+        start, stop = column_region(manifest, column)
+        inside.append((start, stop))
+        if zlib.crc32(view[start:stop]) != manifest.column_crc32[column]:
+            damage.append(
+                f"{file.name}: column {manifest.schema.columns[column].name}: checksum does not fit the content"
+            )
+    if _crc32_outside([view], sorted(inside)) != file.crc32:
+        damage.append(f"{file.name}: {ENVELOPE}: checksum does not fit the content")
+    return damage
+
+
+def column_region(manifest: ShardManifest, column: int) -> tuple[int, int]:
+    """Return the bytes ``[start, stop)`` of a mapped column within its file.
+
+    Raises:
+        ValueError: the column is not mapped.
+    """
+    place = manifest.places[column]
+    if place is None:
+        raise ValueError(f"column {manifest.schema.columns[column].name} of {manifest.name} is not mapped")
+    return place.offset, place.offset + manifest.rows[column] * manifest.schema.row_nbytes[column]
+
+
+def _stored_file(file: EncodedFile, inside: Sequence[tuple[int, int]]) -> StoredFile:
+    return StoredFile(file.name, file.nbytes, _crc32_outside(file.pieces, inside))
+
+
+def _crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:
+    """Return the CRC-32 of all bytes of consecutive pieces that lie in none of the sorted regions."""
+    crc = 0
+    position = 0  # in the file
+    region = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        view = view.cast("B") if view.nbytes else view
+        end = position + view.nbytes
+        cursor = position
+        while cursor < end:
+            while region < len(inside) and inside[region][1] <= cursor:
+                region += 1
+            start, stop = inside[region] if region < len(inside) else (end, end)
+            if start > cursor:
+                crc = zlib.crc32(view[cursor - position : min(start, end) - position], crc)
+            cursor = min(max(stop, start), end)
+        position = end
+    return crc

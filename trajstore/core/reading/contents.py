@@ -1,0 +1,500 @@
+"""What a buffer holds: its index over all sources, and where each trajectory's rows are now.
+
+A trajectory's rows are in its shard on disk (its *location*) or in memory: pending (not committed yet), or
+cached. The ``slot`` column of the index says which is read, the ``start_*`` columns from which row on.
+Changes happen under ``lock``; copies run outside it, on addresses that stay valid until they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.base import locks
+from trajstore.core.base.clock import microseconds
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.conversion import parse_document, trajectory_of
+from trajstore.core.columns.facts import facts_of
+from trajstore.core.columns.flat import Block
+from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
+from trajstore.core.reading.address_table import AddressTable, MappedShard
+from trajstore.core.reading.cache import TrajectoryCache
+from trajstore.core.reading.forks import stop_at_forks
+from trajstore.core.reading.late import COLUMNS, with_notes, without_notes
+from trajstore.core.reading.late_rows import given_rows, late_of_batch
+from trajstore.core.reading.plan import BatchColumns, Late, RowPlan
+from trajstore.core.reading.read_snapshot import ReadSnapshot, snapshot_of
+from trajstore.core.reading.runs import plan_runs
+from trajstore.core.reading.shard_access import rows_of
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.reading.sources import Source
+from trajstore.core.store.committed import Change, Evicted
+from trajstore.core.store.facts import NOTE_ROWS, TOLD
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.moves import Moved
+from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.notes import Noted
+from trajstore.core.store.row_location import STARTS, RowLocation
+from trajstore.core.store.run_ids import shown_id
+from trajstore.errors import TrajectoryUnavailableError
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Contents:
+    """Trajectories of a buffer, oldest first, and their memory.
+
+    Args:
+        cache: which trajectories stay in memory; None keeps only those that are not on disk.
+        map_limit: most shards mapped at a time.
+    """
+
+    def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
+        kernels.begin()
+        self.lock = locks.rlock("Contents.lock")
+        self.index = TrajectoryIndex("slot")
+        self.sources: list[Source] = []
+        self.cache = cache
+        self.addresses = AddressTable(map_limit)
+        self.unavailable = range(0)
+        """Positions of unavailable trajectories: one run, as they leave memory in order."""
+        self.start = 0
+        """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
+        self.added = 0
+        """Trajectories that were added here, which no source had."""
+        self._pending: set[int] = set()
+        """Ids of what is not committed yet."""
+        self._on_disk: dict[int, RowLocation] = {}
+        """Homes, by id, of what is in memory and on disk; after an interrupt also of what has just left memory."""
+        self._decoded: list[int] = []
+        self._columns = BatchColumns(self.addresses)
+        stop_at_forks(self)
+
+    # -- taking in --------------------------------------------------------------------------------
+
+    def attach(self, source: Source) -> int:
+        """Take in a source without its trajectories; return its number."""
+        self.sources.append(source)
+        return self.addresses.add_source(source)
+
+    def show(self, number: int, part: TrajectoryIndex) -> None:
+        """Append entries of a source's index; their locations are found for all at once."""
+        rows = part["shard"]
+        entries = np.zeros(self.sources[number].shards, np.int64)
+        for table in (rows, *(part[NOTE_ROWS + name] for name in part.row_notes)):
+            np.add.at(entries, table[table != UNAVAILABLE], 1)
+        needed = np.flatnonzero(entries)
+        slots = np.full(len(entries) + 1, UNAVAILABLE, np.int32)  # the last one stands for UNAVAILABLE
+        slots[needed] = self.addresses.add_shards(number, needed, entries[needed])
+        if len(self.index) == 0:
+            self.index = part.in_slots(slots)
+        else:
+            columns = part.take(np.arange(part.first, part.end))
+            columns["slot"] = slots[columns.pop("shard")]
+            for name in part.row_notes:
+                columns[NOTE_ROWS + name] = slots[columns[NOTE_ROWS + name]]
+            self._append(self.index.translated(columns, part.texts))
+        self._note_listed()
+
+    def follow(self, number: int, change: Change) -> None:
+        """Show what a commit to a source has changed; with ``lock`` held.
+
+        Args:
+            number: of the source.
+            change: what the commit did.
+        """
+        if isinstance(change, Evicted):
+            self.drop(self.index.positions_in(change.ranges))
+            return
+        if isinstance(change, Moved):
+            self.moved(number, change, 0)
+            return
+        if isinstance(change, Noted):
+            self.noted(number, change, 0)
+            return
+        columns = dict(change.columns)
+        rows, which, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
+        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
+        slots = np.array([self.addresses.add_shard(number, row, count) for row, count in pairs], np.int32)
+        columns["slot"] = slots[which]
+        self._append(self.index.translated(columns, change.texts))
+
+    def moved(self, source: int, moved: Moved, first_id: int) -> None:
+        """Let trajectories of a source be read from another of its shards; ids below ``first_id`` are of others."""
+        with self.lock:
+            positions = self.index.find_many(moved.ids.tolist())
+            known = (positions >= 0) & (moved.ids >= first_id)
+            positions, ids = positions[known], moved.ids[known].tolist()
+            if not ids:
+                return
+            slot = self.addresses.add_shard(source, moved.row, len(ids))
+            locations = moved.locations(slot)[known]
+            before = self.index.at("slot", positions)
+            elsewhere = self.addresses.are_memory(before)
+            for at in np.flatnonzero(elsewhere).tolist():
+                before[at] = self._on_disk[ids[at]].table
+                self._on_disk[ids[at]] = RowLocation(*locations[at].tolist())
+            self.index.point(positions[~elsewhere], locations[~elsewhere])
+            self.addresses.leave(before)
+
+    def noted(self, source: int, noted: Noted, first_id: int) -> None:
+        """Show values of trajectories of a source that came late; ids below ``first_id`` are of others."""
+        mine = (noted.ids >= first_id) & (self.index.find_many(noted.ids) >= 0)
+        columns = {name: column[mine] for name, column in noted.columns.items()}
+        positions, left = self.index.find_many(noted.ids[mine]), []
+        for name in [name for name in columns if name.startswith(NOTE_ROWS)]:
+            if name.removeprefix(NOTE_ROWS) in self.index.row_notes:
+                left.append(self.index.at(name, positions))
+            columns[name] = self._slots_of(source, columns[name])
+        self.index.note(noted.ids[mine], columns, noted.texts)
+        for slots in left:
+            self.addresses.leave(slots[slots != UNAVAILABLE])
+
+    def forget_rows(self, damaged: Collection[tuple[str, str]]) -> None:
+        """Show no values by row of damaged shards.
+
+        Args:
+            damaged: URL of the directory, and name of the shard, of each.
+        """
+        with self.lock:
+            for name in self.index.row_notes:
+                slots = self.index[NOTE_ROWS + name]
+                bad = np.zeros(len(slots), np.bool_)
+                for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
+                    number, row = self.addresses.shard_of(slot)
+                    source = self.sources[number]
+                    if (source.directory.url, source.manifest(row).name) in damaged:
+                        bad |= slots == slot
+                of_bad, left = self.index["trajectory_id"][bad], slots[bad].copy()
+                none = {NOTE_ROWS + name: np.full(len(of_bad), UNAVAILABLE, np.int32)}
+                self.index.note(of_bad, none, self.index.texts)
+                self.addresses.leave(left)
+
+    def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return slots of shards of a source, each with as many entries as name it; -1 stays."""
+        slots = tables.copy()
+        for row, count in zip(*np.unique(tables[tables >= 0], return_counts=True), strict=True):
+            slots[tables == row] = self.addresses.add_shard(source, int(row), int(count))
+        return slots
+
+    def _append(self, columns: Mapping[str, Any]) -> None:
+        """Append entries; positions that are kept here move along if those of all entries do."""
+        first = self.index.first
+        self.index.append(columns)
+        lower = first - self.index.first
+        if lower:
+            self.start -= lower
+            self.unavailable = (
+                range(self.unavailable.start - lower, self.unavailable.stop - lower)
+                if self.unavailable
+                else self.unavailable
+            )
+
+    def _note_listed(self) -> None:
+        """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
+        self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
+
+    def add(
+        self, blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes, *, pending: bool
+    ) -> None:
+        """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
+
+        All of them are shown at once. If this raises, call :meth:`retract`.
+
+        Args:
+            blocks: have the trajectories, those of each follow those of the one before.
+            entries: what is shown of all of them.
+            ids: theirs.
+            uuids: 16 bytes for each.
+            pending: whether they are to be written.
+        """
+        with self.lock:
+            columns = columns_of(entries, ids, uuids, self.index.texts, microseconds())
+            slots = [slot for block in blocks for slot in [self.addresses.add_memory(block, len(block))] * len(block)]
+            columns |= {"slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
+            if pending:
+                self._pending.update(ids)
+            if self.cache is not None:
+                for number, nbytes in zip(ids, entries.nbytes, strict=True):
+                    self.cache.put(number, nbytes)
+            self._append(columns)
+            self.added += len(ids)
+            self._trim()
+
+    def retract(self, blocks: Sequence[Block], ids: Sequence[int]) -> None:
+        """Forget trajectories, however far :meth:`add` came with them."""
+        with self.lock:
+            found = self.index.find_many(ids)
+            self.drop(found[found >= 0])
+            self.addresses.withdraw(blocks)  # what the index does not have yet
+            self._pending.difference_update(ids)
+            if self.cache is not None:
+                for number in ids:
+                    self.cache.discard(number)
+
+    def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
+        """Note that pending trajectories are on disk now, in this row of a source."""
+        with self.lock:
+            here = np.array([number in self._pending for number in ids])
+            if not here.any():
+                return
+            numbers, positions = np.array(ids)[here].tolist(), self.index.find_many(ids)[here]
+            self.index.note_committed(positions, columns["committed"][here])
+            slot = self.addresses.add_shard(source, row, len(numbers))
+            locations = np.stack([np.full(len(numbers), slot), *(columns[name][here] for name in STARTS)], axis=1)
+            kept = np.array([self.cache is not None and number in self.cache for number in numbers])
+            for at in np.flatnonzero(kept).tolist():
+                self._on_disk[numbers[at]] = RowLocation(*locations[at].tolist())
+            self._point(positions[~kept], locations[~kept])
+            self._pending.difference_update(numbers)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        if self.cache is not None:
+            self._send_home(self.cache.overflow())
+
+    def _send_home(self, ids: Sequence[int]) -> None:
+        """Let trajectories be read from disk again; those that are not there yet stay, or become unavailable."""
+        going = [number for number in dict.fromkeys(ids) if number not in self._pending]
+        if not going:
+            return
+        locations = np.array([self._on_disk.get(number) or RowLocation(UNAVAILABLE) for number in going], np.int64)
+        positions = self.index.find_many(going)
+        there = positions >= 0
+        there[there] = self.addresses.are_memory(self.index.at("slot", positions[there]))
+        lost = positions[there & (locations[:, 0] == UNAVAILABLE)]
+        if len(lost):
+            self.unavailable = range(self.unavailable.start if self.unavailable else int(lost[0]), int(lost[-1]) + 1)
+        self._point(positions[there], locations[there])
+        for number in going:
+            self._on_disk.pop(number, None)
+
+    def _point(self, positions: npt.NDArray[np.int64], locations: npt.NDArray[np.int64]) -> None:
+        """Let trajectories that are in memory be read from elsewhere."""
+        left = self.index.at("slot", positions)
+        self.index.point(positions, locations)
+        self.addresses.leave(left)
+
+    def clear_cache(self) -> None:
+        """Drop what is cached. What is nowhere else stays."""
+        with self.lock:
+            if self.cache is None:
+                return
+            going = [number for number in self.cache if number in self._on_disk]
+            for number in going:
+                self.cache.discard(number)
+            self._send_home(going)
+
+    def drop(self, positions: npt.NDArray[np.intp]) -> None:
+        """Forget trajectories."""
+        with self.lock:
+            slots = self.index.at("slot", positions)
+            of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
+            in_memory, locations = self.addresses.are_memory(slots).tolist(), []
+            for at, number in enumerate(self.index.at("trajectory_id", positions).tolist()):
+                location = self._on_disk.pop(number, None)
+                if location is not None and in_memory[at]:
+                    locations.append(location.table)
+                self._pending.discard(number)
+                if self.cache is not None:
+                    self.cache.discard(number)
+            listed = max(self.start - self.index.first, 0)
+            listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
+            self.index.drop(positions)
+            self.start = self.index.first + listed
+            if self.unavailable:
+                lost = self.start + np.flatnonzero(self.index["slot"][listed:] == UNAVAILABLE)
+                self.unavailable = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
+            left = np.concatenate([slots, np.array(locations, np.int32), *of_rows])
+            self.addresses.leave(left[left != UNAVAILABLE])
+
+    def is_pending(self, trajectory_id: int) -> bool:
+        """Return whether a trajectory is not committed yet."""
+        return trajectory_id in self._pending
+
+    def snapshot(self) -> ReadSnapshot:
+        """Return a snapshot of everything that can be saved; with ``lock`` held, and quickly."""
+        return snapshot_of(self.index, self.addresses, self.sources, self._on_disk)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def plan(self, positions: IntArray, rows: IntArray, oldest: int, columns: Sequence[str] | None) -> RowPlan:
+        """Return the copy of rows, each told by the position of its trajectory and its place there.
+
+        With ``lock`` held. What it returns must be read, or dropped.
+
+        Args:
+            positions: of the rows' trajectories, ``[n]``.
+            rows: within their trajectories, ``[n]``.
+            oldest: position of the trajectory whose dtypes the batch has.
+            columns: names of the columns, also of values that came late; None = all that are stored.
+
+        Raises:
+            SchemaMismatchError: the rows' trajectories differ in their columns.
+            TrajectoryUnavailableError: a trajectory is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        table, index = self.addresses, self.index
+        slots = self.make_resident(positions)
+        stored, late_names = without_notes(columns) if columns is not None else (None, [])
+        chosen, parts = self._columns.choose(index, positions, slots, oldest, stored)
+        late: list[Late] = []
+        if late_names:  # before the plan: what they bring in may send out what nobody holds yet
+            late = late_of_batch(table, index, positions, rows, slots, late_names)
+        plan = RowPlan(table, slots, index.place_rows(positions, rows), chosen, parts, late)
+        if self._decoded:
+            self.forget_decoded()
+        return plan
+
+    def make_resident(self, positions: IntArray, *, cached: bool = True) -> IntArray:
+        """Let trajectories be read in place, with ``lock`` held, and return their slots; then :meth:`forget_decoded`.
+
+        Args:
+            positions: of the trajectories, ``[n]``.
+            cached: let the cache keep what is decoded.
+
+        Raises:
+            TrajectoryUnavailableError: one is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        index, table = self.index, self.addresses
+        while True:
+            slots: IntArray = index.at("slot", positions).astype(np.int64)
+            if not len(slots):
+                return slots
+            if slots.min() < 0:
+                self._check_available(int(positions[slots.argmin()]))
+            if table.signature[slots].min() >= 0:
+                return slots
+            undecoded = table.ensure(slots, partial(self._note_extent, positions, slots))
+            if undecoded:
+                self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
+
+    def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
+        """Note the extent of the one trajectory in a slot."""
+        self.index.note_extent(positions[slots == slot], extent)
+
+    def forget_decoded(self) -> None:
+        """Let what was decoded for a batch and is not to be cached go, once the copies that have begun have ended."""
+        self._trim()
+        self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
+        self._decoded.clear()
+
+    def _decode(self, positions: IntArray, cached: bool) -> None:
+        """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
+        order = np.argsort(self.index.at("slot", positions), kind="stable")
+        for position in positions[order].tolist():
+            number, row = self.addresses.shard_of(int(self.index.at("slot", position)))
+            source = self.sources[number]
+            extent = source.extent(row)
+            if extent is not None:
+                self.index.note_extent(position, extent)
+            location, schema = self.index.location(position), source.manifest(row).schema
+            tensors = rows_of(source.reader(row), schema, self.index.extent(position), location)
+            slot = self.addresses.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors), 1)
+            number = int(self.index.at("trajectory_id", position))
+            self._on_disk[number] = location
+            self.index.point(np.array([position], np.int64), [RowLocation(slot)])
+            if self.cache is not None and cached:
+                self.cache.put(number, sum(tensor.nbytes for tensor in tensors))
+            self._decoded.append(number)
+
+    def get(self, position: int) -> AnyTrajectory:
+        """Return the trajectory at a position, its tensors copied; a rollout's reward with what was said of it late.
+
+        Raises:
+            TrajectoryUnavailableError: it is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        with self.lock:
+            schema, tensors = self._read(position, None)
+            entry = self.index.entry(position)
+            found = trajectory_of(
+                schema,
+                entry.extent,
+                [tensors[column.name] for column in schema.columns],
+                max_episode_length=entry.max_episode_length,
+                model_weights_id=entry.model_weights_id,
+            )
+            rows = self._late_rows_of(position, schema)
+            found = replace(found, notes=rows) if rows else found
+            return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
+
+    def _read(self, position: int, names: Sequence[str] | None) -> tuple[Schema, dict[str, torch.Tensor]]:
+        """Return the schema of the trajectory at a position, and columns of it, copied: ``[rows, *row_shape]``."""
+        positions = np.array([position], np.int64)
+        slots = self.make_resident(positions, cached=False)
+        schema = self.addresses.schema(int(slots[0]))
+        plan = plan_runs(self.addresses, self.index, positions, slots, names)
+        self.forget_decoded()
+        return schema, plan.read()
+
+    def _late_rows_of(self, position: int, schema: Schema) -> dict[str, torch.Tensor]:
+        """Return all values by row of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
+        index, positions = self.index, np.array([position], np.int64)
+        names = [COLUMNS + name for name in index.row_notes if index.at(NOTE_ROWS + name, position) != UNAVAILABLE]
+        slots = index.at("slot", positions).astype(np.int64)
+        given = given_rows(self.addresses, index, positions, names, slots)
+        if not given:
+            return {}
+        tensors = plan_runs(self.addresses, index, positions, slots, [], given).read()
+        steps, batch, *_ = index.extent(position)
+        return {
+            name.removeprefix(COLUMNS): rows.reshape(steps, batch, *rows.shape[1:]) if schema.kind == "step" else rows
+            for name, rows in tensors.items()
+        }
+
+    def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
+        """Return the task of the trajectory at each position; an empty text for one that names none.
+
+        Raises:
+            TrajectoryUnavailableError, CorruptStoreError: the index does not know it, and the rollout cannot be read.
+        """
+        with self.lock:
+            index, at = self.index, positions - self.index.first
+            untold = positions[index.fact(TOLD)[at] == 0]
+            for position in untold[index.at("document", untold) > 0].tolist():
+                schema, columns = self._read(position, [DOCUMENT])
+                if schema.kind == "agent":
+                    one, facts = np.array([position]), facts_of(parse_document(columns[DOCUMENT]))
+                    index.tell(index.at("trajectory_id", one), index.at("uuid", one), [facts])
+            numbers, which = np.unique(index.fact("task")[at], return_inverse=True)
+            texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
+            return [texts[one] for one in which.tolist()]
+
+    def _check_available(self, position: int) -> None:
+        """Refuse a trajectory that cannot be read.
+
+        Raises:
+            TrajectoryUnavailableError: names it.
+        """
+        if self.index.at("slot", position) != UNAVAILABLE:
+            return
+        number = shown_id(int(self.index.at("trajectory_id", position)))
+        if position < self.start:
+            raise TrajectoryUnavailableError(f"trajectory {number} is listed and counted, but its file is not there")
+        raise TrajectoryUnavailableError(
+            f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
+        )
+
+
+def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the first rows of trajectories within their blocks."""
+    if len(blocks) == len(extents):
+        return {name: np.zeros(len(blocks), np.int64) for name in STARTS}
+    if len(blocks) == 1:
+        return starts_of(extents, blocks[0].schema.kind)
+    ends = accumulate(map(len, blocks))
+    parts = [
+        starts_of(extents[end - len(block) : end], block.schema.kind) for block, end in zip(blocks, ends, strict=True)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in STARTS}

@@ -1,0 +1,102 @@
+"""Values that came late, where rollouts and batches are read: corrections of a reward, columns of a batch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.columns.facts import GIVEN, RECORDED, SCORE
+from trajstore.core.columns.schema import ColumnSpec
+from trajstore.core.store.facts import NOTE, NOTE_TEXT
+from trajstore.core.store.given import OVER_FACTS
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.errors import SchemaMismatchError, listed
+from trajstore.trajectory import AgentTrajectory, Reward
+
+COLUMNS = "notes."
+"""Columns of a batch that are values which came late are called so, with the name behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateValues:
+    """A column of a batch: the value that each row's trajectory was given late.
+
+    Attributes:
+        spec: of the column.
+        values: float64 ``[n]``, NaN for none.
+    """
+
+    spec: ColumnSpec
+    values: npt.NDArray[np.float64]
+
+    def fill(self, target: torch.Tensor) -> None:
+        """Write the values into a tensor ``[n]``."""
+        target.copy_(torch.from_numpy(self.values))
+
+
+def without_notes(names: Sequence[str] | None) -> tuple[Sequence[str] | None, list[str]]:
+    """Return the names of columns that are stored, and those of values that came late."""
+    if names is None:
+        return None, []
+    late = [name for name in names if name.startswith(COLUMNS)]
+    return [name for name in names if not name.startswith(COLUMNS)] if late else names, late
+
+
+def late_columns(index: TrajectoryIndex, positions: npt.NDArray[np.int64], names: Sequence[str]) -> list[LateValues]:
+    """Return columns of values that came late, one row for each position; NaN where nothing was given.
+
+    Args:
+        index: of the trajectories.
+        positions: of the rows' trajectories, ``[n]``.
+        names: with :data:`COLUMNS` before each.
+
+    Raises:
+        SchemaMismatchError: no trajectory was given a value of this name, or the values are texts.
+    """
+    columns = []
+    for name in names:
+        own = name.removeprefix(COLUMNS)
+        if NOTE + own not in index.notes:
+            there = [*(one.removeprefix(NOTE) for one in index.notes if one.startswith(NOTE)), *index.row_notes]
+            why = "its values are texts" if NOTE_TEXT + own in index.notes else "no trajectory was given such a value"
+            raise SchemaMismatchError(f"column {name}: {why}; there are {listed(there, 30) or 'none'}")
+        columns.append(LateValues(ColumnSpec(name, "float64", ()), index.at(NOTE + own, positions).astype(np.float64)))
+    return columns
+
+
+def outcomes_given(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the outcomes that the trajectories at some positions were given late, NaN for none."""
+    column = NOTE + "outcome"
+    if column not in index.notes:
+        return np.full(len(positions), np.nan)
+    given: npt.NDArray[np.float64] = index.at(column, positions).astype(np.float64)
+    return given
+
+
+def with_notes(rollout: AgentTrajectory, given: Mapping[str, float | str]) -> AgentTrajectory:
+    """Return a rollout whose reward is what was said of it late; all that was said is in its metadata.
+
+    Args:
+        rollout: as it was recorded.
+        given: latest values by name; ``outcome``, ``success_rate`` and ``reward_NAME`` take the place of the reward's.
+    """
+    if not given:
+        return rollout
+    reward = rollout.reward or Reward()
+    recorded: dict[str, Any] = {}
+    over: dict[str, Any] = {}
+    scores = dict(reward.metadata)
+    for name, value in given.items():
+        if name in OVER_FACTS:
+            recorded[name], over[name] = getattr(reward, name), value
+        elif name.startswith(SCORE):
+            recorded[name] = scores.get(name.removeprefix(SCORE))
+            scores[name.removeprefix(SCORE)] = value
+    said = {GIVEN: dict(given)} | ({RECORDED: recorded} if recorded else {})
+    corrected = replace(reward, **over, metadata=scores) if recorded else rollout.reward
+    return replace(rollout, reward=corrected, metadata={**rollout.metadata, **said})

@@ -1,0 +1,89 @@
+"""What a buffer shows at one moment, for a checkpoint: taken quickly, written while the buffer goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.columns.flat import Block
+from trajstore.core.reading.address_table import AddressTable
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.reading.sources import Source
+from trajstore.core.store.facts import NOTE_ROWS
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.row_location import STARTS, RowLocation
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSnapshot:
+    """A consistent snapshot of the contents, for a checkpoint.
+
+    Attributes:
+        index: the entries that can be saved; ``shard`` is a row of an entry's source, or UNAVAILABLE.
+        shards: per entry, (source, row) on disk, or None where ``memory`` has it.
+        memory: by position in ``index``, the block of trajectories that are in memory only; the index says where in it.
+        sources: the sources that ``shards`` refers to.
+        values: (source, row) of the shards of values by row, which the index names by their place here.
+    """
+
+    index: TrajectoryIndex
+    shards: list[tuple[int, int] | None]
+    memory: dict[int, Block]
+    sources: list[Source]
+    values: list[tuple[int, int]]
+
+    def only(self, entries: npt.NDArray[np.intp]) -> ReadSnapshot:
+        """Return a snapshot of some of the entries, in their order."""
+        index = TrajectoryIndex()
+        index.texts = self.index.texts.copy()
+        index.append(self.index.take(self.index.first + entries))
+        kept = entries.tolist()
+        memory = {at: self.memory[entry] for at, entry in enumerate(kept) if entry in self.memory}
+        return ReadSnapshot(index, [self.shards[entry] for entry in kept], memory, self.sources, self.values)
+
+
+def snapshot_of(
+    index: TrajectoryIndex, addresses: AddressTable, sources: Sequence[Source], locations: Mapping[int, RowLocation]
+) -> ReadSnapshot:
+    """Return a snapshot of everything that can be saved; with ``Contents.lock`` held, and quickly.
+
+    Args:
+        index: what is shown.
+        addresses: knows the shard of each slot.
+        sources: of the shards.
+        locations: where on disk those are, by id, that are in memory and on disk.
+    """
+    positions = np.arange(index.first, index.end)
+    columns = index.take(positions)
+    shards: list[tuple[int, int] | None] = []
+    memory: dict[int, Block] = {}
+    kept = np.ones(len(positions), np.bool_)
+    slots = columns.pop("slot")
+    in_memory = addresses.are_memory(slots).tolist()
+    for at, (number, slot) in enumerate(zip(columns["trajectory_id"].tolist(), slots.tolist(), strict=True)):
+        location = locations.get(number) if in_memory[at] else None
+        if location is not None:
+            slot = location.table
+            for name in STARTS:
+                columns[name][at] = getattr(location, name)
+        elif in_memory[at]:
+            memory[len(shards)] = addresses.block(slot)
+            shards.append(None)
+            continue
+        elif slot == UNAVAILABLE:
+            kept[at] = False
+            continue
+        shards.append(addresses.shard_of(slot))
+    snapshot = TrajectoryIndex()
+    snapshot.texts = index.texts.copy()
+    rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
+    values: dict[int, int] = {}
+    for name in index.row_notes:
+        tables = columns[NOTE_ROWS + name]
+        numbers = [values.setdefault(slot, len(values)) if slot >= 0 else UNAVAILABLE for slot in tables.tolist()]
+        columns[NOTE_ROWS + name] = np.array(numbers, np.int32)
+    snapshot.append({name: array[kept] for name, array in columns.items()} | {"shard": rows})
+    return ReadSnapshot(snapshot, shards, memory, list(sources), [addresses.shard_of(slot) for slot in values])

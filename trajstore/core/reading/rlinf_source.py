@@ -1,0 +1,291 @@
+"""Reading RLinf's directories in place.
+
+Files are opened, and the table of those that are open changes, with ``Contents.lock`` held.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.columns.schema import Extent
+from trajstore.core.columns.steps import versions_of
+from trajstore.core.files.base import Directory
+from trajstore.core.formats.base import ShardManifest, ShardReader, StoredFile
+from trajstore.core.formats.torch_zip import damaged_members
+from trajstore.core.reading.address_table import MappedShard
+from trajstore.core.reading.rlinf_contents import RLinfContents, read_contents
+from trajstore.core.reading.rlinf_file import RLinfFile, RLinfFileReader
+from trajstore.core.reading.shard_access import flat_of
+from trajstore.core.reading.sources import Source
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.log_records import ids_in_words
+from trajstore.core.store.lost_records import Damage
+from trajstore.core.store.new_entries import NewEntries, columns_of
+from trajstore.core.store.rlinf_layout import RLinfEntry
+from trajstore.core.store.row_location import STARTS, RowLocation
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    UnsafeContentError,
+    listed,
+)
+
+logger = logging.getLogger(__name__)
+
+_OPEN_FILES = 8
+
+OR_WITHOUT_IT = "; strict=False loads the rest, and `trajstore repair` makes a store of it"
+"""How errors of a file that cannot be read end."""
+
+NO_SHARD = -1
+
+
+class RLinfSource(Source):
+    """A directory that RLinf wrote; each trajectory is a shard of its own.
+
+    Attributes:
+        metadata: RLinf's ``metadata.json``.
+        suffix: of the trajectories' files.
+        entries: trajectories whose files are there, by row.
+        missing: trajectories that the index names, but whose files are absent.
+        before: those of them that are older than all that are there; ``index`` has them too, without a shard.
+        damaged: what is damaged of metadata and index, and was worked out again.
+    """
+
+    linkable = False
+
+    def __init__(self, directory: Directory, contents: RLinfContents) -> None:
+        self.directory = directory
+        self.metadata = contents.metadata
+        self.damaged = contents.damage
+        self.suffix = str(self.metadata.get("trajectory_format") or "pt")
+        try:
+            names = [entry.file_name(self.suffix) for entry in contents.entries]
+        except UnsafeContentError as error:
+            raise UnsafeContentError(f"{directory.url}: {error}") from error
+        present = {name for name in directory.names() if "/" not in name}
+        self.entries: list[RLinfEntry] = []
+        self.missing: list[RLinfEntry] = []
+        self.before: list[RLinfEntry] = []
+        for entry, name in zip(contents.entries, names, strict=True):
+            (self.entries if name in present else self.missing).append(entry)
+            if not self.entries:
+                self.before.append(entry)
+        self.index = _index_of(directory, self.before, self.entries)
+        self._files: OrderedDict[int, RLinfFile] = OrderedDict()
+        self._sound: set[int] = set()
+        self._told: set[str] = set()
+
+    @property
+    def unwritten(self) -> list[RLinfEntry]:
+        """Return those that RLinf lists without having written them, as far as can be known: the oldest ones.
+
+        Its checkpoints of a buffer in memory list all that was ever added, and hold what the window has.
+        """
+        return self.before if self.entries else []
+
+    @property
+    def gone(self) -> list[RLinfEntry]:
+        """Return those whose files are absent, and cannot but have been there."""
+        return self.missing[len(self.unwritten) :]
+
+    def unwritten_in_words(self) -> str:
+        """Return what is said of those without a file that is no damage."""
+        ids = ids_in_words([entry.trajectory_id for entry in self.unwritten])
+        return (
+            f"{len(self.unwritten):,} trajectories, the oldest of the index, have no file (ids {ids}), as in RLinf's "
+            "checkpoints of a buffer in memory; where all had been written, they were deleted"
+        )
+
+    @classmethod
+    def open(cls, directory: Directory, strict: bool | None) -> RLinfSource:
+        """Read metadata and index, and see which files are there.
+
+        Args:
+            directory: that RLinf wrote.
+            strict: whether files that the index names have to be there; False: metadata and index that are damaged are
+                worked out again too.
+
+        Raises:
+            StoreNotFoundError: metadata or index is absent.
+            IncompleteCheckpointError: the index names absent files (``strict``); lists them.
+            CorruptStoreError: metadata or index are not RLinf's, or torn.
+            UnsafeContentError: a file name leaves the directory.
+        """
+        found = cls(directory, read_contents(directory, lenient=strict is False))
+        if found.missing and strict:
+            total = len(found.missing) + len(found.entries)
+            raise IncompleteCheckpointError(
+                f"{len(found.missing)} of {total} trajectories of {directory.url} are not there: "
+                f"{found.names_of(found.missing)}; copy the files there, or load with strict=False to do without them"
+            )
+        return found
+
+    def names_of(self, entries: Iterable[RLinfEntry]) -> str:
+        """Return the files of some trajectories, for a message."""
+        return listed(entry.file_name(self.suffix) for entry in entries)
+
+    def missing_in_words(self) -> list[str]:
+        """Return a sentence on each kind of trajectory that the index names and that is not there.
+
+        Raises:
+            IncompleteCheckpointError: none is there.
+        """
+        if self.missing and not self.entries:
+            raise IncompleteCheckpointError(
+                f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: "
+                f"{self.names_of(self.missing)}; copy the files there"
+            )
+        total = len(self.missing) + len(self.entries)
+        return [
+            f"{self.directory.url}: {len(entries)} of {total} trajectories of its index are not there, {what}: "
+            f"{self.names_of(entries)} (strict=True refuses this)"
+            for entries, what in (
+                (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),
+                (self.gone, "though older ones are: the directory is damaged; copy the files there"),
+            )
+            if entries
+        ]
+
+    @property
+    def shards(self) -> int:
+        return len(self.entries)
+
+    def file(self, row: int) -> RLinfFile:
+        """Return a trajectory's file, opened; the last few are kept."""
+        found = self._files.get(row)
+        if found is None:
+            name = self.entries[row].file_name(self.suffix)
+            found = _opened(self.directory, name, self.entries[row])
+            self._tell(found)
+            self._files[row] = found  # only what fits: its rows are read by the index's numbers
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+            if self.checked and row not in self._sound:
+                damage = self.damage(row)
+                if damage:
+                    del self._files[row]
+                    raise CorruptStoreError(f"{found.source}: {'; '.join(damage)}; restore it from a copy")
+                self._sound.add(row)
+        return found
+
+    def leave_out_unreadable(self) -> list[Damage]:
+        """Open every file, and leave out those that cannot be read; return what is wrong with them.
+
+        Checksums are not compared.
+        """
+        found, readable = [], []
+        for entry in self.entries:
+            try:
+                _opened(self.directory, entry.file_name(self.suffix), entry)
+            except (CorruptStoreError, UnsafeContentError) as error:
+                text = str(error).removesuffix(OR_WITHOUT_IT)
+                found.append(Damage(text, ((entry.trajectory_id, entry.trajectory_id),)))
+            else:
+                readable.append(entry)
+        if found:
+            self.entries = readable
+            self.index = _index_of(self.directory, self.before, self.entries)
+            self._files.clear()
+        return found
+
+    def _tell(self, file: RLinfFile) -> None:
+        """Say once for each field what of it is not sampled or not kept."""
+        for name, message in file.unrepresented():
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning("%s: field %s %s (said once for this field)", file.source, name, message)
+
+    def unrepresented(self, row: int) -> list[str]:
+        """Return what of a trajectory's file is not sampled or not kept, and why."""
+        return [f"field {name} {message}" for name, message in self.file(row).unrepresented()]
+
+    def extent(self, row: int) -> Extent | None:
+        return self.file(row).content.extent
+
+    def manifest(self, row: int) -> ShardManifest:
+        file = self.file(row)
+        name = self.entries[row].file_name(self.suffix)
+        columns = file.content.schema.columns
+        return ShardManifest(
+            name=name,
+            format="rlinf",
+            schema=file.content.schema,
+            files=(StoredFile(name, len(file.map), 0),),
+            places=(None,) * len(columns),
+            column_crc32=(None,) * len(columns),
+            rows=tuple(file.content.extent.rows(column.axis) for column in columns),
+        )
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        return self.file(row).mapped()
+
+    def reader(self, row: int) -> ShardReader:
+        return RLinfFileReader(self.file(row))
+
+    def damage(self, row: int) -> list[str]:
+        """Return what is wrong with a trajectory's file that can be read; its pickles have no checksums."""
+        file, entry = self.file(row), self.entries[row]
+        told = {"model_weights_id": entry.model_weights_id, "max_episode_length": entry.max_episode_length}
+        return [
+            *(
+                f"{name}: checksum does not fit the content"
+                for name in damaged_members(file.map.view, source=file.source)
+            ),
+            *(
+                f"{name} is {file.said[name]!r}, the index says {value!r}"
+                for name, value in told.items()
+                if file.said.get(name, value) != value
+            ),
+        ]
+
+    def flat(self, row: int) -> FlatTrajectory:
+        """Return a trajectory as columns."""
+        file = self.file(row)
+        entry = self.index.entry(len(self.before) + row)
+        found = flat_of(RLinfFileReader(file), file.content.schema, file.content.extent, RowLocation(row), entry)
+        found.versions = versions_of(found)
+        return found
+
+
+def _opened(directory: Directory, name: str, entry: RLinfEntry) -> RLinfFile:
+    """Return a trajectory's file, opened.
+
+    Raises:
+        CorruptStoreError, UnsafeContentError: it cannot be read, or is not what the index says.
+    """
+    try:
+        found = RLinfFile(directory, name)
+        extent = found.content.extent
+        if (extent.steps, extent.batch) != entry.shape[:2]:
+            raise CorruptStoreError(
+                f"{found.source}: is {[extent.steps, extent.batch]} steps x environments, "
+                f"the index says {list(entry.shape[:2])}"
+            )
+    except (CorruptStoreError, UnsafeContentError) as error:
+        raise type(error)(f"{error}{OR_WITHOUT_IT}") from error
+    return found
+
+
+def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfEntry]) -> TrajectoryIndex:
+    """Return the entries as an index, those before without a shard; extra rows are told when a file is opened."""
+    index = TrajectoryIndex()
+    entries = before + there
+    if not entries:
+        return index
+    unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
+    numbers = [(e.num_samples, *e.shape[:2], 0, 0, 0, e.max_episode_length, *unknown) for e in entries]
+    told = NewEntries(np.array(numbers, np.int64), [e.model_weights_id for e in entries], [None] * len(entries))
+    ids = [e.trajectory_id for e in entries]
+    uuids = b"".join(uuid.uuid5(uuid.NAMESPACE_URL, f"{directory.url}/{number}").bytes for number in ids)
+    rows = np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD)
+    starts = dict.fromkeys(STARTS, np.zeros(len(entries), np.int64))
+    index.append({**columns_of(told, ids, uuids, index.texts), "shard": rows, **starts})
+    return index

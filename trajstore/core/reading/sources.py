@@ -1,0 +1,215 @@
+"""Directories that a buffer reads: each opens its shards by row, mapped where it can be.
+
+Shards of a buffer are opened with ``Contents.lock`` held; tables of what was loaded change with ``View.steady`` held.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.columns.schema import Extent
+from trajstore.core.files.base import Directory
+from trajstore.core.files.partial import PartialMap
+from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest, ShardReader
+from trajstore.core.reading.address_table import MappedShard
+from trajstore.core.reading.shard_access import damage_of, reader_of
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.log_records import ids_in_words
+from trajstore.errors import CorruptStoreError, listed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Entries of an index whose files are absent or have another size than they were written with.
+
+    Attributes:
+        positions: of the entries.
+        ids: their trajectory ids.
+        files: a sentence on each file.
+    """
+
+    positions: npt.NDArray[np.intp]
+    ids: npt.NDArray[np.int64]
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.ids):,} trajectories (ids {ids_in_words(self.ids)}) are lost: {listed(self.files)}"
+
+
+class Source(ABC):
+    """A directory with trajectories; ``index`` says which, its ``shard`` column in which row."""
+
+    directory: Directory
+    index: TrajectoryIndex
+    checked: bool = False
+    """Whether the checksums of a shard are compared when it is read for the first time."""
+    linkable: ClassVar[bool]
+    """Whether a shard's files can serve in another directory as they are."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from other directories: as long as it is the same, so are the trajectories of its ids."""
+        return self.directory.url
+
+    @property
+    def generation(self) -> int:
+        """Number of commits that are seen."""
+        return 0
+
+    def changed(self) -> bool:
+        """Look for new commits; return whether there were any."""
+        return False
+
+    def extent(self, row: int) -> Extent | None:
+        """Return the extent of the one trajectory in a shard, where the index does not tell it."""
+        return None
+
+    @property
+    @abstractmethod
+    def shards(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def map_shard(self, row: int) -> MappedShard | None:
+        """Return a shard with its columns mapped; None where they cannot be read in place.
+
+        Raises:
+            CorruptStoreError: a file is missing, damaged, or has another size than the index says.
+        """
+
+    @abstractmethod
+    def manifest(self, row: int) -> ShardManifest:
+        """Return what is known of a shard."""
+
+    @abstractmethod
+    def reader(self, row: int) -> ShardReader:
+        """Return a reader that decodes a shard."""
+
+
+class StoreSource(Source):
+    """A directory that trajstore wrote."""
+
+    linkable = True
+
+    def __init__(self, catalog: Catalog, checked: bool = False) -> None:
+        self.checked = checked
+        self._sound: set[str] = set()
+        self._told_whole: set[str] = set()
+        self.catalog = catalog
+        self.directory = catalog.directory
+        self._reader: tuple[int, ShardReader] | None = None  # the next trajectory is often in the same shard
+
+    @property
+    def index(self) -> TrajectoryIndex:  # type: ignore[override]
+        return self.catalog.index
+
+    @property
+    def name(self) -> str:
+        return self.catalog.store_id
+
+    @property
+    def generation(self) -> int:
+        return self.catalog.generation
+
+    def changed(self) -> bool:
+        return self.catalog.behind()
+
+    def lost(self, index: TrajectoryIndex) -> Lost | None:
+        """Return the entries whose shard lacks a file, or has one of another size; None if all are there.
+
+        Contents are not read, and no file of another entry's shard is looked at.
+        """
+        needed = np.zeros(self.shards, np.bool_)
+        needed[index["shard"]] = True
+        wrong: dict[int, str] = {}
+        told = list(self.catalog.shards.file_sizes(np.flatnonzero(needed)))
+        found = self.directory.sizes_of([name for _, names, _ in told for name in names], SHARDS_FOLDER)
+        parts = np.split(found, np.cumsum([len(names) for _, names, _ in told], dtype=np.intp))
+        for (rows, names, sizes), there in zip(told, parts, strict=False):  # behind the last one is nothing
+            for at in np.flatnonzero(there != sizes).tolist():
+                what = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
+                wrong[int(rows[at])] = f"{names[at]} {what}"
+        if not wrong:
+            return None
+        at_fault = np.isin(index["shard"], list(wrong))
+        return Lost(index.first + np.flatnonzero(at_fault), index["trajectory_id"][at_fault], tuple(wrong.values()))
+
+    @property
+    def shards(self) -> int:
+        return len(self.catalog.shards)
+
+    def manifest(self, row: int) -> ShardManifest:
+        return self.catalog.shards.manifest(row)
+
+    def _check(self, row: int, manifest: ShardManifest) -> None:
+        """Compare the checksums of a shard with its bytes, the first time that it is read.
+
+        Local copies of shards are compared always, and fetched anew if they do not fit: a checksum costs little beside
+        fetching, and nobody looks after a folder of copies.
+
+        Raises:
+            CorruptStoreError: they do not fit; names files, columns and trajectories.
+        """
+        in_ranges = self.directory.reads_ranges and all(place is not None for place in manifest.places)
+        copied = self.directory.copies_files and not in_ranges
+        if manifest.name in self._sound or not (self.checked or copied):
+            return
+        damage = damage_of(self.directory, manifest)
+        if damage and self.directory.drop_copies(file.name for file in manifest.files):
+            logger.warning("%s/%s: fetched anew", self.directory.url, "; ".join(damage))
+            damage = damage_of(self.directory, manifest)
+        if damage:
+            ids = self.index["trajectory_id"][self.index["shard"] == row]
+            if not len(ids):
+                given = ids_in_words(self.catalog.notes.ids_in(row))
+                raise CorruptStoreError(
+                    f"{self.directory.url}/{'; '.join(damage)}; values by row of trajectories {given} are in it; "
+                    "restore the file from a copy, give them again, or take them back with annotate and None"
+                )
+            raise CorruptStoreError(
+                f"{self.directory.url}/{'; '.join(damage)}; trajectories {ids_in_words(ids)} are in it; "
+                "restore the file from a copy, evict these trajectories, or let `trajstore repair` make a new store "
+                "without them"
+            )
+        self._sound.add(manifest.name)
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        manifest = self.manifest(row)
+        self._check(row, manifest)
+        if any(place is None for place in manifest.places):
+            self._tell_whole(manifest)
+            return None
+        open_file = self.directory.map if self.checked else self.directory.map_rows  # checksums are of whole columns
+        maps = [open_file(file.name, file.size) for file in manifest.files]
+        bases = [mapped.address for mapped in maps]
+        addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
+        partial = [one for one in maps if isinstance(one, PartialMap)]
+        return MappedShard(manifest.schema, addresses, maps, maps=len(maps), partial=partial)
+
+    def _tell_whole(self, manifest: ShardManifest) -> None:
+        if self.directory.reads_ranges and manifest.format not in self._told_whole:
+            self._told_whole.add(manifest.format)
+            logger.warning(
+                "%s: range_reads has no effect on %s, whose columns are compressed or pickled: such shards of format "
+                "%s are fetched whole",
+                self.directory.url,
+                manifest.name,
+                manifest.format,
+            )
+
+    def reader(self, row: int) -> ShardReader:
+        if self._reader is None or self._reader[0] != row:
+            self._reader = None  # what it decoded goes before more is decoded
+            manifest = self.manifest(row)
+            self._check(row, manifest)
+            self._reader = (row, reader_of(self.directory, manifest))
+        return self._reader[1]

@@ -1,0 +1,28 @@
+"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows.
+
+Floor 4 of ``docs/design/house.md``: imports from lower floors only.
+"""
+
+from __future__ import annotations
+
+from trajstore.core.sampling.base import Additions, Drawn, Sampler
+from trajstore.core.sampling.config import sampler_of
+from trajstore.core.sampling.epochs import EpochSampler
+from trajstore.core.sampling.factors import Recency, UseLimit
+from trajstore.core.sampling.groups import GroupSampler
+from trajstore.core.sampling.staleness import Staleness
+from trajstore.core.sampling.weighted import Priorities, WeightedSampler
+
+__all__ = [
+    "Additions",
+    "Drawn",
+    "EpochSampler",
+    "GroupSampler",
+    "Priorities",
+    "Recency",
+    "Sampler",
+    "Staleness",
+    "UseLimit",
+    "WeightedSampler",
+    "sampler_of",
+]

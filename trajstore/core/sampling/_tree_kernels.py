@@ -1,0 +1,129 @@
+"""The machine code of trees and orders, compiled when this is imported, which :mod:`trajstore.core.base.machine_code` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trajstore.core.base._kernels import compiled
+
+FANOUT = 16
+"""Children of a node: two cache lines of sums, so that a search misses the cache once or twice a level."""
+
+_Array = np.ndarray[Any, Any]
+
+_WEIGHTS, _NUMBERS, _BITS = "float64[::1]", "int64[::1]", "uint64[::1]"
+
+
+@compiled(_WEIGHTS, _NUMBERS, _NUMBERS, _WEIGHTS)
+def set_leaves(sums: _Array, offsets: _Array, leaves: _Array, values: _Array) -> None:
+    """Set leaves and bring every node above them up to date.
+
+    ``sums[offsets[k] : offsets[k + 1]]`` is level k, the leaves at 0.
+    """
+    for i in range(len(leaves)):
+        sums[leaves[i]] = values[i]
+    width = FANOUT
+    for level in range(1, len(offsets) - 1):
+        below, here = offsets[level - 1], offsets[level]
+        size_below = offsets[level] - below
+        last = -1
+        for i in range(len(leaves)):
+            node = leaves[i] // width
+            if node == last:
+                continue
+            last = node
+            start = node * FANOUT
+            total = 0.0
+            for child in range(below + start, below + min(start + FANOUT, size_below)):
+                total += sums[child]
+            sums[here + node] = total
+        width *= FANOUT
+
+
+@compiled(_WEIGHTS, _NUMBERS)
+def rebuild(sums: _Array, offsets: _Array) -> None:
+    """Work out every node above the leaves anew."""
+    for level in range(1, len(offsets) - 1):
+        below, here = offsets[level - 1], offsets[level]
+        size_below = here - below
+        for node in range(offsets[level + 1] - here):
+            total = 0.0
+            for child in range(node * FANOUT, min((node + 1) * FANOUT, size_below)):
+                total += sums[below + child]
+            sums[here + node] = total
+
+
+@compiled(_WEIGHTS, _NUMBERS, "int64", _WEIGHTS)
+def sum_from(sums: _Array, offsets: _Array, low: int, partial: _Array) -> None:
+    """Work out what of each node above a leaf lies at this leaf or after it; ``partial[k]`` is that of level k."""
+    node = low
+    partial[0] = sums[node]
+    for level in range(len(offsets) - 2):
+        base = offsets[level]
+        total = partial[level]
+        stop = min(node - node % FANOUT + FANOUT, offsets[level + 1] - base)
+        for sibling in range(node + 1, stop):
+            total += sums[base + sibling]
+        partial[level + 1] = total
+        node //= FANOUT
+
+
+@compiled(_WEIGHTS, _NUMBERS, "int64", _WEIGHTS, _WEIGHTS, _NUMBERS)
+def find_leaves(sums: _Array, offsets: _Array, low: int, partial: _Array, targets: _Array, found: _Array) -> None:
+    """Find for each target the leaf, ``low`` or after it, at which the running total first exceeds it.
+
+    ``partial`` is what :func:`sum_from` says of ``low``; the running total begins there. Targets are overwritten. A
+    target at or above the total, by rounding, finds the last positive leaf. All targets go down level by level, so
+    that the memory that one waits for is fetched while others are searched.
+    """
+    found[:] = 0
+    for level in range(len(offsets) - 2, -1, -1):
+        base = offsets[level]
+        size = offsets[level + 1] - base
+        edge = low
+        for _ in range(level):
+            edge //= FANOUT
+        for i in range(len(targets)):
+            rest = targets[i]
+            child = found[i] * FANOUT
+            stop = min(child + FANOUT, size)
+            child = max(child, edge)
+            chosen = child
+            before = 0.0
+            while child < stop:
+                weight = partial[level] if child == edge else sums[base + child]
+                if weight > 0:
+                    chosen = child
+                    before = rest
+                    if rest < weight:
+                        break
+                    rest -= weight
+                child += 1
+            # Rounding can leave a rest beyond the last child: it stays beyond all that is below the last positive one.
+            targets[i] = before
+            found[i] = chosen
+
+
+@compiled(_BITS, _BITS, "uint64", "uint64")
+def walk(values: _Array, keys: _Array, half: np.uint64, count: np.uint64) -> None:
+    """Send each value through the network of :mod:`~trajstore.core.sampling.permutation` until it is below ``count``.
+
+    ``half`` is the bits of half a value; there is a round for each key. All is unsigned: numba makes a float of an
+    unsigned number and a signed one.
+    """
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for i in range(len(values)):
+        value = values[i]
+        while True:
+            left, right = value >> half, value & mask
+            for key in keys:
+                mixed = right ^ key
+                mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+            value = (left << half) | right
+            if value < count:  # at most three of four land outside, each time anew
+                break
+        values[i] = value

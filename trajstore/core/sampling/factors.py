@@ -1,0 +1,290 @@
+"""What makes some trajectories likelier than others: age, use, and staleness in its own file. Factors multiply.
+
+Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trajstore.core.base.arguments import INT64_MAX, finite, one_of, whole, whole_or_none
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.sampling.base import Additions, FloatArray, IntArray
+from trajstore.core.sampling.roster import Growing
+from trajstore.core.sampling.states import array_in, check_state, whole_in
+
+logger = logging.getLogger(__name__)
+
+_NONE = np.zeros(0, np.int64)
+
+_REBASE_AFTER = 500.0
+"""Half-lives after which weights are scaled anew: 2 ** 500 is far from what a float64 cannot hold."""
+
+_MOST_BATCHES = 1 << 53
+
+
+class Factor(ABC):
+    """A weight of each trajectory, at least 0. Entries are those of the sampler's roster."""
+
+    name: str
+    needs_tasks = False
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Arguments without which a state means something else."""
+        return {}
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        """Arguments that a resumed run may change."""
+        return {}
+
+    @abstractmethod
+    def added(self, entries: IntArray, additions: Additions) -> IntArray:
+        """Take entries in; return older entries whose weight has changed by that."""
+
+    def evicted(self, entries: IntArray) -> IntArray:
+        """Let entries go; return others whose weight has changed by that."""
+        return _NONE
+
+    def drawn(self, entries: IntArray) -> IntArray:
+        """Note a batch, by its different entries; return all whose weight has changed by that."""
+        return _NONE
+
+    def used(self, entries: IntArray, uses: IntArray) -> IntArray:
+        """Count entries as drawn so often already; return all whose weight has changed by that."""
+        return _NONE
+
+    def reached(self, version: int) -> IntArray:
+        """Count ages from a policy version, if it is the newest; return entries whose weight has changed by that."""
+        return _NONE
+
+    @abstractmethod
+    def weights(self, entries: IntArray) -> FloatArray:
+        """Return the present weight of entries."""
+
+    @abstractmethod
+    def compacted(self, kept: IntArray) -> None:
+        """Keep these entries only; the first of them is now entry 0."""
+
+    def state(self, entries: IntArray) -> dict[str, Any]:
+        """Return what cannot be worked out from the trajectories themselves; tensors are row by row of ``entries``."""
+        return {}
+
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """Return what :meth:`state` said, checked against itself; arrays have ``count`` rows. Changes nothing.
+
+        Raises:
+            ConfigurationError: something is absent, or no value of such a state; names it.
+        """
+        return {}
+
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:  # noqa: B027  # most have no state
+        """Take up the rows of :meth:`read` of these entries; of the others it knew nothing: they came later."""
+
+    def awakened(self) -> IntArray:
+        """Nothing else can be drawn: let those come back that rest the shortest; return them."""
+        return _NONE
+
+    def figures(self, alive: IntArray) -> dict[str, float]:
+        """Return numbers for metrics; ``alive`` are the entries that are there."""
+        return {}
+
+
+class Recency(Factor):
+    """Newer trajectories are likelier: the weight halves with every half-life.
+
+    Args:
+        half_life: age at which a trajectory is half as likely as the newest.
+        by: what age is counted in: trajectories added since, or policy versions. Trajectories without a known version
+            are not drawn by versions; the first is warned of.
+
+    A trajectory a thousand half-lives older than the newest weighs 0, and is not drawn even if no other is left; one of
+    500 half-lives may do so already.
+    """
+
+    name = "recency"
+
+    def __init__(self, half_life: float, by: Literal["trajectories", "versions"] = "trajectories") -> None:
+        self.half_life = finite("recency: half_life", half_life, 0, above=True)
+        one_of("recency: by", by, ("trajectories", "versions"))
+        self.by = by
+        self._stamp = Growing(np.int64)
+        self._next = 0
+        self._base: float | None = None
+        self._told = False
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        return {"by": self.by}
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        return {"half_life": self.half_life}
+
+    def added(self, entries: IntArray, additions: Additions) -> IntArray:
+        count = len(additions)
+        if self.by == "trajectories":
+            self._stamp.append(np.arange(self._next, self._next + count), count)
+            self._next += count
+        else:
+            self._stamp.append(additions.versions, count)
+            self._told = self._told or warn_unknown(self.name, additions)
+        known = self._stamp.values[entries]
+        known = known[known != UNKNOWN_VERSION]
+        if not len(known):
+            return _NONE
+        newest = float(known.max())
+        if self._base is None:
+            self._base = newest
+            return np.arange(entries[0])
+        if newest - self._base <= _REBASE_AFTER * self.half_life:
+            return _NONE
+        self._base = newest
+        return np.arange(entries[0])
+
+    def weights(self, entries: IntArray) -> FloatArray:
+        stamp = self._stamp.values[entries]
+        age = (stamp.astype(np.float64) - (self._base or 0.0)) / self.half_life
+        known = (stamp != UNKNOWN_VERSION) & (age > -_REBASE_AFTER)
+        weights: FloatArray = np.where(known, np.exp2(np.clip(age, -_REBASE_AFTER, _REBASE_AFTER)), 0.0)
+        return weights
+
+    def compacted(self, kept: IntArray) -> None:
+        self._stamp.keep(kept)
+
+    def state(self, entries: IntArray) -> dict[str, Any]:
+        return {"stamp": torch.from_numpy(self._stamp.values[entries]), "next": self._next, "base": self._base}
+
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        check_state(state, ("stamp", "next", "base"))
+        following = whole_in(state, "next")
+        most = following - 1 if self.by == "trajectories" else INT64_MAX
+        stamps = array_in(state, "stamp", np.int64, count, most=most)
+        base = None if state["base"] is None else finite("state: base", state["base"], -float(1 << 63), float(1 << 63))
+        return {"stamp": stamps, "next": following, "base": base}
+
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
+        self._base = state["base"]
+        if self.by == "versions":
+            return
+        stamps, self._next = state["stamp"], state["next"]
+        self._stamp.values[entries] = stamps
+        later = others > (entries[-1] if len(entries) else -1)
+        came = int(np.count_nonzero(later))
+        self._stamp.values[others[later]] = np.arange(self._next, self._next + came)
+        self._next += came
+        # What was evicted then and is back, as after a rollback, is as old as what came after it.
+        self._stamp.values[others[~later]] = stamps[np.searchsorted(entries, others[~later])]
+
+
+class UseLimit(Factor):
+    """A trajectory is drawn in so many batches at most, with a pause between two of them.
+
+    Args:
+        max_uses: batches in which a trajectory may be; None = any number.
+        cooldown: batches that must pass before it can be drawn again. Where nothing is left but what rests, those that
+            rest the shortest come back at once, so a draw never waits for batches that it would have to make itself.
+    """
+
+    name = "uses"
+
+    def __init__(self, max_uses: int | None = None, cooldown: int = 0) -> None:
+        self.max_uses = whole_or_none("uses: max_uses", max_uses, 1)
+        self.cooldown = whole("uses: cooldown", cooldown, 0, _MOST_BATCHES)
+        self._uses = Growing(np.int64)
+        self._ready = Growing(np.int64)
+        """Number of the batch from which on an entry may be drawn again."""
+        self._batch = 0
+        self._resting: deque[tuple[int, IntArray]] = deque()
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        return {"max_uses": self.max_uses, "cooldown": self.cooldown}
+
+    def added(self, entries: IntArray, additions: Additions) -> IntArray:
+        self._uses.append(0, len(additions))
+        self._ready.append(0, len(additions))
+        return _NONE
+
+    def drawn(self, entries: IntArray) -> IntArray:
+        self._batch += 1
+        self._uses.values[entries] += 1
+        if self.cooldown:
+            self._ready.values[entries] = self._batch + self.cooldown
+            self._resting.append((self._batch + self.cooldown, entries))
+        changed = [entries]
+        while self._resting and self._resting[0][0] <= self._batch:
+            changed.append(self._resting.popleft()[1])
+        return np.concatenate(changed)
+
+    def awakened(self) -> IntArray:
+        while self._resting:
+            self._batch, entries = self._resting.popleft()
+            if len(entries):
+                return entries
+        return _NONE
+
+    def used(self, entries: IntArray, uses: IntArray) -> IntArray:
+        self._uses.values[entries] = uses
+        return entries
+
+    def weights(self, entries: IntArray) -> FloatArray:
+        good = self._ready.values[entries] <= self._batch
+        if self.max_uses is not None:
+            good &= self._uses.values[entries] < self.max_uses
+        return good.astype(np.float64)
+
+    def compacted(self, kept: IntArray) -> None:
+        place = np.full(len(self._uses), -1, np.int64)
+        place[kept] = np.arange(len(kept))
+        self._uses.keep(kept)
+        self._ready.keep(kept)
+        resting = [(until, place[entries]) for until, entries in self._resting]
+        self._resting = deque((until, entries[entries >= 0]) for until, entries in resting)
+
+    def state(self, entries: IntArray) -> dict[str, Any]:
+        return {
+            "batch": self._batch,
+            "uses": torch.from_numpy(self._uses.values[entries]),
+            "ready": torch.from_numpy(self._ready.values[entries]),
+        }
+
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        return {
+            "batch": whole_in(state, "batch", most=_MOST_BATCHES),
+            "uses": array_in(state, "uses", np.int64, count, least=0, most=_MOST_BATCHES),
+            "ready": array_in(state, "ready", np.int64, count, least=0),
+        }
+
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
+        self._batch = state["batch"]
+        self._uses.values[entries] = state["uses"]
+        self._ready.values[entries] = np.minimum(state["ready"], self._batch + self.cooldown)
+        self._resting.clear()
+        ready = self._ready.values
+        for until in np.unique(ready[ready > self._batch]).tolist():
+            self._resting.append((until, np.flatnonzero(ready == until).astype(np.int64)))
+
+    def figures(self, alive: IntArray) -> dict[str, float]:
+        used_up = 0 if self.max_uses is None else np.count_nonzero(self._uses.values[alive] >= self.max_uses)
+        return {"used_up_trajectories": float(used_up)}
+
+
+def warn_unknown(name: str, additions: Additions) -> bool:
+    """Warn of the first trajectory without a policy version; return whether there was one."""
+    unknown = additions.ids[additions.versions == UNKNOWN_VERSION]
+    if len(unknown):
+        logger.warning(
+            "%s: trajectory %d says no policy version, so it is not drawn; record versions, or count by trajectories",
+            name,
+            int(unknown[0]),
+        )
+    return bool(len(unknown))

@@ -1,0 +1,189 @@
+"""Whole groups: all rollouts of a task together, as group-relative advantages want them.
+
+Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.core.base.arguments import texts, whole, whole_or_none
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit, uniform
+from trajstore.core.sampling.states import OF_WHOM, check_sampler_state, described, whole_in
+from trajstore.errors import ConfigurationError, EmptyBufferError
+
+logger = logging.getLogger(__name__)
+
+
+class GroupSampler(Sampler):
+    """Draws tasks uniformly, none twice, and of each all its rollouts (or its newest).
+
+    ``count`` counts tasks, also in ``sample_trajectories``. Where fewer can be drawn, all of them are, with a warning
+    once. Rollouts that name no task are not drawn; the first is warned of.
+
+    Args:
+        least: tasks with fewer rollouts are passed over.
+        most: of each task only the newest this many; None = all.
+        max_age: only rollouts at most so many policy versions behind the newest of all; None = any.
+    """
+
+    unit: Unit = "trajectory"
+    needs_tasks = True
+
+    def __init__(self, least: int = 1, most: int | None = None, max_age: int | None = None) -> None:
+        self._least = whole("groups: least", least, 1)
+        self._most = whole_or_none("groups: most", most, self._least)
+        self._max_age = whole_or_none("groups: max_age", max_age, 0)
+        self._rollouts: dict[str, dict[int, int]] = {}
+        """By task, the version of each rollout by its id, in the order of addition."""
+        self._tasks: list[str] = []
+        """Tasks with rollouts, in an order that draws depend on."""
+        self._place: dict[str, int] = {}
+        self._task: dict[int, str] = {}
+        self._order: dict[int, int] = {}
+        self._added = 0
+        self._newest = UNKNOWN_VERSION
+        self._inside: tuple[int, list[int]] | None = None
+        """Of a narrow window the order of its oldest trajectory, and the places of its tasks; None after a change."""
+        self._told = self._told_few = False
+
+    @property
+    def ids(self) -> IntArray:
+        return np.array(list(self._order), np.int64)
+
+    def added(self, additions: Additions) -> None:
+        if additions.tasks is None:
+            raise ConfigurationError("groups need to know the task of every trajectory")
+        self._inside = None
+        rows = zip(additions.ids.tolist(), additions.versions.tolist(), additions.tasks, strict=True)
+        for number, version, task in rows:
+            self._order[number] = self._added
+            self._added += 1
+            self._newest = max(self._newest, version)
+            if task:
+                self._task[number] = task
+                if task not in self._rollouts:
+                    self._rollouts[task] = {}
+                    self._place[task] = len(self._tasks)
+                    self._tasks.append(task)
+                self._rollouts[task][number] = version
+            elif not self._told:
+                self._told = True
+                logger.warning("groups: trajectory %d names no task, so it is in no group", number)
+
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        self._inside = None
+        for number in np.asarray(ids).tolist():
+            self._order.pop(number, None)
+            task = self._task.pop(number, None)
+            if task is not None:
+                del self._rollouts[task][number]
+                if not self._rollouts[task]:
+                    del self._rollouts[task]
+                    self._leave(task)
+
+    def _leave(self, task: str) -> None:
+        """Take a task out of the list; the last one takes its place."""
+        at, last = self._place.pop(task), self._tasks.pop()
+        if last != task:
+            self._tasks[at] = last
+            self._place[last] = at
+
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
+        count = whole("count", count, 1)
+        oldest = -1 if first is None else self._order[first]
+        groups: list[list[int]] = []
+        places = self._places(count, oldest)
+        for at in _shuffled(len(places), generator):
+            rollouts = [
+                number
+                for number, version in self._rollouts[self._tasks[places[at]]].items()
+                if self._order[number] >= oldest
+                and (self._max_age is None or (version != UNKNOWN_VERSION and version >= self._newest - self._max_age))
+            ]
+            if len(rollouts) >= self._least:
+                groups.append(rollouts[-self._most :] if self._most else rollouts)
+                if len(groups) == count:
+                    break
+        if not groups:
+            raise EmptyBufferError(
+                f"cannot sample: none of {len(self._tasks)} tasks has {self._least} rollouts to draw"
+            )
+        if len(groups) < count and not self._told_few:
+            self._told_few = True
+            logger.warning(
+                "groups: %d tasks asked for, %d of %d have %d rollouts to draw, so that many are drawn",
+                count,
+                len(groups),
+                len(self._tasks),
+                self._least,
+            )
+        ids = np.array([number for group in groups for number in group], np.int64)
+        return Drawn(ids, np.zeros(len(ids), np.int64))
+
+    def _places(self, count: int, oldest: int) -> Sequence[int]:
+        """Return the places of the tasks to look at: of those in the window alone, where it is narrow.
+
+        In a wide one it is quicker to look at any task and pass over those that are not in it: a group takes as many
+        looks as all trajectories are times those of the window. Which it is depends on nothing that a state lacks.
+        """
+        alive, tasks = len(self._order), len(self._tasks)
+        most = isqrt(count * alive * alive // max(tasks, 1))
+        if oldest < 0 or next(islice(reversed(self._order.values()), most, None), -1) >= oldest:
+            return range(tasks)
+        if self._inside is None or self._inside[0] != oldest:
+            found = set()
+            for number, order in reversed(self._order.items()):
+                if order < oldest:
+                    break
+                if number in self._task:
+                    found.add(self._place[self._task[number]])
+            self._inside = oldest, sorted(found)
+        return self._inside[1]
+
+    def reached(self, version: int) -> None:
+        self._newest = max(self._newest, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {OF_WHOM: self._described(), "tasks": list(self._tasks), "newest": self._newest}
+
+    def _described(self) -> dict[str, Any]:
+        return described("groups", {}, {"least": self._least, "most": self._most, "max_age": self._max_age})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_sampler_state(state, self._described(), ("tasks", "newest"))
+        tasks = texts("state: tasks", state["tasks"])
+        newest = whole_in(state, "newest", UNKNOWN_VERSION)
+        known = dict.fromkeys(task for task in tasks if task in self._rollouts)
+        if tasks and self._tasks and not known:
+            logger.warning("state: none of the %d tasks that it names is here", len(tasks))
+        self._tasks = [*known, *(task for task in self._tasks if task not in known)]
+        self._place = {task: at for at, task in enumerate(self._tasks)}
+        self._inside = None
+        self.reached(newest)
+
+    def figures(self) -> dict[str, float]:
+        return {"tasks": float(len(self._rollouts))}
+
+
+def _shuffled(count: int, generator: torch.Generator) -> Iterator[int]:
+    """Yield ``0 .. count - 1`` in a random order; what is not asked for costs nothing.
+
+    Source: the shuffle of Fisher and Yates, of which only the places that were touched are written down.
+    """
+    moved: dict[int, int] = {}
+    chance: list[float] = []
+    for at in range(count):
+        if not chance:
+            chance = uniform(min(64, count - at), generator).tolist()[::-1]
+        other = min(at + int(chance.pop() * (count - at)), count - 1)
+        yield moved.get(other, other)
+        moved[other] = moved.pop(at, at)

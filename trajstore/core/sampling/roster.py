@@ -1,0 +1,202 @@
+"""The trajectories that a sampler knows, in order of addition, each with a run of leaves of a tree.
+
+Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.sampling.base import IntArray
+from trajstore.errors import ConfigurationError
+
+_LARGE = 1 << 16
+"""Entries that no cache near the processor holds."""
+
+
+def searched(ascending: IntArray, values: IntArray, side: Literal["left", "right"] = "left") -> IntArray:
+    """Return what ``np.searchsorted`` does. Sorted values meet in the cache: in a large array, half the time."""
+    if len(ascending) < _LARGE or len(values) < 2:
+        return np.searchsorted(ascending, values, side).astype(np.int64)
+    order = np.argsort(values)
+    found = np.empty(len(values), np.int64)
+    found[order] = np.searchsorted(ascending, values[order], side)
+    return found
+
+
+class Growing:
+    """A one-dimensional array that grows at its end at amortised cost.
+
+    Args:
+        dtype: of its values.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._array: npt.NDArray[Any] = np.zeros(0, dtype)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        """All values, a view."""
+        return self._array[: self._count]
+
+    def append(self, values: npt.ArrayLike, count: int) -> None:
+        """Add ``count`` values, one for each or the same for all."""
+        needed = self._count + count
+        if needed > len(self._array):
+            grown = np.zeros(max(needed, 2 * len(self._array), 64), self._array.dtype)
+            grown[: self._count] = self.values
+            self._array = grown
+        self._array[self._count : needed] = values
+        self._count = needed
+
+    def keep(self, places: npt.NDArray[Any]) -> None:
+        """Keep the values at these places only, in this order."""
+        self._array = self._array[: self._count][places]
+        self._count = len(self._array)
+
+
+class Roster:
+    """Entries ``0 .. len - 1``, the oldest first; those of evicted trajectories stay until :meth:`compact`."""
+
+    def __init__(self) -> None:
+        self._ids = Growing(np.int64)
+        self._ends = Growing(np.int64)
+        self._alive = Growing(np.bool_)
+        self._names = Growing(np.int64)
+        self._place: dict[int, int] | None = None
+        """By id, its entry; only once ids came out of order."""
+        self._single = True
+        """Whether each entry has one leaf, so that leaves are entries."""
+        self.live = 0
+        """Trajectories that were not evicted."""
+        self.live_leaves = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def leaves(self) -> int:
+        """Leaves of all entries."""
+        return int(self._ends.values[-1]) if len(self._ends) else 0
+
+    @property
+    def ids(self) -> IntArray:
+        """Trajectory id of each entry."""
+        return self._ids.values
+
+    @property
+    def names(self) -> IntArray:
+        """Name of each entry's trajectory; see :mod:`trajstore.core.sampling.states`."""
+        return self._names.values
+
+    @property
+    def live_ids(self) -> IntArray:
+        """Ids of the trajectories that are there."""
+        return self.ids[self.alive]
+
+    @property
+    def alive(self) -> npt.NDArray[np.bool_]:
+        """Whether each entry's trajectory is there."""
+        return self._alive.values
+
+    def add(self, ids: IntArray, leaves: IntArray, names: IntArray | None = None) -> IntArray:
+        """Append trajectories with some leaves each and return their entries.
+
+        Raises:
+            ConfigurationError: a trajectory is there already.
+        """
+        known = self.find(ids)
+        if np.any(known >= 0):
+            raise ConfigurationError(f"trajectory {int(ids[known >= 0][0])} was added twice to a sampler")
+        first = len(self)
+        if self._place is None and len(ids):
+            before = self.ids[-1] if first else ids[0] - 1
+            if np.any(np.diff(ids, prepend=before) <= 0):
+                self._place = {number: entry for entry, number in enumerate(self.ids.tolist()) if self.alive[entry]}
+        if self._place is not None:
+            self._place |= {number: first + at for at, number in enumerate(ids.tolist())}
+        self._ids.append(ids, len(ids))
+        self._ends.append(self.leaves + np.cumsum(leaves), len(ids))
+        self._single = self._single and bool(np.all(leaves == 1))
+        self._alive.append(True, len(ids))
+        self._names.append(0 if names is None else names, len(ids))
+        self.live += len(ids)
+        self.live_leaves += int(np.sum(leaves))
+        return np.arange(first, len(self))
+
+    def discard(self, ids: Sequence[int] | IntArray) -> IntArray:
+        """Note that trajectories were evicted, and return the entries of those that were there."""
+        entries = self.find(np.asarray(ids, np.int64))
+        entries = np.unique(entries[entries >= 0])
+        self._alive.values[entries] = False
+        self.live -= len(entries)
+        self.live_leaves -= int(self.leaf_counts(entries).sum())
+        if self._place is not None:
+            for number in self.ids[entries].tolist():
+                del self._place[number]
+        return entries
+
+    def find(self, ids: IntArray) -> IntArray:
+        """Return the entry of each id, -1 for those that are not there."""
+        if self._place is not None:
+            return np.array([self._place.get(number, -1) for number in ids.tolist()], np.int64)
+        entries = searched(self.ids, ids)
+        found = np.full(len(ids), -1, np.int64)
+        inside = np.flatnonzero(entries < len(self))
+        inside = inside[(self.ids[entries[inside]] == ids[inside]) & self.alive[entries[inside]]]
+        found[inside] = entries[inside]
+        return found
+
+    def names_at(self, ids: IntArray) -> IntArray:
+        """Return the name of each id's trajectory, 0 for those that are not there."""
+        entries = self.find(ids)
+        found = np.zeros(len(ids), np.int64)
+        found[entries >= 0] = self.names[entries[entries >= 0]]
+        return found
+
+    def first_leaf(self, entries: IntArray) -> IntArray:
+        """Return the first leaf of some entries."""
+        return self._ends.values[entries] - self.leaf_counts(entries)
+
+    def leaf_counts(self, entries: IntArray) -> IntArray:
+        """Return how many leaves some entries have."""
+        ends = self._ends.values
+        before = np.where(entries > 0, ends[entries - 1], 0) if len(entries) else ends[:0]
+        counts: IntArray = ends[entries] - before
+        return counts
+
+    def entry_of(self, leaves: IntArray) -> IntArray:
+        """Return the entry to which each leaf belongs."""
+        return leaves if self._single else searched(self._ends.values, leaves, "right")
+
+    def leaf_runs(self, entries: IntArray) -> tuple[IntArray, IntArray]:
+        """Return all leaves of some entries, and how many each of them has."""
+        counts = self.leaf_counts(entries)
+        ends = np.cumsum(counts)
+        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+        return np.repeat(self.first_leaf(entries), counts) + within, counts
+
+    def is_sparse(self) -> bool:
+        """Return whether more than half of the leaves belong to evicted trajectories."""
+        return 2 * self.live_leaves < self.leaves
+
+    def compact(self) -> tuple[IntArray, IntArray]:
+        """Forget evicted entries; return the entries and the leaves that were kept, in order."""
+        kept = np.flatnonzero(self.alive).astype(np.int64)
+        leaves, counts = self.leaf_runs(kept)
+        self._ids.keep(kept)
+        self._alive.keep(kept)
+        self._names.keep(kept)
+        self._ends = Growing(np.int64)
+        self._ends.append(np.cumsum(counts), len(kept))
+        if self._place is not None:
+            self._place = {number: entry for entry, number in enumerate(self.ids.tolist())}
+        return kept, leaves

@@ -1,0 +1,176 @@
+"""Trajectories of recent policy versions only, but of every task a few: a factor.
+
+Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trajstore.core.base.arguments import whole, whole_or_none
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.sampling.base import Additions, FloatArray, IntArray
+from trajstore.core.sampling.factors import Factor, warn_unknown
+from trajstore.core.sampling.roster import Growing
+from trajstore.core.sampling.states import check_state
+from trajstore.errors import ConfigurationError
+
+
+@dataclass(slots=True)
+class _Task:
+    """Live entries of a task: how many are young enough, and which are older, as (version, entry), ascending."""
+
+    young: int = 0
+    stale: list[tuple[int, int]] = field(default_factory=list)
+    held: int = 0
+    """How many of the newest stale ones are drawn all the same, because of the floor."""
+
+
+class Staleness(Factor):
+    """Only trajectories of recent policy versions are drawn, but of every task a few.
+
+    Args:
+        max_age: how many versions a trajectory may lie behind the newest version of all.
+        floor: of each task the newest this many are drawn whatever their age, so that tasks that are rolled out seldom
+            do not vanish. How many tasks live by it is the figure ``starving_tasks``.
+
+    Trajectories without a known version are not drawn; the first is warned of.
+    """
+
+    name = "staleness"
+
+    def __init__(self, max_age: int, floor: int = 0) -> None:
+        self.max_age = whole("staleness: max_age", max_age, 0)
+        self.floor = floor = whole("staleness: floor", floor, 0)
+        self.needs_tasks = floor > 0
+        self._weight = Growing(np.float64)
+        self._version = Growing(np.int64)
+        self._task_of: list[str] = []
+        self._tasks: dict[str, _Task] = {}
+        self._ageing: list[tuple[int, int]] = []
+        """A heap of (version, entry) of those that are young enough."""
+        self._gone: set[int] = set()
+        self._newest: int | None = None
+        self._told = False
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        return {"max_age": self.max_age, "floor": self.floor}
+
+    def added(self, entries: IntArray, additions: Additions) -> IntArray:
+        if self.needs_tasks and additions.tasks is None:
+            raise ConfigurationError("staleness: a floor needs to know the task of every trajectory")
+        count = len(additions)
+        self._weight.append(0.0, count)
+        self._version.append(additions.versions, count)
+        self._told = self._told or warn_unknown(self.name, additions)
+        versions = additions.versions.tolist()
+        tasks = additions.tasks if additions.tasks is not None else [""] * count
+        self._task_of += tasks
+        changed: set[int] = set()
+        for entry, version in zip(entries.tolist(), versions, strict=True):
+            if version == UNKNOWN_VERSION:
+                continue
+            self._newest = version if self._newest is None else max(self._newest, version)
+            task = self._tasks.setdefault(self._task_of[entry], _Task())
+            task.young += 1
+            self._weight.values[entry] = 1.0
+            heapq.heappush(self._ageing, (version, entry))
+            self._hold(task, changed)
+        self._expire(changed)
+        return np.array(sorted(entry for entry in changed if entry < entries[0]), np.int64)
+
+    def reached(self, version: int) -> IntArray:
+        self._newest = version if self._newest is None else max(self._newest, version)
+        changed: set[int] = set()
+        self._expire(changed)
+        return np.array(sorted(changed), np.int64)
+
+    def _expire(self, changed: set[int]) -> None:
+        while self._ageing and self._newest is not None and self._ageing[0][0] < self._newest - self.max_age:
+            version, entry = heapq.heappop(self._ageing)
+            if entry in self._gone:
+                self._gone.discard(entry)
+                continue
+            task = self._tasks[self._task_of[entry]]
+            self._release(task, changed)
+            task.young -= 1
+            bisect.insort(task.stale, (version, entry))
+            self._weight.values[entry] = 0.0
+            changed.add(entry)
+            self._hold(task, changed)
+
+    def _release(self, task: _Task, changed: set[int]) -> None:
+        for _, entry in task.stale[len(task.stale) - task.held :]:
+            self._weight.values[entry] = 0.0
+            changed.add(entry)
+        task.held = 0
+
+    def _hold(self, task: _Task, changed: set[int]) -> None:
+        wanted = min(max(0, self.floor - task.young), len(task.stale))
+        if wanted < task.held:
+            going = task.stale[len(task.stale) - task.held : len(task.stale) - wanted]
+        else:
+            going = task.stale[len(task.stale) - wanted : len(task.stale) - task.held]
+        for _, entry in going:
+            self._weight.values[entry] = 0.0 if wanted < task.held else 1.0
+            changed.add(entry)
+        task.held = wanted
+
+    def evicted(self, entries: IntArray) -> IntArray:
+        changed: set[int] = set()
+        for entry in entries.tolist():
+            version = int(self._version.values[entry])
+            if version == UNKNOWN_VERSION:
+                continue
+            task = self._tasks[self._task_of[entry]]
+            at = bisect.bisect_left(task.stale, (version, entry))
+            if at < len(task.stale) and task.stale[at] == (version, entry):
+                self._release(task, changed)
+                del task.stale[at]
+            else:
+                self._gone.add(entry)
+                task.young -= 1
+            self._weight.values[entry] = 0.0
+            self._hold(task, changed)
+            if not task.young and not task.stale:
+                del self._tasks[self._task_of[entry]]
+        return np.array(sorted(changed), np.int64)
+
+    def weights(self, entries: IntArray) -> FloatArray:
+        weights: FloatArray = self._weight.values[entries]
+        return weights
+
+    def compacted(self, kept: IntArray) -> None:
+        place = {entry: at for at, entry in enumerate(kept.tolist())}
+        self._weight.keep(kept)
+        self._version.keep(kept)
+        self._task_of = [self._task_of[entry] for entry in kept.tolist()]
+        self._ageing = [(version, place[entry]) for version, entry in self._ageing if entry in place]
+        heapq.heapify(self._ageing)
+        self._gone.clear()
+        for task in self._tasks.values():
+            task.stale = [(version, place[entry]) for version, entry in task.stale]
+
+    def state(self, entries: IntArray) -> dict[str, Any]:
+        return {"newest": self._newest}  # its trajectory may have been evicted
+
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        check_state(state, ("newest",))
+        return {"newest": whole_or_none("state: newest", state["newest"], UNKNOWN_VERSION)}
+
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
+        if state["newest"] is not None:
+            self.reached(state["newest"])
+
+    def figures(self, alive: IntArray) -> dict[str, float]:
+        return {
+            "eligible_trajectories": float(np.count_nonzero(self._weight.values[alive])),
+            "starving_tasks": float(sum(1 for task in self._tasks.values() if task.held)),
+        }

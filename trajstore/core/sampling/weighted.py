@@ -1,0 +1,402 @@
+"""Draws in proportion to weights: priorities, age, staleness and use, alone or multiplied.
+
+Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.base.arguments import check_kind, finite, numbers, one_of, truth, whole, whole_numbers
+from trajstore.core.columns.limits import shown
+from trajstore.core.sampling.base import Additions, Drawn, Fits, FloatArray, IntArray, Sampler, Unit, uniform
+from trajstore.core.sampling.factors import Factor
+from trajstore.core.sampling.roster import Growing, Roster
+from trajstore.core.sampling.states import (
+    OF_WHOM,
+    array_in,
+    check_names,
+    check_sampler_state,
+    check_state,
+    described,
+    ids_in,
+    mapping_in,
+    tell_gone,
+)
+from trajstore.core.sampling.tree import SumTree
+from trajstore.errors import ConfigurationError, EmptyBufferError
+
+_LEAST_CAPACITY = 1024
+_MOST_POWER = 1e100
+"""With the largest factor, 2 ** 500 of recency, and as many rows as there may be, sums stay finite."""
+
+
+@dataclass(frozen=True)
+class Priorities:
+    """How priorities become chances and weights.
+
+    A row of priority p is drawn with a chance in proportion to ``(p + eps) ** alpha``; its importance weight is
+    ``(least / chance) ** beta``, ``least`` being the smallest chance in the batch, so that the largest weight is 1. New
+    rows get the largest priority seen so far.
+    Source: Schaul et al., "Prioritized Experience Replay", 2016, equations 1 and 2.
+
+    Attributes:
+        alpha: 0 = uniform, 1 = in proportion.
+        beta: 0 = no correction, 1 = full correction of the bias.
+        eps: added to every priority, so that a row of priority 0 can be drawn again.
+        per: ``"sample"``: every transition has a priority of its own; ``"trajectory"``: all of a trajectory share one.
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4
+    eps: float = 1e-6
+    per: Unit = "sample"
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "eps"):
+            object.__setattr__(self, name, finite(f"priorities: {name}", getattr(self, name), 0))
+        one_of("priorities: per", self.per, get_args(Unit))
+        self.powers(np.ones(1))  # that of new rows
+
+    def powers(self, priorities: FloatArray) -> FloatArray:
+        """Return ``(p + eps) ** alpha`` of priorities, which are at least 0.
+
+        Raises:
+            ConfigurationError: one is more than :data:`_MOST_POWER`, so that sums of weights would not be finite.
+        """
+        with np.errstate(over="ignore"):
+            powers: FloatArray = (priorities + self.eps) ** self.alpha
+        if np.any(powers > _MOST_POWER):
+            worst = float(priorities[np.argmax(powers)])
+            raise ConfigurationError(
+                f"priorities: ({worst:g} + eps {self.eps:g}) ** alpha {self.alpha:g} must be at most {_MOST_POWER:g}; "
+                "scale priorities down, or take a smaller alpha"
+            )
+        return powers
+
+
+class WeightedSampler(Sampler):
+    """Draws rows in proportion to their weight, the product of all factors and of the row's priority.
+
+    Drawing transitions, each transition of a trajectory has the trajectory's weight, and rows can come twice. Drawing
+    trajectories, none comes twice in a batch, and fewer than asked for come where fewer have a weight above 0. A draw
+    and a change cost O(log n) for n leaves; nothing ever passes over all of them, save growing, which is amortised.
+
+    Args:
+        factors: weights of trajectories.
+        priorities: weights of rows; they are changed with :meth:`update`.
+        unit: what is drawn.
+        stratified: draw one row from each of ``count`` equal parts of the total weight instead of independently.
+            The rows then come sorted from old to new.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[Factor] = (),
+        priorities: Priorities | None = None,
+        *,
+        unit: Unit = "sample",
+        stratified: bool = False,
+    ) -> None:
+        one_of("unit", unit, get_args(Unit))
+        stratified = truth("stratified", stratified)
+        check_kind("priorities", priorities, Priorities, "Priorities(...)")
+        if not isinstance(factors, Sequence) or not all(isinstance(factor, Factor) for factor in factors):
+            raise ConfigurationError(
+                f"factors: {shown(factors)} is a {type(factors).__name__}, must be a list of factors, as [Recency(100)]"
+            )
+        if len({factor.name for factor in factors}) < len(factors):
+            raise ConfigurationError("a sampler can have each factor once")
+        if unit == "trajectory" and priorities is not None and priorities.per == "sample":
+            raise ConfigurationError(
+                "priorities: per 'sample' needs unit 'sample'; whole trajectories have per='trajectory'"
+            )
+        if unit == "trajectory" and stratified:
+            raise ConfigurationError("stratified draws repeat rows, and trajectories are drawn once each")
+        self.unit = unit
+        self.priorities = priorities
+        self.factors = tuple(factors)
+        self.needs_tasks = any(factor.needs_tasks for factor in factors)
+        self._stratified = stratified
+        self._by_sample = priorities is not None and priorities.per == "sample"
+        self._roster = Roster()
+        self._samples = Growing(np.int64)
+        self._powers = Growing(np.float64)
+        """``(priority + eps) ** alpha`` of each leaf, whatever its trajectory's weight; empty without priorities."""
+        self._largest = 1.0
+        self._tree = SumTree(_LEAST_CAPACITY)
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> IntArray:
+        return self._roster.live_ids
+
+    def added(self, additions: Additions) -> None:
+        leaves = additions.samples if self._by_sample else np.ones(len(additions), np.int64)
+        entries = self._roster.add(additions.ids, leaves, additions.names)
+        self._samples.append(additions.samples, len(additions))
+        if self.priorities is not None:
+            self._powers.append(self.priorities.powers(np.array([self._largest])), int(leaves.sum()))
+        changed = [entries, *(factor.added(entries, additions) for factor in self.factors)]
+        if self._roster.leaves > self._tree.capacity:
+            self._tree.replace(self._tree.leaves, 2 * self._roster.leaves)
+        self._weigh(changed)
+
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        entries = self._roster.discard(ids)
+        if not len(entries):
+            return
+        changed = [entries, *(factor.evicted(entries) for factor in self.factors)]
+        self._weigh(changed)
+        if self._roster.is_sparse():
+            kept, leaves = self._roster.compact()
+            self._samples.keep(kept)
+            if self.priorities is not None:
+                self._powers.keep(leaves)
+            for factor in self.factors:
+                factor.compacted(kept)
+            self._tree.replace(self._tree.leaves[leaves], max(_LEAST_CAPACITY, 2 * len(leaves)))
+
+    def used(self, ids: IntArray, uses: IntArray) -> None:
+        entries = self._roster.find(ids)
+        there = entries >= 0
+        self._weigh([entries[:0], *(factor.used(entries[there], uses[there]) for factor in self.factors)])
+
+    def reached(self, version: int) -> None:
+        self._weigh([np.zeros(0, np.int64), *(factor.reached(version) for factor in self.factors)])
+
+    def _weigh(self, changed: Sequence[IntArray]) -> None:
+        entries = np.unique(np.concatenate(changed))
+        leaves, counts = self._roster.leaf_runs(entries)
+        weights = np.repeat(self._shares(entries), counts)
+        if self.priorities is not None:
+            weights *= self._powers.values[leaves]
+        self._tree.set(leaves, weights)
+
+    def _shares(self, entries: IntArray) -> FloatArray:
+        """Return what each leaf of some entries weighs besides its priority."""
+        weights: FloatArray = self._roster.alive[entries].astype(np.float64)
+        for factor in self.factors:
+            weights *= factor.weights(entries)
+        if self.unit == "sample" and not self._by_sample:
+            weights *= self._samples.values[entries]
+        return weights
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
+        still_wanted, low = whole("count", count, 1), 0
+        if first is not None:
+            entry = self._roster.find(np.array([first]))
+            low = int(self._roster.first_leaf(entry)[0]) if entry[0] >= 0 else 0
+        self._awaken(low)
+        kept: list[tuple[IntArray, IntArray]] = []
+        while still_wanted > 0:
+            leaves, samples = self._rows(still_wanted, generator, low)
+            if fits is not None:
+                good = fits(self._roster.ids[self._roster.entry_of(leaves)], samples)
+                leaves, samples = leaves[good], samples[good]
+            kept.append((leaves, samples))
+            still_wanted = 0 if fits is None else still_wanted - len(leaves)
+        leaves, samples = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+        entries = self._roster.entry_of(leaves)
+        drawn = Drawn(self._roster.ids[entries], samples, self._importance(leaves))
+        if self.factors:
+            different = np.unique(entries)
+            changed = [factor.drawn(different) for factor in self.factors]
+            if any(len(some) for some in changed):
+                self._weigh(changed)
+        return drawn
+
+    def _awaken(self, low: int) -> None:
+        """See to it that something can be drawn, if only what rests."""
+        while not self._tree.total_from(low) > 0:
+            changed = [factor.awakened() for factor in self.factors]
+            if not any(len(some) for some in changed):
+                raise self._empty(low)
+            self._weigh(changed)
+
+    def _rows(self, count: int, generator: torch.Generator, low: int) -> tuple[IntArray, IntArray]:
+        """Draw leaves, and of each a place within its trajectory."""
+        if self.unit == "trajectory":
+            leaves = self._without_repeats(count, generator, low)
+            return leaves, np.zeros(len(leaves), np.int64)
+        leaves = self._leaves(count, generator, low)
+        entries = self._roster.entry_of(leaves)
+        if self._by_sample:
+            return leaves, leaves - self._roster.first_leaf(entries)
+        sizes = self._samples.values[entries]
+        return leaves, np.minimum((uniform(len(entries), generator) * sizes).astype(np.int64), sizes - 1)
+
+    def _leaves(self, count: int, generator: torch.Generator, low: int) -> IntArray:
+        chance = uniform(count, generator)
+        if self._stratified:
+            chance = (np.arange(count) + chance) / count
+        return self._tree.find(chance * self._tree.total_from(low), low)
+
+    def _without_repeats(self, count: int, generator: torch.Generator, low: int) -> IntArray:
+        """Draw again and again, leaving out what was drawn: as if one by one without replacement."""
+        found: list[IntArray] = []
+        weights: list[FloatArray] = []
+        still_wanted = count
+        try:
+            while still_wanted > 0 and self._tree.total_from(low) > 0:
+                leaves = self._leaves(still_wanted, generator, low)
+                leaves = leaves[np.sort(np.unique(leaves, return_index=True)[1])]
+                found.append(leaves)
+                weights.append(self._tree.leaves[leaves].copy())
+                self._tree.set(leaves, np.zeros(len(leaves)))
+                still_wanted -= len(leaves)
+        finally:
+            for leaves, weight in zip(found, weights, strict=False):
+                self._tree.set(leaves, weight)
+        return np.concatenate(found)
+
+    def _importance(self, leaves: IntArray) -> npt.NDArray[np.float32] | None:
+        if self.priorities is None:
+            return None
+        chances = self._tree.leaves[leaves]
+        if self.unit == "sample" and not self._by_sample:  # one leaf stands for all rows of a trajectory
+            chances = chances / self._samples.values[self._roster.entry_of(leaves)]
+        weights: npt.NDArray[np.float32] = ((chances.min() / chances) ** self.priorities.beta).astype(np.float32)
+        return weights
+
+    def _empty(self, low: int) -> EmptyBufferError:
+        if not self._roster.live:
+            return EmptyBufferError("cannot sample from an empty buffer")
+        names = ", ".join(factor.name for factor in self.factors) or "the window"
+        inside = self._roster.alive if not low else self._roster.alive[self._roster.entry_of(np.array([low]))[0] :]
+        count, older = np.count_nonzero(inside), self._roster.live - np.count_nonzero(inside)
+        outside = f"; {older} older ones are not in the window (sample_window_size)" if older else ""
+        return EmptyBufferError(
+            f"cannot sample: none of {count} trajectories is left to draw from after {names}{outside}"
+        )
+
+    # -- priorities -------------------------------------------------------------------------------
+
+    def update(self, ids: IntArray, samples: IntArray, priorities: npt.ArrayLike) -> int:
+        """Set the priorities of rows that were drawn; return how many of them are no longer there.
+
+        Args:
+            ids: trajectory ids, ``[n]``.
+            samples: places within their trajectories, ``[n]``; of no account with priorities per trajectory, where the
+                largest of a trajectory counts.
+            priorities: ``[n]``, at least 0, usually the absolute TD error.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+        """
+        if self.priorities is None:
+            raise ConfigurationError("this sampler has no priorities to update; give it priorities=Priorities(...)")
+        given = numbers("priorities", priorities)
+        ids, samples = whole_numbers("ids", ids), whole_numbers("samples", samples)
+        if given.shape != ids.shape or samples.shape != ids.shape:
+            raise ConfigurationError(f"priorities {list(given.shape)}: must be one for each of {len(ids)} rows")
+        if not np.all((given >= 0) & (given < np.inf)):
+            raise ConfigurationError("priorities must be finite numbers, at least 0")
+        powers = self.priorities.powers(given)
+        entries = self._roster.find(ids)
+        there = entries >= 0
+        entries, given, samples, powers = entries[there], given[there], samples[there], powers[there]
+        leaves = self._roster.first_leaf(entries)
+        if self._by_sample:
+            if np.any((samples < 0) | (samples >= self._roster.leaf_counts(entries))):
+                raise ConfigurationError("samples: a place lies outside its trajectory")
+            leaves = leaves + samples
+        else:
+            order = np.argsort(given, kind="stable")  # the last of a trajectory's counts: the largest
+            leaves, entries, powers = leaves[order], entries[order], powers[order]
+        self._largest = float(given.max(initial=self._largest))
+        self._powers.values[leaves] = powers
+        different, of_each = np.unique(entries, return_inverse=True)
+        # The same product as everywhere: a weight is a function of what is there, whichever way it came about.
+        self._tree.set(leaves, self._shares(different)[of_each] * powers)
+        return int(np.count_nonzero(~there))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        entries = np.flatnonzero(self._roster.alive).astype(np.int64)
+        state: dict[str, Any] = {
+            OF_WHOM: self._described(),
+            "ids": torch.from_numpy(self._roster.ids[entries].copy()),
+            "names": torch.from_numpy(self._roster.names[entries].copy()),
+            "factors": {factor.name: factor.state(entries) for factor in self.factors},
+        }
+        if self.priorities is not None:
+            leaves, counts = self._roster.leaf_runs(entries)
+            state |= {
+                "powers": torch.from_numpy(self._powers.values[leaves].copy()),
+                "leaves": torch.from_numpy(counts),
+                "largest": self._largest,
+            }
+        return state
+
+    def _described(self) -> dict[str, Any]:
+        fixed: dict[str, Any] = {"unit": self.unit, "factors": [factor.name for factor in self.factors]}
+        free: dict[str, Any] = {"stratified": self._stratified}
+        for factor in self.factors:
+            fixed |= {f"{factor.name}.{name}": value for name, value in factor.fixed.items()}
+            free |= {f"{factor.name}.{name}": value for name, value in factor.free.items()}
+        if self.priorities is not None:
+            fixed |= {f"priorities.{name}": getattr(self.priorities, name) for name in ("alpha", "eps", "per")}
+            free["priorities.beta"] = self.priorities.beta
+        return described("weighted", fixed, free)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_sampler_state(state, self._described(), ("ids", "factors"))
+        factors = mapping_in(state, "factors")
+        if set(factors) != {factor.name for factor in self.factors} or ("powers" in state) != (
+            self.priorities is not None
+        ):
+            raise ConfigurationError(
+                f"the state is of a sampler with {sorted(map(str, factors))}"
+                f"{' and priorities' if 'powers' in state else ''}; this one is configured otherwise"
+            )
+        ids, names = ids_in(state)
+        check_names("what a sampler says", ids, names, self._roster.names_at(ids))
+        rows = [factor.read(mapping_in(factors, factor.name), len(ids)) for factor in self.factors]
+        entries = self._roster.find(ids)
+        kept = np.flatnonzero(entries >= 0)
+        kept = kept[np.argsort(entries[kept])]  # in the order of this roster
+        entries = entries[kept]
+        others = np.setdiff1d(np.flatnonzero(self._roster.alive), entries)
+        if self.priorities is not None:
+            largest, powers = self._read_powers(state, kept, entries)
+            self._largest = largest
+            self._powers.values[self._roster.leaf_runs(entries)[0]] = powers
+            self._powers.values[self._roster.leaf_runs(others)[0]] = self.priorities.powers(np.array([largest]))
+        if not len(kept):
+            tell_gone("a sampler", ids, self._roster.live)
+        for factor, said in zip(self.factors, rows, strict=True):
+            here = {name: value[kept] if isinstance(value, np.ndarray) else value for name, value in said.items()}
+            factor.take_up(entries, others, here)
+        self._weigh([np.arange(len(self._roster))])
+
+    def _read_powers(self, state: Mapping[str, Any], kept: IntArray, entries: IntArray) -> tuple[float, FloatArray]:
+        """Return the largest priority of a state, and the powers of the leaves of the entries that are kept."""
+        powers = array_in(state, "powers", np.float64, least=0.0, most=_MOST_POWER)
+        counts = array_in(state, "leaves", np.int64, len(state["ids"]), least=0, most=len(powers))
+        if counts.sum() != len(powers):
+            raise ConfigurationError(f"state: leaves: add up to {counts.sum()}, powers has {len(powers)} numbers")
+        if np.any(counts[kept] != self._roster.leaf_counts(entries)):
+            raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
+        check_state(state, ("largest",))
+        largest = finite("state: largest", state["largest"], 0)
+        (self.priorities or Priorities()).powers(np.array([largest]))
+        place = np.full(len(counts), len(counts), np.int64)
+        place[kept] = np.arange(len(kept))
+        of_each = np.repeat(place, counts)
+        order = np.argsort(of_each, kind="stable")
+        return largest, powers[order[: np.count_nonzero(of_each < len(counts))]]
+
+    def figures(self) -> dict[str, float]:
+        alive = np.flatnonzero(self._roster.alive).astype(np.int64)
+        return {name: value for factor in self.factors for name, value in factor.figures(alive).items()}

@@ -1,0 +1,393 @@
+"""The committed state of one directory: its snapshot and the valid tail of its log.
+
+A catalog is what a writer keeps up to date and what a reader loads and refreshes. It needs no lock on the directory:
+a snapshot is replaced by rename, the log only grows, and what both say overlaps without harm. Among threads, a writer's
+is guarded by ``CommitLog._lock``, that of a follower by ``View.steady``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import orjson
+
+from trajstore.core.columns.limits import MAX_GENERATION, MAX_ID
+from trajstore.core.files.base import Directory
+from trajstore.core.formats.base import SHARDS_FOLDER
+from trajstore.core.store.committed import NONSENSE, Change, Committed
+from trajstore.core.store.index_file import index_from_json
+from trajstore.core.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
+from trajstore.core.store.notes import Notes
+from trajstore.core.store.packing import declared_rows
+from trajstore.core.store.saved_points import Pins, pin_name
+from trajstore.core.store.sealed import (
+    FROM_A_COPY,
+    INDEX_NAME,
+    LAYOUT,
+    LEDGER_NAME,
+    METADATA_NAME,
+    OR_FROM_THE_LOG,
+    OR_WHAT_IS_WHOLE,
+    parse_metadata,
+    unseal,
+    without_advice,
+)
+from trajstore.core.store.shard_table import ShardTable
+from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
+
+_RECORDS_AT_ONCE = 256  # of the log, made into columns together; who refreshes holds a lock for so long
+_ATTEMPTS = 20  # a reader that lost a race with a snapshot loads again
+
+
+def log_segments(directory: Directory) -> list[tuple[int, str]]:
+    """Return first generation and name of each segment of a directory's log, in order.
+
+    What is called so and is no file (a folder) is among them: reading it says what it is.
+    """
+    files, folders = directory.listing(LOG_FOLDER)
+    return sorted((first, name) for name in (*files, *folders) if (first := segment_generation(name)) is not None)
+
+
+class Catalog(Committed):
+    """What is committed in one directory: loaded from it, and followed.
+
+    Attributes:
+        directory: where the files are.
+        segment: the newest segment of the log that was read; ``segment_end`` is where its valid records end, and
+            ``segment_torn`` how many bytes are behind them.
+    """
+
+    _later: ClassVar[bool] = False
+    """Whether UUIDs and facts of the snapshot are unpacked only when they are asked for."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(Pins(directory))
+        self.directory = directory
+        self.segment = ""
+        self.segment_end = 0
+        self.segment_torn = 0
+        self.told_ids = 0
+        """How far ids had come by ``metadata.json``, which was read before the log."""
+
+    @staticmethod
+    def exists(directory: Directory) -> bool:
+        """Return whether a trajstore directory is there (a RLinf directory is none)."""
+        try:
+            values = orjson.loads(directory.read(METADATA_NAME))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (orjson.JSONDecodeError, CorruptStoreError):
+            return bool(directory.names(LOG_FOLDER)) or bool(directory.names(SHARDS_FOLDER))
+        return isinstance(values, dict) and values.get("layout") == LAYOUT
+
+    @staticmethod
+    def has_begun(directory: Directory) -> bool:
+        """Return whether there is the snapshot of a store in which nothing has been committed yet."""
+        try:
+            value = unseal("snapshot", directory.read(INDEX_NAME), INDEX_NAME)
+        except CorruptStoreError:
+            return False
+        return isinstance(value, dict) and value.get("generation") == 0 and value.get("next_id") == 0
+
+    @classmethod
+    def open(cls, directory: Directory) -> Catalog:
+        """Load the newest state of a directory.
+
+        Raises:
+            StoreNotFoundError: there is no store.
+            UnsupportedVersionError: a newer trajstore wrote it.
+            CorruptStoreError: snapshot or log are damaged; names the file.
+        """
+        for _ in range(_ATTEMPTS):
+            catalog = cls(directory)
+            catalog._load_snapshot()
+            # A snapshot may have been taken and older segments deleted between the two reads: then start again.
+            if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
+                for check in catalog.end_checks():
+                    check()
+                return catalog
+        raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
+
+    @classmethod
+    def create(cls, directory: Directory) -> Catalog:
+        """Return the state of a directory in which nothing has been committed yet (writes nothing)."""
+        catalog = cls(directory)
+        catalog.store_id = str(uuid.uuid4())
+        return catalog
+
+    def refresh(self) -> bool:
+        """Apply what has been committed since; return whether anything was.
+
+        After a snapshot by the writer the arrays are loaded anew, so hold on to no position.
+        """
+        before = self.generation
+        if not self._read_log() or self.metadata()["generation"] > self.generation:
+            fresh = Catalog.open(self.directory)
+            self.__dict__.update(fresh.__dict__)
+        return self.generation != before
+
+    def behind(self) -> bool:
+        """Return whether anything has been committed since; changes nothing, so that others may read on."""
+        if self.metadata()["generation"] > self.generation:
+            return True
+        segments = self._segments()
+        if not segments or segments[-1][1] == self.segment:
+            try:
+                return bool(segments) and self.directory.size(self.segment) != self.segment_end + self.segment_torn
+            except FileNotFoundError:
+                return True
+        return True
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the directory's ``metadata.json``, checked."""
+        source = f"{self.directory.url}/{METADATA_NAME}"
+        values = parse_metadata(self.directory.read(METADATA_NAME), source)
+        try:
+            natural(values["generation"])
+        except (KeyError, ValueError) as error:
+            raise CorruptStoreError(f"{source}: generation: {error}") from error
+        if not isinstance(values.get("trajectory_format", ""), str):
+            raise CorruptStoreError(f"{source}: trajectory_format: {values['trajectory_format']!r}, not a text")
+        return values
+
+    # -- whether the log ends where it ended --------------------------------------------------------
+
+    def end_checks(self) -> tuple[Callable[[], None], ...]:
+        """Return what refuses a log that lost its end between two records: it looks like the store at an earlier time.
+
+        Pins say after which commit they were made, and ``metadata.json``, which was read before the log, how far ids
+        had come when it was last renewed; both tell of durable commits only. Each raises :class:`CorruptStoreError`.
+        """
+        return self._check_pins, self._check_ids
+
+    def _note_told(self, metadata: Mapping[str, Any]) -> None:
+        counter = metadata.get("trajectory_counter")
+        self.told_ids = counter if isinstance(counter, int) else 0
+
+    def _check_pins(self) -> None:
+        for head in self.pins.heads.values():
+            if head.back_to is None and head.generation > self.generation:
+                raise self._cut(
+                    f"ends with generation {self.generation}, and {pin_name(head.name)} was made at generation "
+                    f"{head.generation}"
+                )
+
+    def _check_ids(self) -> None:
+        if self.told_ids > self.next_id:
+            ends = f"ends with id {self.next_id - 1}" if self.next_id else "has no trajectory"
+            raise self._cut(f"{ends}, and by {METADATA_NAME} all ids up to {self.told_ids - 1} were committed")
+
+    def _cut(self, what: str) -> CorruptStoreError:
+        where = f"{self.directory.url}/{LOG_FOLDER}"
+        return CorruptStoreError(f"{where}: {what}: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}")
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _load_snapshot(self) -> None:
+        source = f"{self.directory.url}/{INDEX_NAME}"
+        try:
+            self._note_told(self.metadata())
+            data = self.directory.read(INDEX_NAME)
+        except StoreNotFoundError:
+            raise  # it was there when it was opened
+        except FileNotFoundError as error:
+            if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
+                present, _ = self.directory.listing()
+                absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
+                if not absent:  # they have just been written for the first time
+                    self._load_snapshot()
+                    return
+                lost = (
+                    f"without {' and '.join(absent)}, but there are shards{FROM_A_COPY}"
+                    f"{OR_FROM_THE_LOG if INDEX_NAME in absent else OR_WHAT_IS_WHOLE}"
+                )
+                if METADATA_NAME in absent and LEDGER_NAME in present:
+                    raise StoreNotFoundError(
+                        f"{self.directory.url}: no store here yet: a mirror whose first copy goes on, or was broken "
+                        f"off; open it again when that has ended. If it had: {lost}"
+                    ) from error
+                raise CorruptStoreError(f"{self.directory.url}: {lost}") from error
+            raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
+        except NotADirectoryError as error:
+            raise StoreNotFoundError(f"{self.directory.url}: not a directory") from error
+        try:
+            value = unseal("snapshot", data, source)
+        except CorruptStoreError as error:
+            raise CorruptStoreError(f"{without_advice(str(error))}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
+        self.snapshot_bytes = len(data)
+        del data
+        self._take_snapshot(value, source)
+
+    def _take_snapshot(self, value: Any, source: str) -> None:
+        """Take in what the file of the index says.
+
+        Raises:
+            CorruptStoreError: it does not fit together; names the file.
+        """
+        try:
+            self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
+            self.next_id = natural(value["next_id"], MAX_ID // 2)
+            self.next_shard = natural(value["next_shard"], MAX_ID // 2)
+            self.store_id = str(value["store_id"])
+            self.fences = [natural(generation, MAX_GENERATION) for generation in value.get("fences", [])]
+            entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
+            if "notes" in value:
+                entries += declared_rows(value["notes"]["columns"]["ids"])
+            if declared_rows(value["shards"]["numbers"]) > entries:
+                raise CorruptStoreError("there are more shards than trajectories, and values of them")
+            self.shards = ShardTable.from_json(value.pop("shards"))
+            later = source if self._later else None
+            self.index = index_from_json(value.pop("live"), len(self.shards), self._gate, later)
+            self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._gate)
+            if "notes" in value:
+                self.notes = Notes.from_json(value.pop("notes"), len(self.shards))
+        except (*NONSENSE, CorruptStoreError) as error:
+            raise CorruptStoreError(f"{source}: {error}") from error
+        for index in (self.index, self.pinned):
+            self._check_rows(index, source)
+            self._fill_nbytes(index)
+            self.notes.lay_over(index)
+        self._check_given_rows(source)
+        self._schemas = list(self.shards.schemas)
+
+    def news(self) -> list[tuple[str, LogTail]] | None:
+        """Read the log records that follow, by segment; None if some are missing (a newer snapshot has them)."""
+        for _ in range(_ATTEMPTS):
+            found = self._following_tails()
+            if found is None:
+                return None
+            last = max((_generation_of(record) for _, tail in found for record in tail.records), default=0)
+            if self.metadata()["generation"] <= max(self.generation, last):
+                return found
+            # A snapshot was taken after the log had been read: what it has is in the log, or the log is gone.
+            if not any(tail.records for _, tail in found) and not self._segment_follows():
+                return None
+        return None
+
+    def _segment_follows(self) -> bool:
+        return any(first <= self.generation + 1 for first, _ in self._segments())
+
+    def _segments(self) -> list[tuple[int, str]]:
+        """Return the segments of the log, without the fences that the snapshot has: they stay, to be in the way."""
+        had = {generation for generation in self.fences if generation <= self.snapshot_generation}
+        return [segment for segment in log_segments(self.directory) if segment[0] not in had]
+
+    def _following_tails(self) -> list[tuple[str, LogTail]] | None:
+        generation = self.generation
+        found: list[tuple[str, LogTail]] = []
+        segments = self._segments()
+        for place, (first, name) in enumerate(segments):
+            last = place == len(segments) - 1
+            if not last and segments[place + 1][0] <= generation + 1:
+                continue  # everything in it is applied already
+            if first > generation + 1:
+                return None
+            offset = self.segment_end if name == self.segment else 0
+            try:
+                data = self.directory.read(name, offset)
+            except FileNotFoundError:
+                return None
+            tail = decode_lines(data, f"{self.directory.url}/{name}", offset)
+            if tail.torn and not last:
+                raise CorruptStoreError(
+                    f"{self.directory.url}/{name}: the record at byte {tail.end} is damaged; "
+                    "restore the file from a copy"
+                )
+            found.append((name, tail))
+            generation = max([generation, *(_generation_of(record) for record in tail.records[-1:])])
+        return found if segments or not self.segment else None
+
+    def _read_log(self) -> bool:
+        """Apply new records of all segments; return False if some are missing (a newer snapshot has them)."""
+        self.load_pins()
+        news = self._following_tails()
+        for _ in self.changes(news or ()):
+            pass
+        return news is not None
+
+    def changes(self, news: Iterable[tuple[str, LogTail]]) -> Iterator[Change]:
+        """Apply what :meth:`news` found, record by record; yield what each has changed."""
+        for name, tail in news:
+            yield from self._apply_tail(tail, name)
+
+    def _apply_tail(self, tail: LogTail, name: str) -> Iterator[Change]:
+        source = f"{self.directory.url}/{name}"
+        fresh: list[Mapping[str, Any]] = []
+        for record in tail.records:
+            generation = record.get("generation")
+            if not isinstance(generation, int):
+                raise CorruptStoreError(f"{source}: a record without generation")
+            if generation <= self.generation:
+                continue
+            newest = self.generation + len(fresh)
+            if generation <= newest:  # a line that is there twice says nothing new
+                if record == fresh[generation - self.generation - 1]:
+                    continue
+                raise CorruptStoreError(f"{source}: two records of generation {generation}; two writers have written")
+            if generation != newest + 1 or generation > MAX_GENERATION:
+                raise CorruptStoreError(f"{source}: generation {generation} follows {newest}; records are missing")
+            fresh.append(record)
+        for begin in range(0, len(fresh), _RECORDS_AT_ONCE):
+            yield from self.apply_all(fresh[begin : begin + _RECORDS_AT_ONCE], source)
+        if name != self.segment:
+            self.log_bytes = 0
+        self.log_bytes += tail.end - (self.segment_end if name == self.segment else 0)
+        self.segment, self.segment_end, self.segment_torn = name, tail.end, tail.torn
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        """Return the state that was saved with a point, also while a writer saves the point anew.
+
+        Raises:
+            StoreNotFoundError: there is no point of this step; names those that there are.
+            CorruptStoreError: its pin or the state is damaged.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self.pins.state_of(self.point(step))
+            except CorruptStoreError as error:
+                if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+            self.load_pins()
+        raise AssertionError("unreachable")
+
+    _damaged_pin: Callable[[CorruptStoreError], None] | None = None
+    """Told of pins that are damaged; None refuses them."""
+
+    def load_pins(self) -> None:
+        """Read which ids the checkpoints inside the store name; entries that none names any more are forgotten."""
+        self.pins.load(self._damaged_pin)
+        # Also right after loading: the snapshot may be from before the last pin was let go.
+        unpinned = np.flatnonzero(~self.pins.named(self.pinned["trajectory_id"]))
+        if len(unpinned):
+            self.pinned.drop(self.pinned.first + unpinned)
+            # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
+            self.lifetimes.note(self.needed_shards(), self.generation + 1)
+
+
+class ReadersCatalog(Catalog):
+    """For who reads, and may never ask for UUIDs and facts: these are unpacked when they are asked for.
+
+    What is wrong with them in spite of a fitting checksum is found then, and :class:`CorruptStoreError` names the file.
+    """
+
+    _later = True
+
+
+def oldest_generation(directory: Directory) -> int:
+    """Return a generation that whoever opens a directory from now on will not go below: that of its snapshot.
+
+    0 where it cannot be told: there is no store, or what it says is damaged.
+    """
+    try:
+        return int(Catalog(directory).metadata()["generation"])
+    except (StoreError, OSError):
+        return 0
+
+
+def _generation_of(record: Mapping[str, Any]) -> int:
+    """Return a record's generation; 0 where it has none (applying it refuses that)."""
+    value = record.get("generation")
+    return value if isinstance(value, int) else 0

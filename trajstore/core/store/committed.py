@@ -1,0 +1,537 @@
+"""What is committed, and how a record of the log changes it. No I/O but that of pins, which read their own files.
+
+Guarded as the catalog is that it is a part of: see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
+from trajstore.core.columns.schema import Extent, Kind, Schema
+from trajstore.core.files.base import EncodedFile
+from trajstore.core.formats.base import ShardManifest
+from trajstore.core.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
+from trajstore.core.store.entry_checks import (
+    Columns,
+    EntryGate,
+    Fault,
+    check_lengths,
+    in_blocks,
+    range_faults,
+    shape_faults,
+)
+from trajstore.core.store.given import Said
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.index_file import index_to_json
+from trajstore.core.store.lifetimes import Lifetimes
+from trajstore.core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
+from trajstore.core.store.moves import Moved, check_moved, move_entries, move_from_json
+from trajstore.core.store.new_entries import starts_of
+from trajstore.core.store.notes import Noted, Notes
+from trajstore.core.store.packing import StringTable
+from trajstore.core.store.pin_names import aside_name
+from trajstore.core.store.row_notes import RowShard
+from trajstore.core.store.saved_points import PinHead, Pins
+from trajstore.core.store.sealed import (
+    INDEX_NAME,
+    LAYOUT,
+    LAYOUT_VERSION,
+    METADATA_NAME,
+    metadata_json,
+    seal,
+)
+from trajstore.core.store.shard_table import ShardTable
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
+
+NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+"""What values of the wrong kind or size raise when they are used."""
+
+_EXTENT = ("steps", "batch", "extra")
+
+_AXES = ((Axis.SAMPLES,), (Axis.FIRST_EXTRA, Axis.LAST_EXTRA), (Axis.RESPONSE,), (Axis.DOCUMENT,))
+"""Axes on which an entry has the rows that :func:`_row_faults` counts, in its order."""
+
+FENCES_KEPT = 100
+"""So many openings for writing later, a writer that was frozen in the midst of a commit is not told by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Commits brought shards: the index columns of their trajectories, and what they number texts of."""
+
+    columns: Mapping[str, npt.NDArray[Any]]
+    texts: StringTable
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A commit took trajectories out: inclusive ranges of their ids."""
+
+    ranges: npt.NDArray[np.int64]
+
+
+Change = Added | Evicted | Moved | Noted
+
+
+class Committed:
+    """Shards and trajectories that are committed.
+
+    Attributes:
+        shards: all shards that live or pinned trajectories need.
+        index: the live trajectories, oldest first.
+        pins: the checkpoints inside the store.
+        pinned: evicted trajectories that a pin still names.
+        notes: values that came late.
+        generation: number of commits applied.
+        next_id: the next trajectory id; never goes back.
+        next_shard: the next shard number; never goes back.
+        store_id: UUID of the directory.
+        fences: generations of the records with which the latest writers of an object store began.
+    """
+
+    def __init__(self, pins: Pins) -> None:
+        self._gate = EntryGate()
+        self.pins = pins
+        self.shards = ShardTable()
+        self.index = TrajectoryIndex()
+        self.pinned = TrajectoryIndex()
+        self.notes = Notes()
+        self.generation = 0
+        self.next_id = 0
+        self.next_shard = 0
+        self.store_id = ""
+        self.fences: list[int] = []
+        self.snapshot_generation = 0
+        self.snapshot_bytes = 0
+        self.log_bytes = 0
+        self._schemas: list[Schema] = []
+        self.lifetimes = Lifetimes()
+
+    @property
+    def newest_time(self) -> int:
+        """When the newest of the commits was made whose trajectories are there, in µs since 1970."""
+        newest = [int(index["committed"][-1]) for index in (self.index, self.pinned) if len(index)]
+        return max(newest, default=UNKNOWN_TIME)
+
+    @property
+    def left_out(self) -> Mapping[int, str]:
+        """By trajectory id, what is wrong with each entry that was left out."""
+        return self._gate.left_out
+
+    def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
+        """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
+        columns = index.unpacked(slice(index.first, index.end))
+        of_steps, limits = self.shards.of_steps(), [self.shards.rows_on(axes) for axes in _AXES]
+        try:
+            sound = self._gate.admit(
+                columns, in_blocks(columns, lambda block: shape_faults(block, of_steps[block["shard"]]))
+            )
+            sound = self._gate.admit(sound, in_blocks(sound, lambda block: _row_faults(block, limits)))
+            if len(sound["trajectory_id"]) < len(index):
+                index.adopt(sound)
+        except CorruptStoreError as error:
+            raise CorruptStoreError(f"{source}: {error}") from error
+
+    def _fill_nbytes(self, index: TrajectoryIndex) -> None:
+        """Work out the bytes of entries that say 0: conversions of RLinf's directories by early versions do."""
+        unknown = np.flatnonzero((index["nbytes"] == 0) & (index["num_samples"] > 0))
+        if not len(unknown):
+            return
+        columns = {name: index[name][unknown].astype(np.float64) for name in ("steps", "batch", "extra", "document")}
+        widths = np.array([schema.axis_nbytes for schema in self.shards.schemas], np.float64)
+        rows = rows_by_axis(*columns.values())
+        nbytes = (np.stack(rows, axis=1) * widths[self.shards.schema_numbers()[index["shard"][unknown]]]).sum(axis=1)
+        index.note_nbytes(index.first + unknown, np.minimum(nbytes, 2.0**62).astype(np.int64))
+
+    # -- applying ---------------------------------------------------------------------------------
+
+    def apply_all(self, records: Sequence[Mapping[str, Any]], source: str) -> Iterator[Change]:
+        """Apply records that follow each other; those that add are taken in together, which is much faster."""
+        begin = 0
+        while begin < len(records):
+            end = begin + 1
+            if _adds(records[begin]):
+                while end < len(records) and _adds(records[end]):
+                    end += 1
+            try:
+                change = self.apply(records[begin:end])
+            except (*NONSENSE, ConfigurationError, CorruptStoreError) as error:
+                if end - begin > 1:  # one by one, to find out which
+                    for record in records[begin:end]:
+                        yield from self.apply_all([record], source)
+                generation = records[begin]["generation"]
+                raise CorruptStoreError(f"{source}: generation {generation}: {error}") from error
+            yield change
+            begin = end
+
+    def apply(self, records: Sequence[Mapping[str, Any]]) -> Change:
+        """Apply one record read from disk, or several that add; all of it or nothing. Return what has changed.
+
+        Raises:
+            CorruptStoreError: it names what is not there, or is of an unknown kind.
+        """
+        operation = records[0]["operation"]
+        if operation == "add":
+            change: Change = Added(self._add_recorded(records), self.index.texts)
+        elif operation == "evict":
+            change = Evicted(parse_ranges(records[0]["ids"]))
+            self.evict(change.ranges)
+            if "fence" in records[0]:
+                self.fence(records[0]["generation"], natural(records[0]["fence"]["next_shard"], MAX_ID // 2))
+        elif operation == "rewrite":
+            change = self._move_recorded(records[0])
+        elif operation == "annotate":
+            change = self._annotate_recorded(records[0])
+        else:
+            raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
+        self.generation = records[-1]["generation"]
+        return change
+
+    def _add_recorded(self, records: Sequence[Mapping[str, Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        schemas = list(self._schemas)
+        added: list[AddedShard] = []
+        for record in records:
+            schemas += [Schema.from_json(item) for item in record["schemas"]]
+            time = natural(record["time"], RANGES["committed"][1]) if "time" in record else UNKNOWN_TIME
+            for one in added_in(record):
+                manifest = manifest_from_json(one["shard"], schemas)
+                row, number = len(self.shards) + len(added), natural(one["number"], MAX_ID // 2)
+                added.append(AddedShard(record["generation"], number, row, manifest, one["entries"], time))
+        columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.texts)
+        ids = columns["trajectory_id"]
+        check_lengths(columns)
+        columns = self._gate.admit(columns, range_faults(columns, len(self.shards) + len(added), len(self.index.texts)))
+        steps = np.array([one.manifest.schema.kind == "step" for one in added], np.bool_)
+        columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
+        if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
+            raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
+        self._schemas = schemas
+        for new in added:
+            self.lifetimes.add(self.shards.add(new.number, new.manifest), new.generation)
+            self.next_shard = max(self.next_shard, new.number + 1)
+        self.index.append(columns)
+        self.next_id = int(ids[-1]) + 1
+        return columns
+
+    def _move_recorded(self, record: Mapping[str, Any]) -> Moved:
+        schemas = [*self._schemas, *(Schema.from_json(item) for item in record["schemas"])]
+        manifest = manifest_from_json(record["shard"], schemas)
+        ids, extents = move_from_json(record, manifest)
+        fitting = self.shards.schema_numbers() == self.shards.number_of_schema(manifest.schema)
+        for index in (self.index, self.pinned):
+            check_moved(index, ids, extents, fitting)
+        number = natural(record["number"], MAX_ID // 2)
+        self._schemas = schemas
+        return self.move(number, manifest, ids, extents)
+
+    def _annotate_recorded(self, record: Mapping[str, Any]) -> Noted:
+        said, told = Said.from_json(record), record.get("rows")
+        if told is None:
+            return self.annotate(said, record["generation"])
+        schemas = [*self._schemas, *(Schema.from_json(item) for item in told["schemas"])]
+        said = replace(said, rows=RowShard.from_json(told, schemas, len(said.ids)))
+        said.check()
+        self._check_given(said)
+        noted = self.annotate(said, record["generation"])
+        self._schemas = schemas
+        return noted
+
+    def _check_given(self, said: Said) -> None:
+        """Refuse rows that would be read as those of a trajectory of another size.
+
+        Raises:
+            CorruptStoreError: names the trajectory.
+        """
+        for number, extent in zip(said.ids, () if said.rows is None else said.rows.extents, strict=True):
+            for index in (self.index, self.pinned):
+                at = index.find(number)
+                if at is not None and extent != index.extent(at)._replace(document=0):
+                    raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
+
+    def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
+        """Take in the shards of a commit, number and manifest of each, and its entries, by ascending id."""
+        for number, manifest in shards:
+            self.lifetimes.add(self.shards.add(number, manifest), self.generation + 1)
+            self.next_shard = max(self.next_shard, number + 1)
+        self.index.append(columns)
+        self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
+
+    def evict(self, ranges: npt.NDArray[np.int64]) -> int:
+        """Take entries in inclusive ranges ``[n, 2]`` out of the live index; return their bytes.
+
+        Those that a pin names are kept aside.
+        """
+        positions = self.index.positions_in(ranges)
+        if not len(positions):
+            return 0
+        nbytes = int(self.index.at("nbytes", positions).sum())
+        kept = self.pins.named(self.index.at("trajectory_id", positions))
+        if kept.any():
+            columns = self.index.take(positions[kept])
+            self.pinned.append(self.pinned.translated(columns, self.index.texts))
+        self.index.drop(positions)
+        return nbytes
+
+    def fence(self, generation: int, next_shard: int) -> None:
+        """Take in that a writer has begun with this generation, whose shards have numbers from ``next_shard`` on."""
+        self.fences = [*self.fences, generation][-FENCES_KEPT:]
+        self.next_shard = max(self.next_shard, next_shard)
+
+    def move(
+        self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
+    ) -> Moved:
+        """Take in a shard that holds trajectories of others, which are read from it from now on."""
+        moved = Moved(self.shards.add(number, manifest), ids, starts_of(extents, manifest.schema.kind))
+        self.lifetimes.add(moved.row, self.generation + 1)
+        self.next_shard = max(self.next_shard, number + 1)
+        for index in (self.index, self.pinned):
+            move_entries(index, moved)
+        return moved
+
+    def annotate(self, said: Said, generation: int) -> Noted:
+        """Take in values of trajectories that a commit of this generation brings.
+
+        Raises:
+            ConfigurationError: they contradict those that are there; nothing was taken in.
+        """
+        row = len(self.shards)
+        noted = self.notes.add(said, generation, row)
+        if said.rows is not None:
+            self.lifetimes.add(self.shards.add(said.rows.number, said.rows.manifest), generation)
+            self.next_shard = max(self.next_shard, said.rows.number + 1)
+        for index in (self.index, self.pinned):
+            index.note(noted.ids, noted.columns, noted.texts)
+        return noted
+
+    def unknown(self, ids: Sequence[int]) -> set[int]:
+        """Return the ids that neither a live nor a pinned trajectory has."""
+        absent = (self.index.find_many(ids) < 0) & (self.pinned.find_many(ids) < 0)
+        return set(np.array(ids, np.int64)[absent].tolist())
+
+    def extents_of(self, ids: Sequence[int]) -> tuple[list[Extent], list[Kind]]:
+        """Return how many rows live or pinned trajectories have, without their documents, and of which kind they are.
+
+        Raises:
+            TrajectoryUnavailableError: an id is of neither.
+        """
+        self.check_known(ids)
+        extents: list[Extent] = []
+        kinds: list[Kind] = []
+        for number in ids:
+            at = self.index.find(number)
+            index, position = (self.index, at) if at is not None else (self.pinned, self.pinned.position_of(number))
+            extents.append(index.extent(position)._replace(document=0))
+            kinds.append(self.shards.schema(int(index.at("shard", position))).kind)
+        return extents, kinds
+
+    def check_known(self, ids: Sequence[int]) -> None:
+        """Refuse ids of which one is neither live nor pinned.
+
+        Raises:
+            TrajectoryUnavailableError: names those.
+        """
+        if unknown := self.unknown(ids):
+            raise TrajectoryUnavailableError(
+                f"no trajectory has the id {ids_in_words(sorted(unknown))}; nothing was changed"
+            )
+
+    # -- saved points -----------------------------------------------------------------------------
+
+    def asides(self) -> list[PinHead]:
+        """Return what rollbacks set aside that have happened."""
+        return [head for head in self.pins.heads.values() if head.back_to is not None and self._has_happened(head)]
+
+    def unfinished_asides(self) -> list[PinHead]:
+        """Return what rollbacks would have set aside that were interrupted before they happened."""
+        return [head for head in self.pins.heads.values() if head.back_to is not None and not self._has_happened(head)]
+
+    def _has_happened(self, aside: PinHead) -> bool:
+        """Return whether the index that rolls back followed its pin.
+
+        Where it did not, the generation of the rollback has not come or, in an object store, is that of the fence with
+        which the next writer began. On a mirror that another copy of the store has taken over, it may be another commit
+        by now; then trajectories that the pin names are in none.
+        """
+        if aside.generation > self.generation or aside.generation in self.fences:
+            return False
+        return bool(self.left_out) or self.lacking(aside.name) == 0
+
+    def deleted_asides(self) -> list[PinHead]:
+        """Return what rollbacks that delete it have set aside, with its saved points."""
+        going = {head.name for head in self._in_force() if head.deleted}
+        void = self.void_points()
+        return [
+            head
+            for head in self.pins.heads.values()
+            if {head.name, head.aside, aside_name(void.get(head.name, 0))} & going
+        ]
+
+    def void_points(self) -> dict[str, int]:
+        """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback."""
+        asides = sorted(self._in_force(), key=lambda back: back.generation, reverse=True)
+        return {
+            head.name: back.generation
+            for head in self.pins.heads.values()
+            for back in asides
+            if head.is_point and back.generation > head.generation and (back.back_to or 0) < (head.step or 0)
+        }
+
+    def points(self) -> list[PinHead]:
+        """Return the saved points that are not void, lowest step first."""
+        void = self.void_points()
+        points = [head for head in self.pins.heads.values() if head.is_point and head.name not in void]
+        return sorted(points, key=lambda head: head.step or 0)
+
+    def point(self, step: int) -> PinHead:
+        """Return the saved point of a step.
+
+        Raises:
+            StoreNotFoundError: there is none; names those that there are.
+        """
+        points = self.points()
+        for head in points:
+            if head.step == step:
+                return head
+        steps = ", ".join(str(head.step) for head in points) or "none"
+        raise StoreNotFoundError(f"{self.pins.url}: no saved point of step {step}; there are: {steps}")
+
+    def _in_force(self) -> list[PinHead]:
+        """Return what rollbacks set aside, none of which has been taken back."""
+        return [head for head in self.asides() if not len(self.index.positions_in(head.ids))]
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def pinned_index(self, name: str) -> TrajectoryIndex:
+        """Return the trajectories that a pin names, oldest first.
+
+        Raises:
+            StoreNotFoundError: there is no such checkpoint.
+        """
+        ranges = self.pins.ranges(name)
+        index = TrajectoryIndex()
+        for part in (self.pinned, self.index):
+            positions = part.positions_in(ranges)
+            index.append(index.translated(part.take(positions), part.texts))
+        lacking = self.lacking(name)
+        if lacking > 0 and not self.left_out:
+            raise CorruptStoreError(
+                f"the pin {name!r} names {lacking} trajectories that are missing: commits were lost, or a writer that "
+                "had lost the store to another one made it; let go of it with points.unpin"
+            )
+        order = np.argsort(index["trajectory_id"], kind="stable")
+        index.replace(index.take(order))
+        return index
+
+    def lacking(self, name: str) -> int:
+        """Return how many of the trajectories that a pin names are in no commit.
+
+        Raises:
+            StoreNotFoundError: there is no such checkpoint.
+        """
+        ranges = self.pins.ranges(name)
+        named = int((ranges[:, 1] - ranges[:, 0] + 1).sum())
+        return named - sum(len(part.positions_in(ranges)) for part in (self.pinned, self.index))
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def snapshot_file(self) -> EncodedFile:
+        """Return ``trajectory_index.json`` of this state; shards that nobody needs are left out."""
+        shards, rows = self.shards.compacted(self.needed_shards())
+        given = self._rows_needed()
+        there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
+        body = orjson.dumps(
+            {
+                "generation": self.generation,
+                "next_id": self.next_id,
+                "next_shard": self.next_shard,
+                "store_id": self.store_id,
+                **({"fences": self.fences} if self.fences else {}),
+                "shards": shards.to_json(),
+                "live": index_to_json(self.index, rows[self.index["shard"]]),
+                "pinned": index_to_json(self.pinned, rows[self.pinned["shard"]]),
+                **({"notes": self.notes.to_json(there, given, rows)} if len(self.notes) or self.notes.sources else {}),
+            }
+        )
+        return EncodedFile(INDEX_NAME, [seal("snapshot", body)])
+
+    def metadata_file(self, **values: Any) -> EncodedFile:
+        """Return ``metadata.json`` of this state; ``values`` are the buffer's own."""
+        state = {
+            "layout": LAYOUT,
+            "layout_version": LAYOUT_VERSION,
+            "store_id": self.store_id,
+            "generation": self.generation,
+            "size": len(self.index),
+            "total_samples": self.index.total_samples,
+            "trajectory_counter": self.next_id,
+        }
+        return EncodedFile(METADATA_NAME, [metadata_json({**state, **values})])
+
+    def home_shards(self) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a live or pinned trajectory lies in it."""
+        homes = np.zeros(len(self.shards), np.bool_)
+        homes[self.index["shard"]] = True
+        homes[self.pinned["shard"]] = True
+        return homes
+
+    def needed_shards(self) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a live or pinned trajectory lies in it, or values by row that one has or had."""
+        needed = self.home_shards()
+        needed[self.notes.shards(self._rows_needed())] = True
+        return needed
+
+    def _rows_needed(self) -> npt.NDArray[np.bool_]:
+        """Return of which values that came late the rows must be kept, see :meth:`Notes.rows_needed`."""
+        there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
+        return self.notes.rows_needed(there, self.pins.generations())
+
+    def _check_given_rows(self, source: str) -> None:
+        """Refuse values by row that lie outside their shard: they would be read out of bounds.
+
+        Raises:
+            CorruptStoreError: names the value.
+        """
+        for column, ids, shards, starts in self.notes.row_homes():
+            if not all(column in self.shards.schema(row).columns for row in np.unique(shards).tolist()):
+                raise CorruptStoreError(f"{source}: values {column.name} are in a shard that has none")
+            of_axis = self.shards.rows_on([column.axis])[shards]
+            for index in (self.index, self.pinned):
+                positions = index.find_many(ids)
+                there = positions >= 0
+                steps, batch, extra = (index.at(name, positions[there]).astype(np.int64) for name in _EXTENT)
+                count = extra if column.axis is Axis.RESPONSE else steps * batch
+                if (starts[there] > of_axis[there] - count).any():
+                    raise CorruptStoreError(f"{source}: values {column.name} lie outside their shard")
+
+    def unneeded(self) -> npt.NDArray[np.intp]:
+        """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
+        self.lifetimes.note(self.needed_shards(), self.generation)
+        return self.lifetimes.waiting()
+
+
+def _row_faults(columns: Columns, limits: Sequence[npt.NDArray[np.int64]]) -> Iterator[Fault]:
+    """Yield which entries have rows outside of their shard.
+
+    Args:
+        columns: of the entries; none is out of range.
+        limits: for each of ``_AXES``, by row of the shard table, the rows that a shard has there.
+    """
+    steps, batch, extra, document = (columns[name].astype(np.int64) for name in (*_EXTENT, "document"))
+    begins = (columns[name] for name in ("start_samples", "start_extra", "start_extra", "start_document"))
+    counted = (steps * batch, (steps + extra) * batch, extra, document)
+    for begin, rows, limit in zip(begins, counted, limits, strict=True):
+        outside = begin > limit[columns["shard"]] - rows
+        if outside.any():
+            yield "a trajectory lies outside its shard", outside
+
+
+def _adds(record: Mapping[str, Any]) -> bool:
+    return record.get("operation") == "add"

@@ -1,0 +1,553 @@
+"""The index: one entry per trajectory, kept as a struct of arrays. Pure; no I/O.
+
+Entries are in the order in which trajectories were added, the oldest first. Dropping the oldest moves
+a boundary; everything else that sampling asks for is one search in the running total of samples.
+
+An entry has a *position*, which stays when older ones are dropped. Whatever takes or returns positions says so;
+``index[name]`` alone counts from the oldest that is kept.
+
+Whoever holds an index guards it: ``Contents.lock`` what a buffer shows, ``CommitLog._lock`` a writer's catalog.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.facts import SCORE
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.columns.schema import Extent
+from trajstore.core.store.facts import (
+    MOST_SCORES,
+    NOTE,
+    NOTE_ROWS,
+    NOTE_TEXT,
+    fact_columns,
+    facts_to_json,
+    is_fact,
+    is_note,
+    is_optional,
+    is_text,
+    unknown,
+)
+from trajstore.core.store.log_records import lie_in
+from trajstore.core.store.packing import StringTable
+from trajstore.core.store.row_location import STARTS, RowLocation
+from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.waiting import Packed, Waiting
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+
+logger = logging.getLogger(__name__)
+
+IntArray = npt.NDArray[np.int64]
+
+COLUMNS: Mapping[str, npt.DTypeLike] = {
+    "trajectory_id": np.int64,
+    "num_samples": np.int64,
+    "steps": np.int32,
+    "batch": np.int32,
+    "extra": np.int32,
+    "document": np.int32,
+    "nbytes": np.int64,
+    "max_episode_length": np.int64,
+    "version_low": np.int64,
+    "version_high": np.int64,
+    "committed": np.int64,
+    "weights": np.int32,
+    "uuid": np.dtype("V16"),
+    "shard": np.int32,
+    "start_samples": np.int64,
+    "start_extra": np.int64,
+    "start_document": np.int64,
+}
+"""Arrays that every index has, as a directory has them; those of facts (:mod:`trajstore.core.store.facts`) come besides.
+
+``nbytes`` are those of the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` where nothing says it),
+``shard`` is a row of the shard table, ``start_*`` are first rows within it.
+"""
+
+Table = Literal["shard", "slot"]
+"""What the entries of an index name as the table of their rows: a shard of a directory, or a slot of a buffer."""
+
+Positions = int | slice | npt.NDArray[np.integer[Any]]
+
+_FEW_TEXTS = 4096
+"""Texts that nobody names and that an index has in any case."""
+
+
+_HOMES = (*STARTS, "extra", "document")
+"""Columns of where rows are, which are changed in place."""
+
+
+class _Lent:
+    """What indexes that share their arrays know together: whether one that names slots has those of locations too."""
+
+    __slots__ = ("locations",)
+
+    def __init__(self) -> None:
+        self.locations = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEntry:
+    """One trajectory as the index knows it. ``versions`` is (lowest, highest) or None if unknown."""
+
+    trajectory_id: int
+    num_samples: int
+    extent: Extent
+    nbytes: int
+    max_episode_length: int
+    model_weights_id: str
+    versions: tuple[int, int] | None
+
+
+class TrajectoryIndex:
+    """Growable arrays of entries; positions run from ``first`` (oldest kept) to ``end`` (exclusive).
+
+    Args:
+        table: what the entries name as the table of their rows, and how the column is called that names it.
+    """
+
+    def __init__(self, table: Table = "shard") -> None:
+        self.table = table
+        self._arrays = self._empty()
+        self._waiting: dict[str, Waiting] = {}
+        """Columns that are not among the arrays yet; :meth:`_array` takes one in."""
+        self.ends: IntArray = np.zeros(0, np.int64)
+        """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
+        self.texts = StringTable()
+        """What ``weights`` and the facts that are texts number."""
+        self._texts_kept = 0
+        self._told_left_out = False
+        self.first = 0
+        self.end = 0
+        self.revision = 0
+        """Grows whenever entries that stay change their positions."""
+        self.noted = 0
+        """Grows whenever facts of entries that stay are noted."""
+        self._order: npt.NDArray[np.intp] | None = None
+        self._ascending = True
+        self._lent = _Lent()
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def _empty(self) -> dict[str, npt.NDArray[Any]]:
+        return {self.table if name == "shard" else name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """Return one column of all kept entries, oldest first (a view)."""
+        return self._array(name)[self.first : self.end]
+
+    def at(self, name: str, positions: Positions) -> Any:
+        """Return what one column has at a position, or at several (a copy, of a slice a view)."""
+        return self._array(name)[positions]
+
+    def by_position(self, *names: str) -> list[npt.NDArray[Any]]:
+        """Return whole columns, in which positions count, for machine code. Valid until entries are added."""
+        return [self._array(name) for name in names]
+
+    def wait_for(self, columns: Mapping[str, Packed]) -> None:
+        """Have these columns too, of all entries, but unpack each only when it is asked for."""
+        self._waiting = {name: Waiting(packed, 0, self.end) for name, packed in columns.items()}
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        """Return a column, in which positions count; one that waited is unpacked.
+
+        Raises:
+            CorruptStoreError: it cannot be unpacked; names the file.
+        """
+        waiting = self._waiting.get(name)
+        if waiting is not None:
+            self._arrays[name] = _with_room(name, waiting.column(), len(self.ends))
+            self._waiting.pop(name, None)
+        return self._arrays[name]
+
+    def _unpack(self) -> None:
+        """Let no column wait any longer."""
+        for name in list(self._waiting):
+            self._array(name)
+
+    def _has(self, name: str) -> bool:
+        return name in self._arrays or name in self._waiting
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all kept entries."""
+        return self.samples_before(self.end) - self.samples_before(self.first)
+
+    def samples_before(self, position: int) -> int:
+        """Return the running total of samples before a position."""
+        return int(self.ends[position - 1]) if position else 0
+
+    def find_rows(self, samples: IntArray, first: int, end: int) -> tuple[IntArray, IntArray]:
+        """Return position and row of samples, counted from the first sample of the window ``[first, end)``."""
+        positions, rows = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+        kernels.find_rows(samples, first, end, self.ends, positions, rows)
+        return positions, rows
+
+    def place_rows(self, positions: IntArray, rows: IntArray) -> IntArray:
+        """Return where rows of trajectories are in their tables, on each axis that can be sampled: ``[3, n]``."""
+        places = np.empty((3, len(positions)), np.int64)
+        columns = self.by_position("start_samples", "start_extra", "steps", "batch", "extra")
+        kernels.place_rows(positions, np.ascontiguousarray(rows, np.int64), *columns, places)
+        return places
+
+    def append(self, columns: Mapping[str, npt.ArrayLike]) -> range:
+        """Add entries, given by column, and return their positions.
+
+        Those of earlier entries may become lower: when the arrays must grow, entries that were dropped before the
+        first one leave them, so that an index is never much larger than what it has had at one time.
+        """
+        count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
+        self.reserve(count)
+        new = slice(self.end, self.end + count)
+        self._have_facts(columns)
+        for name, array in self._arrays.items():
+            array[new] = columns[name] if name in columns or not is_optional(name) else unknown(name, count)
+        waiting = {name: one.followed_by(_rows(name, columns, count)) for name, one in self._waiting.items()}
+        before = self.samples_before(self.end)
+        self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
+        ids = self._arrays["trajectory_id"]
+        later = ids[max(new.start - 1, self.first) : new.stop]
+        self._ascending = self._ascending and bool(np.all(later[1:] > later[:-1]))
+        self._waiting, self.end = waiting, self.end + count
+        self._order = None
+        return range(new.start, new.stop)
+
+    def reserve(self, count: int) -> None:
+        """Have memory for ``count`` more entries."""
+        if any(waiting.is_overfull for waiting in self._waiting.values()):
+            self._unpack()
+        capacity = self.end + count
+        if capacity <= len(self.ends):
+            return
+        if self.first:  # entries before it are about to leave
+            self._unpack()
+        kept = slice(self.first, self.end)
+        capacity = max(capacity - self.first, 2 * len(self), 64)
+        before = self.samples_before(self.first)
+        for name, array in self._arrays.items():
+            self._arrays[name] = _with_room(name, array[kept], capacity)
+        ends = np.zeros(capacity, np.int64)
+        ends[: len(self)] = self.ends[kept] - before
+        self.ends = ends
+        self._lent = _Lent()
+        self.revision += self.first > 0
+        self.first, self.end = 0, len(self)
+
+    def find(self, trajectory_id: int) -> int | None:
+        """Return the position of an id, None if it is not in the index."""
+        position = int(self.find_many([trajectory_id])[0])
+        return None if position < 0 else position
+
+    def find_many(self, trajectory_ids: Sequence[int] | IntArray) -> npt.NDArray[np.int64]:
+        """Return the position of each id, -1 where it is not in the index."""
+        ids, wanted = self["trajectory_id"], np.array(trajectory_ids, np.int64)
+        if not len(ids):
+            return np.full(len(wanted), -1, np.int64)
+        if self._order is None and not self._ascending:
+            self._order = np.argsort(ids, kind="stable")
+        at = np.minimum(np.searchsorted(ids, wanted, sorter=self._order), len(ids) - 1)
+        at = at if self._order is None else self._order[at]
+        return np.where(ids[at] == wanted, self.first + at, -1)
+
+    def position_of(self, trajectory_id: int) -> int:
+        """Return the position of an id.
+
+        Raises:
+            TrajectoryUnavailableError: it is not in the index.
+        """
+        position = self.find(trajectory_id)
+        if position is None:
+            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}")
+        return position
+
+    def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
+        """Return an index of the same entries that names slots. What is changed later in either is not shared.
+
+        Args:
+            slots: by row of the shard table; the last one stands for none.
+        """
+        other = self.slice(0, len(self))
+        other._lent.locations = True  # a copy of them would be a quarter of an index that is only read
+        other.table = "slot"
+        rows = other._arrays.pop("shard")
+        alike = np.array_equal(slots[:-1], np.arange(len(slots) - 1)) and bool((rows >= 0).all())
+        other._arrays["slot"] = rows if alike else slots[rows]
+        for name in self.row_notes:
+            other._arrays[NOTE_ROWS + name] = slots[other._arrays[NOTE_ROWS + name]]
+        other.texts = self.texts.copy()
+        return other
+
+    def renumber(self, ids: IntArray) -> None:
+        """Give all kept entries other ids, which ascend."""
+        self.adopt(self.take(slice(self.first, self.end)) | {"trajectory_id": ids})
+
+    def location(self, position: int) -> RowLocation:
+        """Return where the rows of the trajectory at a position are."""
+        return RowLocation(*(int(array[position]) for array in self.by_position(self.table, *STARTS)))
+
+    def point(self, positions: npt.NDArray[np.int64], locations: Sequence[RowLocation] | IntArray) -> None:
+        """Let trajectories be read from elsewhere: ``locations`` has a row for each position.
+
+        At one stroke: an entry that an interrupt left with the table of one and the first rows of another would be
+        read out of bounds.
+        """
+        self._own_locations()
+        columns = self.by_position(self.table, *STARTS)
+        kernels.set_locations(*columns, positions, np.array(locations, np.int64).reshape(-1, len(columns)))
+
+    def _own_locations(self) -> None:
+        """Have arrays of locations that no index with another table reads, before they are changed."""
+        if self._lent.locations:
+            self._arrays |= {name: self._arrays[name].copy() for name in (self.table, *_HOMES)}
+            self._lent = _Lent()
+
+    def note_extent(self, positions: Positions, extent: Extent) -> None:
+        """Note the extra rows and the document of a trajectory, which RLinf's index does not tell."""
+        self._own_locations()
+        self._arrays["extra"][positions] = extent.extra
+        self._arrays["document"][positions] = extent.document
+
+    def note_nbytes(self, positions: Positions, nbytes: IntArray | int) -> None:
+        """Note the bytes of the columns of trajectories, which RLinf's index does not tell either."""
+        self._arrays["nbytes"][positions] = nbytes
+
+    def note_committed(self, positions: Positions, times: IntArray) -> None:
+        """Note when trajectories were committed."""
+        self._arrays["committed"][positions] = times
+
+    def note_versions(self, position: int, versions: tuple[int, int]) -> None:
+        """Note lowest and highest policy version of a trajectory, which RLinf's index does not tell either."""
+        self._arrays["version_low"][position], self._arrays["version_high"][position] = versions
+
+    def fact(self, name: str) -> npt.NDArray[Any]:
+        """Return what all kept entries have of a fact, or were given later in its place, oldest first."""
+        column = self[name] if self._has(name) else unknown(name, len(self))
+        if NOTE + name not in self._arrays:
+            return column
+        given = self[NOTE + name]
+        return np.where(np.isnan(given), column, given)
+
+    @property
+    def facts(self) -> list[str]:
+        """Names of the facts of which an entry knows something."""
+        return [name for name in (*self._arrays, *self._waiting) if is_fact(name)]
+
+    @property
+    def notes(self) -> list[str]:
+        """Names of the columns of values that came late, one for each trajectory."""
+        return [name for name in self._arrays if name.startswith((NOTE, NOTE_TEXT))]
+
+    @property
+    def row_notes(self) -> list[str]:
+        """Names of values that came late and are rows: :data:`~trajstore.core.store.facts.NOTE_ROWS` says of which table."""
+        return [name.removeprefix(NOTE_ROWS) for name in self._arrays if name.startswith(NOTE_ROWS)]
+
+    def given(self, position: int) -> dict[str, float | str]:
+        """Return the latest values that the trajectory at a position was given late, by name."""
+        found: dict[str, float | str] = {}
+        for name in self.notes:
+            value = self.at(name, position)
+            if is_text(name):
+                if value >= 0:
+                    found[name.removeprefix(NOTE_TEXT)] = self.texts[int(value)]
+            elif not np.isnan(value):
+                found[name.removeprefix(NOTE)] = float(value)
+        return found
+
+    def note(self, ids: IntArray, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> None:
+        """Note values that came late; of an id that is there several times, the last ones. Unknown ids are passed over.
+
+        Args:
+            ids: of the trajectories.
+            columns: a value for each.
+            texts: what those of texts number.
+        """
+        positions = self.find_many(ids)
+        there = positions >= 0
+        if not there.any():
+            return
+        chosen = self.translated({name: column[there] for name, column in columns.items()}, texts)
+        self._set(positions[there], chosen)
+
+    def forget_notes(self) -> None:
+        """Forget all values that came late."""
+        self.noted += 1
+        self._arrays = {name: array for name, array in self._arrays.items() if not is_note(name)}
+
+    def tell(self, ids: IntArray, uuids: npt.NDArray[np.void], facts: Sequence[Mapping[str, Any]]) -> None:
+        """Note facts of rollouts that their commit did not tell; where an id stands for another one by now, nothing."""
+        self._unpack()
+        positions = self.find_many(ids)
+        same = positions >= 0
+        same[same] = self._arrays["uuid"][positions[same]] == uuids[same]
+        some = [one for one, there in zip(facts, same.tolist(), strict=True) if there]
+        columns = fact_columns([(facts_to_json(some), len(some))], self.texts)
+        self._set(positions[same], columns)
+
+    def _set(self, positions: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set facts of some entries; those that the index has no room for are passed over."""
+        self.noted += 1
+        self._have_facts(columns)
+        for name in columns.keys() & self._arrays.keys():
+            self._arrays[name] = self._arrays[name].copy()  # slices that share it stay as they are
+            self._arrays[name][positions] = columns[name]
+
+    def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
+        """Have arrays for the facts among some columns, of scores for a limited number of names."""
+        for name in columns:
+            if self._has(name) or not is_optional(name):
+                continue
+            if not name.startswith(SCORE) or sum(one.startswith(SCORE) for one in self.facts) < MOST_SCORES:
+                self._arrays[name] = unknown(name, len(self.ends))
+            elif not self._told_left_out:
+                self._told_left_out = True
+                logger.warning(
+                    "%r is no fact here: %d scores of reward.metadata are, the most that can be; further ones stay in "
+                    "the rollouts alone",
+                    name,
+                    MOST_SCORES,
+                )
+
+    def translated(self, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
+        """Return columns of another index, which number its texts, with the numbers that the texts have here."""
+        numbered = (name for name in columns if name == "weights" or is_text(name))
+        numbers = {name: self.texts.extend(texts, columns[name]) for name in numbered}
+        return {**columns, **numbers}
+
+    def _shed_texts(self) -> None:
+        """Forget the texts that no entry names, if they are more than half of all."""
+        if len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
+            return
+        self._unpack()
+        kept, old = slice(self.first, self.end), self.texts
+        self.texts = StringTable()
+        for name in [name for name in self._arrays if name == "weights" or is_text(name)]:
+            array = self._arrays[name].copy()
+            array[kept] = self.texts.extend(old, array[kept])
+            self._arrays[name] = array
+        self._texts_kept = len(self.texts)
+
+    def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
+        """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
+        return self.first + np.flatnonzero(lie_in(self["trajectory_id"], ranges))
+
+    def drop_oldest(self, count: int) -> None:
+        """Forget the ``count`` oldest entries."""
+        self.first += min(count, len(self))
+        self._order = None
+        self._shed_texts()
+
+    def drop(self, positions: npt.NDArray[np.intp]) -> None:
+        """Forget entries anywhere; the positions of later ones change."""
+        if len(positions) and np.array_equal(positions, np.arange(self.first, self.first + len(positions))):
+            self.drop_oldest(len(positions))
+            return
+        keep = np.ones(self.end, np.bool_)
+        keep[: self.first] = False
+        keep[positions] = False
+        self.replace(self.take(np.flatnonzero(keep)))
+
+    def without(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
+        """Return an index of the other entries; what is changed later in either is not shared."""
+        other = self.slice(0, len(self))
+        other.drop(positions - self.first)
+        return other
+
+    def take(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return all columns at some positions (copies, of a slice views)."""
+        self._unpack()
+        return self.unpacked(positions)
+
+    def unpacked(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns that do not wait to be unpacked, at some positions."""
+        return {name: array[positions] for name, array in self._arrays.items()}
+
+    def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Forget all entries and hold these; the texts stay."""
+        self.revision += 1
+        self.first = self.end = 0
+        self._ascending = True
+        self._arrays, self._waiting = self._empty(), {}
+        self.ends = np.zeros(0, np.int64)
+        self.append(columns)
+        self._shed_texts()
+
+    def slice(self, start: int, stop: int) -> TrajectoryIndex:
+        """Return an index of the entries ``start <= i < stop`` (counted from the oldest kept).
+
+        Arrays are shared until either side adds entries; the texts are shared until they are shed.
+        """
+        part = TrajectoryIndex(self.table)
+        low, high = self.first + start, self.first + stop
+        part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
+        part._waiting = {name: waiting.part(low, high) for name, waiting in self._waiting.items()}
+        before = self.samples_before(low)
+        part.ends = self.ends[low:high] - before if before else self.ends[low:high]
+        part.texts, part._texts_kept = self.texts, self._texts_kept
+        part.end = high - low
+        part._ascending, part._lent = self._ascending, self._lent
+        return part
+
+    def entry(self, position: int) -> TrajectoryEntry:
+        """Return the entry at a position."""
+        names = ("trajectory_id", "num_samples", "nbytes", "max_episode_length", "version_low", "version_high")
+        number, samples, nbytes, longest, low, high = (int(self.at(name, position)) for name in names)
+        return TrajectoryEntry(
+            trajectory_id=number,
+            num_samples=samples,
+            extent=self.extent(position),
+            nbytes=nbytes,
+            max_episode_length=longest,
+            model_weights_id=self.texts[int(self.at("weights", position))],
+            versions=None if low == UNKNOWN_VERSION else (low, high),
+        )
+
+    def extent(self, position: int) -> Extent:
+        """Return how many rows the trajectory at a position has on each axis."""
+        return Extent(*(int(self.at(name, position)) for name in Extent._fields))
+
+    def uuid(self, position: int) -> str:
+        """Return the UUID of the trajectory at a position."""
+        return str(uuid.UUID(bytes=self.at("uuid", position).tobytes()))
+
+    def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Hold these entries instead of the present ones, in these very arrays.
+
+        Raises:
+            CorruptStoreError: they have more samples than can be counted.
+        """
+        if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
+            raise CorruptStoreError("the samples of all trajectories are too many to be counted")
+        self._arrays, self._waiting = dict(columns), {}
+        self.first, self.end = 0, len(columns["trajectory_id"])
+        self.ends = np.cumsum(columns["num_samples"])
+        ids = columns["trajectory_id"]
+        self._ascending = bool(np.all(ids[1:] > ids[:-1]))
+        self._order = None
+
+
+def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
+    """Return a column with these rows and memory for as many as ``capacity``; the very array if it has no more."""
+    if len(rows) == capacity:
+        return rows
+    grown = np.zeros(capacity, rows.dtype) if not is_optional(name) else unknown(name, capacity)
+    grown[: len(rows)] = rows
+    return grown
+
+
+def _rows(name: str, columns: Mapping[str, npt.ArrayLike], count: int) -> npt.NDArray[Any]:
+    """Return a column of new entries, of which a fact may be unknown."""
+    rows = unknown(name, count) if is_optional(name) else np.zeros(count, COLUMNS[name])
+    if name in columns:
+        rows[:] = columns[name]
+    return rows

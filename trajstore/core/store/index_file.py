@@ -1,0 +1,147 @@
+"""An index as a directory has it: JSON values. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.columns.limits import UNKNOWN_TIME
+from trajstore.core.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
+from trajstore.core.store.facts import MOST_SCORES, fact_dtype, is_fact
+from trajstore.core.store.index import COLUMNS, TrajectoryIndex
+from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.core.store.sealed import FROM_A_COPY, OR_FROM_THE_LOG
+from trajstore.core.store.waiting import Packed
+from trajstore.errors import CorruptStoreError
+
+
+def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None) -> dict[str, Any]:
+    """Return all kept entries as JSON values.
+
+    Args:
+        index: has them.
+        shard: rows of their shards, where they are to be others than in the index.
+    """
+    columns = {name: index[name] for name in COLUMNS} | ({} if shard is None else {"shard": shard})
+    facts = {name: pack(index[name]) for name in index.facts}
+    return {
+        "columns": {name: pack(column) for name, column in columns.items()},
+        **({"facts": facts} if facts else {}),
+        "weights": index.texts.to_json(),
+    }
+
+
+def index_from_json(
+    value: Any, shards: int, gate: EntryGate | None = None, later: str | None = None
+) -> TrajectoryIndex:
+    """Return the index that :func:`index_to_json` described.
+
+    Args:
+        value: the JSON values.
+        shards: number of shards in the table that the entries refer to.
+        gate: what becomes of entries that cannot be served; None refuses them.
+        later: name of the file, where UUIDs and facts are to be unpacked and checked only when they are asked for;
+            the gate must then refuse.
+
+    Raises:
+        CorruptStoreError: it does not describe an index, or columns disagree.
+    """
+    index = TrajectoryIndex()
+    try:
+        packed = value["columns"]
+        facts = {name: column for name, column in value.get("facts", {}).items() if is_fact(name)}
+        _check_declared(packed, facts)
+        every = {**packed, **facts}
+        dtypes = {name: dtype for name, dtype in COLUMNS.items() if name in packed}
+        dtypes |= {name: fact_dtype(name) for name in facts}
+        waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
+        columns = _unpacked(every, dtypes)
+        columns.setdefault("committed", np.full(len(columns["trajectory_id"]), UNKNOWN_TIME))
+        if lacking := COLUMNS.keys() - columns.keys() - waiting.keys():
+            raise KeyError(*lacking)
+        index.texts = StringTable.from_json(value["weights"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CorruptStoreError(f"not an index: {error}") from error
+    check_lengths(columns)
+    index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.texts))))
+    ids, texts = columns["trajectory_id"], len(index.texts)
+    index.wait_for(
+        {
+            name: Packed(partial(_unpacked_later, name, every[name], dtype, ids, texts, f"{later}"))
+            for name, dtype in waiting.items()
+        }
+    )
+    return index
+
+
+def _unpacked_later(
+    name: str, packed: Any, dtype: npt.DTypeLike, ids: npt.NDArray[Any], texts: int, source: str
+) -> npt.NDArray[Any]:
+    """Return a column that was left packed when its file was opened.
+
+    Args:
+        name: of the column.
+        packed: as the file has it.
+        dtype: of the column.
+        ids: of its entries.
+        texts: number of texts that they may name.
+        source: name of the file.
+
+    Raises:
+        CorruptStoreError: it is no packed array, or holds what it may not; names the file.
+    """
+    try:
+        column = unpack(packed, dtype)
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
+    faults = out_of_range({name: column}, fact_ranges(texts))
+    EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {what}", wrong) for what, wrong in faults))
+    return column
+
+
+def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, npt.NDArray[Any]]:
+    """Return columns of some dtypes, those of a long index on two cores.
+
+    Raises:
+        CorruptStoreError: one is no packed array.
+    """
+
+    def unpacked(name: str) -> npt.NDArray[Any]:
+        return unpack(packed[name], dtypes[name])
+
+    if declared_rows(packed["trajectory_id"]) < _LONG:
+        return {name: unpacked(name) for name in dtypes}
+    with ThreadPoolExecutor(2, thread_name_prefix="trajstore-unpack") as threads:
+        return dict(zip(dtypes, threads.map(unpacked, dtypes), strict=True))
+
+
+_LONG = 1 << 18
+"""Entries from which on a second thread is worth its start."""
+
+_LEAST_NBYTES = 2  # of an entry within a file: its UUID, of which earlier versions chose many with the same beginning
+
+_MOST_FACTS = MOST_SCORES + 16
+
+
+def _check_declared(packed: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse columns that claim more entries than their bytes can hold, before memory is taken for them.
+
+    Raises:
+        CorruptStoreError: they do.
+        KeyError, TypeError, ValueError: they are no packed arrays.
+    """
+    count = declared_rows(packed["trajectory_id"])
+    if len(facts) > _MOST_FACTS:
+        raise CorruptStoreError(
+            f"the index has {len(facts)} facts of each rollout, the most that can be is {_MOST_FACTS}"
+        )
+    for name, column in (*((name, packed[name]) for name in COLUMNS.keys() & packed.keys()), *facts.items()):
+        if declared_rows(column) != count:
+            raise CorruptStoreError(f"index column {name} has {declared_rows(column)} entries, not {count}")
+    if count * _LEAST_NBYTES > len(packed["uuid"]["data"]) + 1024:
+        raise CorruptStoreError(f"the index claims {count} entries, more than its bytes can hold")

@@ -1,0 +1,169 @@
+"""What records of a log that cannot be read have committed, as far as their neighbours tell it. Pure; no I/O.
+
+Ids grow from record to record: what lies between two records that can be read was given by those between them, unless
+nobody ever got it (a rank that gives out every fourth id, an addition that was interrupted). What was evicted later is
+not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.store.additions import added_in
+from trajstore.core.store.log_records import lie_in, parse_ranges, ranges_in_words, ranges_of
+from trajstore.errors import CorruptStoreError
+
+_MOST = 1 << 20
+"""Wider gaps between ids, together, say nothing: numbers may be forged, or begin anywhere."""
+
+_LEFT_OUT = "; what was committed there is left out"
+
+_NOTHING = "; no trajectory is lost by it; what was evicted there, if anything, is shown again"
+
+_ENOUGH = 8
+"""So many trajectories must be known before the stride of their ids is believed."""
+
+
+def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
+    """Return what is lost, in words; empty if nothing is.
+
+    Args:
+        lost: inclusive ranges of ids, ascending.
+        uncounted: whether more may be lost.
+    """
+    count = sum(high - low + 1 for low, high in lost)
+    ids = ranges_in_words(lost)
+    known = f"trajectory {ids}" if count == 1 else f"{count:,} trajectories, ids {ids}" if count else ""
+    if not uncounted:
+        return known
+    return f"{known}, perhaps more" if known else "trajectories that nobody can count, if any"
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return inclusive ranges, ascending, those that follow each other as one."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+@dataclass
+class Damage:
+    """One thing that is damaged.
+
+    Attributes:
+        message: what, beginning with its file.
+        lost: ids of the trajectories that are lost by it, as inclusive ranges; empty where it is not known which.
+        uncounted: whether more may be lost.
+    """
+
+    message: str
+    lost: tuple[tuple[int, int], ...] = ()
+    uncounted: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of the trajectories in ``lost``."""
+        return sum(high - low + 1 for low, high in self.lost)
+
+    def __str__(self) -> str:
+        lost = lost_in_words(self.lost, self.uncounted)
+        return f"{self.message}; lost: {lost}" if lost else self.message
+
+
+@dataclass
+class _Hole:
+    """Records that cannot be read, which gave out ids from ``low`` to before ``high``; None = not known yet."""
+
+    damage: Damage
+    low: int
+    high: int | None = None
+
+
+class LostRecords:
+    """Follows a log that has holes; :meth:`settle` says what is lost when all of it was read."""
+
+    def __init__(self) -> None:
+        self._damage: list[Damage] = []
+        self._holes: list[_Hole] = []
+        self._evicted: list[npt.NDArray[np.int64]] = []
+        self._next_id = 0
+
+    def begins(self, next_id: int) -> None:
+        """Note the next id of the snapshot that the log follows."""
+        self._next_id = max(self._next_id, next_id)
+
+    def missing(self, damage: Damage) -> None:
+        """Note that records are missing after those that were read."""
+        self._note(damage)
+        self._holes.append(_Hole(damage, self._next_id))
+
+    def read(self, record: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Note the ids of a record that could be read, if it can be applied or not; return those that it adds."""
+        try:
+            if record.get("operation") == "evict":
+                self._evicted.append(parse_ranges(record["ids"]))
+            if record.get("operation") != "add":
+                return ()
+            ranges = np.concatenate([parse_ranges(one["entries"]["ids"]) for one in added_in(record)])
+        except (CorruptStoreError, KeyError, TypeError, ValueError):
+            return ()
+        if not len(ranges):
+            return ()
+        self._close(int(ranges.min()))
+        self._next_id = max(self._next_id, int(ranges.max()) + 1)
+        return tuple((int(low), int(high)) for low, high in ranges[np.argsort(ranges[:, 0])])
+
+    def _note(self, damage: Damage) -> None:
+        if not any(one is damage for one in self._damage):
+            self._damage.append(damage)
+
+    def _close(self, high: int) -> None:
+        for hole in self._holes:
+            if hole.high is None:
+                hole.high = max(high, hole.low)
+
+    def refused(self, damage: Damage, record: Mapping[str, Any], ranges: Sequence[tuple[int, int]]) -> None:
+        """Note that a record could be read, but not applied, and which ids it adds."""
+        self._note(damage)
+        self._holes += [_Hole(damage, low, high + 1) for low, high in ranges]
+        damage.uncounted |= not ranges and record.get("operation") not in ("evict", "rewrite", "annotate")
+
+    def settle(self, present: npt.NDArray[np.int64], counter: int) -> None:
+        """Write into each damage what is lost by it.
+
+        Args:
+            present: ids of the trajectories that are there.
+            counter: the next id, as far as other files say it; 0 if none does.
+        """
+        for hole in self._holes:
+            if hole.high is None:  # no later record tells where it ends
+                hole.damage.uncounted = True
+                hole.high = max(counter, hole.low)
+        present = np.unique(present)
+        stride = int(np.gcd.reduce(np.diff(present))) if len(present) >= _ENOUGH else 1
+        evicted = np.concatenate([np.zeros((0, 2), np.int64), *self._evicted])
+        most = _MOST
+        for hole in self._holes:
+            high = hole.low if hole.high is None else hole.high
+            if high - hole.low > most:
+                hole.damage.uncounted = True
+                continue
+            most -= high - hole.low
+            ids = np.arange(hole.low, high, dtype=np.int64)
+            if stride > 1:
+                ids = ids[(ids - present[0]) % stride == 0]
+            ids = ids[~np.isin(ids, present) & ~lie_in(ids, evicted)]
+            hole.damage.lost += tuple((low, high) for low, high in ranges_of(ids.tolist()))
+        for damage in self._damage:
+            damage.lost = _joined(damage.lost)
+            nothing = not damage.lost and not damage.uncounted
+            damage.message += _NOTHING if nothing else _LEFT_OUT

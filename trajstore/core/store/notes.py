@@ -1,0 +1,401 @@
+"""Values that come late: scores, corrections and tags of trajectories that are committed. Pure; no I/O.
+
+A store keeps every value that was given, with who gave it and when. The index has the latest one of each name as a
+column, see :mod:`trajstore.core.store.facts`.
+
+Guarded as the catalog is that it is a part of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.columns.limits import MAX_GENERATION
+from trajstore.core.columns.schema import ColumnSpec
+from trajstore.core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT, is_text
+from trajstore.core.store.given import (
+    MOST_NAMES,
+    NAME,
+    Said,
+    Value,
+    check_given,
+    check_kinds,
+    kind_in_words,
+)
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.core.store.row_notes import (
+    column_of_kind,
+    is_kind_of_rows,
+    is_rows,
+    kind_of_rows,
+    rows_in_words,
+)
+from trajstore.core.store.shard_table import ShardTable
+from trajstore.errors import ConfigurationError, CorruptStoreError
+
+_NO_TEXT = -1
+_NO_SHARD = -1
+
+_COLUMNS: Mapping[str, npt.DTypeLike] = {
+    "ids": np.int64,
+    "names": np.int32,
+    "numbers": np.float64,
+    "texts": np.int32,
+    "who": np.int32,
+    "times": np.int64,
+    "generations": np.int64,
+    "void": np.int64,
+    "shards": np.int32,
+    "starts": np.int64,
+}
+
+_ADDED = {"shards": _NO_SHARD, "starts": 0}
+"""What the columns have that layout version 6 lacks."""
+
+_HAS_ROWS = 1.0
+"""Stands in ``numbers`` for rows that were given, whether or not they are still kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A value that a trajectory was given.
+
+    Attributes:
+        trajectory_id: of the trajectory.
+        name: of the value.
+        value: None where an earlier one was taken back; of values by row a text that says what they are.
+        who: gave it; an empty text if nothing was said.
+        time: when, in µs since 1970, by the clock of who gave it.
+        generation: of the commit that brought it.
+        in_force: whether it counts: a rollback to an earlier point takes it back.
+    """
+
+    trajectory_id: int
+    name: str
+    value: Value
+    who: str
+    time: int
+    generation: int
+    in_force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A commit gave trajectories values: columns of the index, one row for each id."""
+
+    ids: npt.NDArray[np.int64]
+    columns: Mapping[str, npt.NDArray[Any]]
+    texts: StringTable
+
+
+class Notes:
+    """Every value that the trajectories of a store were given, in the order of the commits."""
+
+    def __init__(self) -> None:
+        self._words = StringTable()
+        """Texts, and who gave values."""
+        self._parts: list[dict[str, npt.NDArray[Any]]] = []
+        self._kinds: dict[str, str] = {}
+        """Whether values are numbers, texts or rows, by name; ``names`` counts in this order."""
+        self.sources: set[str] = set()
+        """Files of the inbox whose values are here."""
+
+    def __len__(self) -> int:
+        return sum(len(part["ids"]) for part in self._parts)
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """``"text"``, ``"number"`` or, see :func:`~trajstore.core.store.row_notes.kind_of_rows`, rows for each name."""
+        return self._kinds
+
+    @classmethod
+    def of(cls, index: TrajectoryIndex, shards: ShardTable, time: int) -> Notes:
+        """Return the latest values that an index has, as those of a store that begins with it.
+
+        Args:
+            index: has them.
+            shards: in which values by row lie.
+            time: of them, in µs since 1970.
+
+        Raises:
+            ConfigurationError: a name has values of two kinds, as those of two stores may have.
+        """
+        notes = cls()
+        for column in index.notes:
+            values, name = index[column], column.removeprefix(NOTE_TEXT).removeprefix(NOTE)
+            known = values >= 0 if is_text(column) else ~np.isnan(values)
+            given = [index.texts[number] for number in values[known]] if is_text(column) else values[known].tolist()
+            if len(given):
+                notes._have_kind(name, "text" if is_text(column) else "number")
+                notes.add(Said(tuple(index["trajectory_id"][known].tolist()), {name: given}, "", time), 0)
+        for name in index.row_notes:
+            tables = index[NOTE_ROWS + name]
+            known = tables >= 0
+            if known.any():
+                for table in np.unique(tables[known]).tolist():
+                    columns = {column.name: column for column in shards.schema(table).columns}
+                    notes._have_kind(name, kind_of_rows(columns[name]))
+                said = Said(tuple(index["trajectory_id"][known].tolist()), {}, "", time)
+                notes._append(said, name, 0, shards=tables[known], starts=index[NOTE_START + name][known])
+        return notes
+
+    def _have_kind(self, name: str, kind: str) -> None:
+        known = self._kinds.setdefault(name, kind)
+        if known != kind:
+            raise ConfigurationError(
+                f"values {name} are {kind_in_words(known)} in one store and {kind_in_words(kind)} in another, and one "
+                "store cannot have both: take them back in one (annotate with None, --set NAME=null), and give them "
+                "another name"
+            )
+
+    def check(self, said: Said) -> None:
+        """Refuse values that contradict those that are here, see :func:`check_given`."""
+        check_given(said, self._kinds)
+
+    def foreseen(self, waiting: Iterable[Said]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the kinds of names once the values that wait are taken in; and by file, why some will not be.
+
+        Args:
+            waiting: in the order in which they are taken in.
+        """
+        kinds, refused = dict(self._kinds), {}
+        for said in waiting:
+            if said.source in self.sources:
+                continue
+            try:
+                check_given(said, kinds)
+            except ConfigurationError as error:
+                refused[said.source] = str(error)
+            else:
+                kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
+        return kinds, refused
+
+    def add(self, said: Said, generation: int, shard: int = _NO_SHARD) -> Noted:
+        """Take in values; return what they are as columns of the index.
+
+        Args:
+            said: the values.
+            generation: of the commit.
+            shard: row, in the shard table, of those that are rows.
+
+        Raises:
+            ConfigurationError: they contradict those that are here; nothing was taken in.
+        """
+        check_kinds(said, self._kinds)
+        columns: dict[str, npt.NDArray[Any]] = {}
+        self._kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
+        for name, values in said.values.items():
+            numbers = np.array([np.nan if isinstance(value, str | None) else value for value in values], np.float64)
+            texts = np.array([self._words.add(one) if isinstance(one, str) else _NO_TEXT for one in values], np.int32)
+            columns |= self._append(said, name, generation, numbers=numbers, texts=texts)
+        if said.rows is not None:
+            for name, starts in said.rows.starts().items():
+                columns |= self._append(said, name, generation, shards=shard, starts=starts)
+        if said.source:
+            self.sources.add(said.source)
+        if len(self._parts) > 2 * MOST_NAMES:
+            self._parts = [self._all()]
+        return Noted(np.array(said.ids, np.int64), columns, self._words)
+
+    def _append(self, said: Said, name: str, generation: int, **values: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Append a value of each trajectory under a name; return it as columns of the index."""
+        of_each = {
+            "ids": said.ids,
+            "names": list(self._kinds).index(name),
+            "numbers": _HAS_ROWS if "shards" in values else np.nan,
+            "texts": _NO_TEXT,
+            "who": self._words.add(said.who),
+            "times": said.time,
+            "generations": generation,
+            "void": 0,
+            **_ADDED,
+            **values,
+        }
+        part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
+        for column, array in part.items():
+            array[:] = of_each[column]
+        self._parts.append(part)
+        return {column: part[journal] for column, journal in self._columns_of(name).items()}
+
+    def _columns_of(self, name: str) -> dict[str, str]:
+        """Return the columns of the index that a name has, and the columns here of which they are."""
+        kind = self._kinds[name]
+        if is_rows(kind):
+            return {NOTE_ROWS + name: "shards", NOTE_START + name: "starts"}
+        return {NOTE_TEXT + name: "texts"} if kind == "text" else {NOTE + name: "numbers"}
+
+    def _all(self) -> dict[str, npt.NDArray[Any]]:
+        return {
+            name: np.concatenate([part[name] for part in self._parts] or [np.zeros(0, dtype)])
+            for name, dtype in _COLUMNS.items()
+        }
+
+    def lay_over(self, index: TrajectoryIndex) -> None:
+        """Let an index have the latest values, and no others."""
+        index.forget_notes()
+        everything = self._all()
+        counts = everything["void"] == 0
+        for number, name in enumerate(self._kinds):
+            of_name = np.flatnonzero(counts & (everything["names"] == number))
+            columns = {column: everything[of][of_name] for column, of in self._columns_of(name).items()}
+            index.note(everything["ids"][of_name], columns, self._words)
+
+    def rows_needed(self, ids: npt.NDArray[np.int64], since: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """Return of which of all values the rows must be kept: the latest now, and the latest at some generations.
+
+        Args:
+            ids: of the trajectories that are there.
+            since: the generations to which the store can go back.
+        """
+        if not self.has_rows:
+            return np.zeros(len(self), np.bool_)
+        columns = self._all()
+        needed = np.zeros(len(columns["ids"]), np.bool_)
+        given = np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names())
+        if not (given & (columns["shards"] >= 0)).any():
+            return needed
+        generations, void = columns["generations"], columns["void"]
+        for then in {MAX_GENERATION, *since}:
+            inside = np.flatnonzero(given & (generations <= then) & ((void == 0) | (void > then)))
+            keys = np.stack([columns["ids"][inside], columns["names"][inside]])[:, ::-1]
+            _, last = np.unique(keys, axis=1, return_index=True)
+            needed[inside[len(inside) - 1 - last]] = True
+        return needed & (columns["shards"] >= 0)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a name stands for rows."""
+        return bool(self._row_names())
+
+    def _row_names(self) -> list[int]:
+        return [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
+
+    def shards(self, needed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+        """Return the shards, rows of the shard table, of values of which :meth:`rows_needed` says they are kept."""
+        found: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed] if needed.any() else [])
+        return found.astype(np.int32)
+
+    def ids_in(self, shard: int) -> npt.NDArray[np.int64]:
+        """Return the trajectories that have or had values by row in a shard, a row of the shard table."""
+        columns = self._all()
+        found: npt.NDArray[np.int64] = np.unique(columns["ids"][columns["shards"] == shard])
+        return found
+
+    def row_homes(self) -> Iterator[tuple[ColumnSpec, npt.NDArray[np.int64], npt.NDArray[np.int32], Any]]:
+        """Yield the column of each name that stands for rows; of each value of it, trajectory, shard and first row."""
+        columns, names = self._all(), list(self._kinds.items())
+        for number in self._row_names():
+            inside = (columns["names"] == number) & (columns["shards"] >= 0)
+            homes = (columns[name][inside] for name in ("ids", "shards", "starts"))
+            yield column_of_kind(*names[number]), *homes
+
+    def rolled_back(self, since: int, by: int) -> Notes:
+        """Return these, of which those of commits after a generation do not count any more.
+
+        Args:
+            since: the generation of the point to which the store goes back.
+            by: generation of the rollback.
+        """
+        columns = self._all()
+        later = (columns["generations"] > since) & (columns["void"] == 0)
+        return self._with(columns | {"void": np.where(later, by, columns["void"])})
+
+    def taken_back(self, by: int) -> Notes:
+        """Return these, of which those count again that a rollback of this generation took out."""
+        columns = self._all()
+        return self._with(columns | {"void": np.where(columns["void"] == by, 0, columns["void"])})
+
+    def count_since(self, generation: int) -> int:
+        """Return how many values came after a generation and count."""
+        columns = self._all()
+        return int(np.count_nonzero((columns["generations"] > generation) & (columns["void"] == 0)))
+
+    def _with(self, columns: dict[str, npt.NDArray[Any]]) -> Notes:
+        other = Notes()
+        other._words, other._kinds, other.sources = self._words, dict(self._kinds), set(self.sources)
+        other._parts = [columns]
+        return other
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return what a trajectory was given, the earliest first."""
+        found, names = [], list(self._kinds)
+        for part in self._parts:
+            for at in np.flatnonzero(part["ids"] == trajectory_id).tolist():
+                text, number = int(part["texts"][at]), float(part["numbers"][at])
+                value: Value = self._words[text] if text != _NO_TEXT else None if math.isnan(number) else number
+                kind = self._kinds[names[int(part["names"][at])]]
+                value = rows_in_words(kind) if is_rows(kind) and value is not None else value
+                name, who = names[int(part["names"][at])], self._words[int(part["who"][at])]
+                time, generation = int(part["times"][at]), int(part["generations"][at])
+                found.append(Note(trajectory_id, name, value, who, time, generation, not part["void"][at]))
+        return found
+
+    # -- on disk ----------------------------------------------------------------------------------
+
+    def to_json(
+        self, ids: npt.NDArray[np.int64], needed: npt.NDArray[np.bool_], rows: npt.NDArray[np.int32]
+    ) -> dict[str, Any]:
+        """Return the values of trajectories as JSON values.
+
+        Args:
+            ids: of those that are there; the others' values are forgotten.
+            needed: of which values rows are kept, see :meth:`rows_needed`.
+            rows: by row of the shard table, the row that the shard is to have.
+        """
+        columns = self._all()
+        shards = np.full(len(needed), _NO_SHARD, np.int32)
+        shards[needed] = rows[columns["shards"][needed]]
+        columns["shards"], columns["starts"] = shards, np.where(needed, columns["starts"], 0)
+        kept = np.isin(columns["ids"], ids)
+        return {
+            "columns": {name: pack(column[kept]) for name, column in columns.items()},
+            "words": self._words.to_json(),
+            "names": list(self._kinds.items()),
+            "sources": sorted(self.sources),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, shards: int) -> Notes:
+        """Return what :meth:`to_json` described.
+
+        Args:
+            value: the JSON values.
+            shards: number of shards in the table that values by row refer to.
+
+        Raises:
+            CorruptStoreError: it does not describe values.
+        """
+        notes = cls()
+        try:
+            packed, kinds, sources = value["columns"], dict(value["names"]), value["sources"]
+            there = [name for name in _COLUMNS if name in packed or name not in _ADDED]
+            rows = {declared_rows(packed[name]) for name in there}
+            if len(rows) != 1:
+                raise ValueError("columns have different lengths")
+            columns = {name: unpack(packed[name], _COLUMNS[name]) for name in there}
+            for name, missing in _ADDED.items():
+                columns.setdefault(name, np.full(len(columns["ids"]), missing, _COLUMNS[name]))
+            notes._words = StringTable.from_json(value["words"])
+            for name, kind in kinds.items():
+                if not NAME.fullmatch(name) or not (kind in ("text", "number") or is_kind_of_rows(kind)):
+                    raise ValueError("names")
+            if len(kinds) > MOST_NAMES or not all(isinstance(source, str) for source in sources):
+                raise ValueError("names or sources")
+            words = len(notes._words)
+            for name, least, end in (
+                *(("names", 0, len(kinds)), ("who", 0, words), ("texts", _NO_TEXT, words)),
+                *(("shards", _NO_SHARD, shards), ("starts", 0, math.inf)),
+            ):
+                if len(columns[name]) and not (columns[name].min() >= least and columns[name].max() < end):
+                    raise ValueError(f"{name}: numbers that stand for nothing")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CorruptStoreError(f"not values of trajectories: {error}") from error
+        notes._kinds, notes.sources, notes._parts = kinds, set(sources), [columns]
+        return notes

@@ -1,0 +1,152 @@
+"""The JSON files of a directory and their checksums: sealed bodies, and ``metadata.json``. Pure; no I/O."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from trajstore.core.columns.document import decode_document
+from trajstore.errors import CorruptStoreError, UnsupportedVersionError
+
+METADATA_NAME = "metadata.json"
+INDEX_NAME = "trajectory_index.json"
+
+LEDGER_NAME = "mirror.json"
+"""In a mirror: whose it is, and what was copied to it and is not named by its index yet."""
+
+
+FROM_A_COPY = "; restore it from a copy"
+"""How sentences on damaged files end."""
+
+OR_WHAT_IS_WHOLE = "; strict=False loads what is whole, and `trajstore repair` makes a new store of it"
+"""What else can be done where something of it can be read."""
+
+OR_FROM_THE_LOG = f"{OR_WHAT_IS_WHOLE}, if the log still has every commit"
+"""The same, where the index cannot be read."""
+
+
+def without_advice(text: str) -> str:
+    """Return a sentence on damage without what can be done about it, for whoever does it."""
+    for advice in (OR_FROM_THE_LOG, OR_WHAT_IS_WHOLE, FROM_A_COPY):
+        text = text.removesuffix(advice)
+    return text
+
+
+_OF_METADATA = (
+    "it says format and generation of the store and where its draws stand, and holds no trajectory"
+    f"{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
+)
+"""What is lost with a ``metadata.json``, and what to do."""
+
+LAYOUT = "trajstore"
+LAYOUT_VERSION = 7
+"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several.
+5: or say when. 6: or tell facts of rollouts.
+"""
+
+_FOR_RLINF = (
+    b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '
+    b"load it with trajstore, or save it for RLinf with save_checkpoint(layout='rlinf')\"],"
+)
+"""RLinf's index has its ids under this key and makes numbers of them; without it, it loads nothing, in silence."""
+
+
+def _between(name: str) -> bytes:
+    """Return what stands in a sealed file between checksum and body."""
+    return b'",%b"%b":' % (_FOR_RLINF if name == "snapshot" else b"", name.encode())
+
+
+def _heads(name: str) -> tuple[bytes, bytes]:
+    """Return what may stand there: of this layout, and of layout 1."""
+    return _between(name), b'","%b":' % name.encode()
+
+
+def seal(name: str, body: bytes) -> bytes:
+    """Return a JSON file ``{"crc32": ..., name: body}`` whose checksum covers ``body``."""
+    return b'{"crc32":"%08x%b' % (zlib.crc32(body), _between(name)) + body + b"}"
+
+
+def begins_sealed(name: str, data: bytes) -> bool:
+    """Return whether a file begins as :func:`seal` begins it, damaged behind that or not."""
+    return data[:10] == b'{"crc32":"' and any(data.startswith(head, 18) for head in _heads(name))
+
+
+def unseal(name: str, data: bytes, source: str) -> Any:
+    """Return the parsed body of a sealed file.
+
+    Raises:
+        CorruptStoreError: it is no such file, or its checksum does not fit.
+    """
+    head = next((18 + len(text) for text in _heads(name) if data.startswith(text, 18)), 0)
+    if data[:10] != b'{"crc32":"' or not head or data[-1:] != b"}":
+        raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
+    body = memoryview(data)[head:-1]
+    if data[10:18] != b"%08x" % zlib.crc32(body):
+        raise CorruptStoreError(f"{source}: the checksum does not fit the content{FROM_A_COPY}")
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise CorruptStoreError(f"{source}: {error}") from error
+
+
+_KEYS_OF_RLINF = frozenset({"trajectory_format", "size", "total_samples", "trajectory_counter", "seed"})
+"""All that RLinf's ``metadata.json`` has."""
+
+
+def is_of_rlinf(data: bytes) -> bool:
+    """Return whether a ``metadata.json`` is one of RLinf."""
+    try:
+        values = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(values, dict) and len(values) >= 3 and values.keys() <= _KEYS_OF_RLINF
+
+
+def metadata_json(values: Mapping[str, Any]) -> bytes:
+    """Return ``metadata.json``: flat values, readable by any program, with a checksum of them."""
+    body = dict(values)
+    checksum = zlib.crc32(orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
+    return orjson.dumps({**body, "crc32": f"{checksum:08x}"}, option=orjson.OPT_INDENT_2)
+
+
+def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
+    """Return the values of a ``metadata.json`` written by trajstore.
+
+    Raises:
+        CorruptStoreError: it is damaged.
+        UnsupportedVersionError: a newer trajstore wrote it.
+    """
+    try:
+        values = decode_document(data)
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"{source}: damaged ({error}); {_OF_METADATA}") from error
+    if is_of_rlinf(data):
+        raise CorruptStoreError(
+            f"{source}: RLinf has written into this store and replaced its metadata.json and trajectory_index.json; "
+            "shards/ and log/ are as they were. Move RLinf's files (these two and trajectory_*) to a directory of "
+            "their own, from which they load, and put the two files of trajstore back from a checkpoint or a copy; "
+            "load_checkpoint(strict=False) reads what the log alone can tell"
+        )
+    if values.get("layout") != LAYOUT:
+        raise CorruptStoreError(
+            f"{source}: not what trajstore writes (layout {str(values.get('layout'))[:40]!r}): damaged, or of another "
+            f"program, beside whose files no store belongs. A store's own: {_OF_METADATA}"
+        )
+    version = values.get("layout_version")
+    if not isinstance(version, int):
+        raise CorruptStoreError(f"{source}: damaged (layout_version {str(version)[:40]!r}); {_OF_METADATA}")
+    if version > LAYOUT_VERSION:
+        raise UnsupportedVersionError(
+            f"{source}: written with layout version {version}, this trajstore reads up to {LAYOUT_VERSION}; upgrade it"
+        )
+    checksum = values.pop("crc32", None)
+    try:
+        body = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:  # it can be nested more deeply than anything that was written
+        raise CorruptStoreError(f"{source}: damaged ({error}); {_OF_METADATA}") from error
+    if checksum != f"{zlib.crc32(body):08x}":
+        raise CorruptStoreError(f"{source}: damaged (the checksum does not fit the content); {_OF_METADATA}")
+    return values

@@ -1,0 +1,225 @@
+"""What is written together: trajectories cut out of the queue into groups, a group into shards of one schema each.
+
+Batches are guarded by ``WriteQueue._lock``, with which :func:`fill` is called. A group belongs to the one thread that
+took it from the queue.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from trajstore.core.columns.flat import Block
+from trajstore.core.formats.base import ShardManifest
+from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.writing.commits import NewShard
+from trajstore.errors import StoreWriteError
+
+
+def random_uuids(count: int) -> bytes:
+    """Return random UUIDs (version 4), 16 bytes each."""
+    raw = np.frombuffer(os.urandom(16 * count), np.uint8).reshape(count, 16).copy()
+    raw[:, 6] = (raw[:, 6] & 0x0F) | 0x40
+    raw[:, 8] = (raw[:, 8] & 0x3F) | 0x80
+    return raw.tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Trajectories of one block that follow each other, which nobody changes.
+
+    Attributes:
+        block: has them, and perhaps others.
+        first: place of the first one in it.
+        entries: what an index says of them.
+        ids: theirs.
+        uuids: 16 bytes for each.
+        nbytes: bytes that they take in memory.
+    """
+
+    block: Block
+    first: int
+    entries: NewEntries
+    ids: Sequence[int]
+    uuids: bytes
+    nbytes: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, stop: int) -> Run:
+        """Return the trajectories ``start <= i < stop`` of it."""
+        return _run(self.block, self.first + start, self.entries, self.ids, self.uuids, slice(start, stop))
+
+
+def _run(
+    block: Block, first: int, entries: NewEntries, ids: Sequence[int], uuids: bytes, these: slice[int, int, None]
+) -> Run:
+    some = entries[these]
+    return Run(block, first, some, ids[these], uuids[16 * these.start : 16 * these.stop], sum(some.nbytes))
+
+
+def runs_of(blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes) -> list[Run]:
+    """Return the trajectories of some blocks, each of which has the next of them."""
+    ends = accumulate(map(len, blocks))
+    return [
+        _run(block, 0, entries, ids, uuids, slice(end - len(block), end))
+        for block, end in zip(blocks, ends, strict=True)
+    ]
+
+
+class Batch:
+    """What one call adds.
+
+    Attributes:
+        nbytes: bytes of all of it.
+        runs: what has not been taken out of it; empty until it is queued.
+        since: when it was queued, by ``time.monotonic``.
+        taken: whether any has been taken.
+    """
+
+    __slots__ = ("__weakref__", "nbytes", "runs", "since", "taken")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.runs: Sequence[Run] = ()
+        self.since = 0.0
+        self.taken = False
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of what has not been taken out of it."""
+        return [number for run in self.runs for number in run.ids]
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes of what has not been taken out of it."""
+        return sum([run.nbytes for run in self.runs])
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Trajectories of one schema that become one shard.
+
+    Attributes:
+        shard: the shard's number.
+        manifest: set when its files are durable.
+        record: what the log says of the trajectories, as JSON; set with the manifest.
+    """
+
+    shard: int
+    runs: list[Run] = field(default_factory=list)
+    manifest: ShardManifest | None = None
+    record: bytes = b""
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of its trajectories, ascending."""
+        return [number for run in self.runs for number in run.ids]
+
+    @property
+    def uuids(self) -> bytes:
+        """UUIDs of its trajectories, 16 bytes each."""
+        return b"".join([run.uuids for run in self.runs])
+
+    @property
+    def entries(self) -> NewEntries:
+        """What an index says of its trajectories."""
+        return NewEntries.joined([run.entries for run in self.runs])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its trajectories take in memory."""
+        return sum([run.nbytes for run in self.runs])
+
+    def split(self, other: int) -> list[Part]:
+        """Return two halves; the second one is the shard ``other``."""
+        first, second, left = Part(self.shard), Part(other), len(self.ids) // 2
+        for run in self.runs:
+            at = min(left, len(run))
+            left -= at
+            if at:
+                first.runs.append(run.part(0, at))
+            if at < len(run):
+                second.runs.append(run.part(at, len(run)))
+        return [first, second]
+
+    def new_shard(self) -> NewShard:
+        """Return what is to be recorded of this part once it is published."""
+        if self.manifest is None:
+            raise StoreWriteError(f"shard {self.shard} was not written")  # a bug if ever
+        return NewShard(self.shard, self.manifest, self.entries, self.ids, self.uuids, self.record)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Trajectories that are committed together, by one record of the log: all of them or none.
+
+    Attributes:
+        ticket: groups are committed in this order, without gaps.
+        flushes: calls of ``flush`` when this attempt began.
+        nbytes: bytes of all its trajectories.
+        last: highest of its ids.
+        failures: attempts that failed.
+    """
+
+    ticket: int
+    flushes: int
+    parts: list[Part] = field(default_factory=list)
+    nbytes: int = 0
+    last: int = -1
+    failures: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of all trajectories that are to be written, ascending."""
+        return sorted([number for part in self.parts for number in part.ids])
+
+
+def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
+    """Move trajectories from the queue into a group: as many as fit, and a shard for each schema among them.
+
+    Within a shard they stay in the order of their ids. Nothing is moved if this fails.
+
+    Args:
+        group: has nothing yet.
+        waiting: where they are taken from, the oldest first; not empty.
+        shard: number of the first shard; the others have the following ones.
+        limit: most bytes of all of them, but at least one trajectory is taken.
+    """
+    taken: dict[int, list[Run]] = {}  # by schema, of which there is one object each
+    left: list[tuple[Batch, deque[Run]]] = []
+    nbytes = 0
+    for batch in waiting:
+        runs = deque(batch.runs)
+        while runs and (count := _fitting(runs[0], limit - nbytes, least=not nbytes)):
+            run = runs.popleft()
+            if count < len(run):
+                runs.appendleft(run.part(count, len(run)))
+                run = run.part(0, count)
+            taken.setdefault(id(run.block.schema), []).append(run)
+            nbytes += run.nbytes
+        left.append((batch, runs))
+        if runs:
+            break
+    group.parts = [Part(shard + number, runs) for number, runs in enumerate(taken.values())]
+    group.nbytes, group.last = nbytes, max(part.runs[-1].ids[-1] for part in group.parts)
+    for batch, rest_of_it in left:
+        if not rest_of_it:
+            waiting.popleft()
+        elif rest_of_it[0] is batch.runs[0]:
+            break
+        batch.taken, batch.runs = True, rest_of_it
+
+
+def _fitting(run: Run, room: int, *, least: int) -> int:
+    """Return how many of a run's trajectories, the first ones, have at most so many bytes; at least ``least``."""
+    if run.nbytes <= room:
+        return len(run)
+    return max(least, bisect_right([*accumulate(run.entries.nbytes)], room))

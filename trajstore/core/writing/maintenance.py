@@ -1,0 +1,216 @@
+"""Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot.
+
+All of it is called with ``CommitLog._lock`` held, or before the writer has a second thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from trajstore.core.files.base import Directory, EncodedFile, Reader
+from trajstore.core.files.local import TEMPORARY_SUFFIX
+from trajstore.core.formats.base import SHARDS_FOLDER
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.log_records import LOG_FOLDER, segment_generation
+from trajstore.core.store.saved_points import PINS_FOLDER
+from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
+from trajstore.core.store.shard_table import shard_number
+from trajstore.errors import CorruptStoreError, listed
+
+logger = logging.getLogger(__name__)
+
+
+_OF_RLINF = ".rlinf"
+
+_OF_A_STORE = (METADATA_NAME, INDEX_NAME, SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER)
+
+STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
+"""Made when a writer opens a store; one that disappears later is not made anew."""
+
+
+def check_unused(directory: Directory) -> None:
+    """Refuse to begin a store where files of a damaged store, or of somebody else, would be overwritten.
+
+    The snapshot is the first file of a new store: one without entries is what an interrupted beginning left.
+
+    Raises:
+        CorruptStoreError: there are such files.
+    """
+    names = directory.names()
+    if INDEX_NAME in names and Catalog.has_begun(directory):
+        names.remove(INDEX_NAME)
+    lies = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
+    if METADATA_NAME in lies:
+        parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
+    if lies:
+        raise CorruptStoreError(
+            f"{directory.url}: holds {listed(lies, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
+            "file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
+        )
+
+
+class Garbage:
+    """Deletes shards that neither live nor pinned trajectories nor readers need. Only for the writer.
+
+    Args:
+        directory: the writer's.
+        catalog: its state when the writer opened it.
+    """
+
+    def __init__(self, directory: Directory, catalog: Catalog) -> None:
+        self.holds = 0
+        """How many are reading shards that may not be deleted meanwhile."""
+        self.put_off = False
+        """Whether something may be waiting for them to end."""
+        self.held_bytes = 0
+        """Bytes of the shards that only readers need, when this was last looked at."""
+        self._directory = directory
+        self._opened = catalog.generation
+        self._told: set[str] = set()
+        self._leftovers = self._find_leftovers(catalog)
+        catalog.unneeded()  # what nobody needs by now is unneeded from this generation on
+
+    def _find_leftovers(self, catalog: Catalog) -> list[str]:
+        """Delete what an interrupted writer left and nobody can read; return the files that readers may still see."""
+        rows = np.arange(len(catalog.shards), dtype=np.int64)
+        known = {name for _, names, _ in catalog.shards.file_sizes(rows) for name in names}
+        unknown = [name for name in self._directory.names(SHARDS_FOLDER) if name not in known]
+        earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
+        # No commit ever named those of later numbers; in an object store they are of a writer that has taken over.
+        names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
+        unfinished = [name for name in self._directory.names() if name.endswith(TEMPORARY_SUFFIX)]
+        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER)]
+        if names:
+            self._tell_of_leftovers(names)
+            _remove(self._directory, names)
+        return earlier
+
+    def _tell_of_leftovers(self, names: Sequence[str]) -> None:
+        """Say what goes: if the log has lost its end, this is all that is left of what it committed."""
+        shards = [name for name in names if name.startswith(SHARDS_FOLDER)]
+        logger.log(
+            logging.WARNING if shards else logging.INFO,
+            "%s: deletes %d files of shards that no commit names, and %d unfinished ones (%s), as interrupted "
+            "writers leave them",
+            self._directory.url,
+            len(shards),
+            len(names) - len(shards),
+            listed(sorted(names), 3),
+        )
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are files that only readers need."""
+        return bool(self.held_bytes or self._leftovers)
+
+    def collect(self, catalog: Catalog) -> None:
+        """Delete what can go now; nothing while somebody holds it.
+
+        A file that cannot be deleted is tried again by the next writer that opens the directory.
+        """
+        self.put_off = self.holds > 0
+        if self.put_off:
+            return
+        rows = catalog.unneeded()
+        self.held_bytes = 0
+        if not len(rows) and not self._leftovers:
+            return
+        try:
+            readers = self._directory.readers(tidy=True)
+        except OSError as error:  # somebody may be reading; what called this has been done all the same
+            logger.warning("could not see who reads %s, nothing is deleted: %s", self._directory.url, error)
+            return
+        if self._leftovers and all(reader.generation >= self._opened for reader in readers):
+            _remove(self._directory, self._leftovers)
+            self._leftovers = []
+        held = np.zeros(len(rows), np.bool_)
+        holding: list[Reader] = []
+        for reader in readers:
+            by_reader = catalog.lifetimes.held(rows, reader)
+            if by_reader.any():
+                held |= by_reader
+                holding.append(reader)
+        going = rows[~held]
+        if len(going):
+            _remove(self._directory, catalog.shards.files(going.tolist()))
+            catalog.lifetimes.remove(going)
+        if holding:
+            self.held_bytes = int(catalog.shards.nbytes()[rows[held]].sum())
+            self._tell(catalog, holding)
+
+    def _tell(self, catalog: Catalog, holding: Sequence[Reader]) -> None:
+        """Warn, once for each process, when readers hold more than the store itself."""
+        live = int(catalog.index["nbytes"].sum())
+        fresh = [reader for reader in holding if reader.process not in self._told]
+        if self.held_bytes <= live or not fresh:
+            return
+        self._told.update(reader.process for reader in fresh)
+        logger.warning(
+            "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
+            "a reader lets go of them when it calls refresh() or close()",
+            self._directory.url,
+            self.held_bytes,
+            live,
+            "; ".join(dict.fromkeys(reader.holder for reader in fresh)),
+        )
+
+
+def remove_segments(directory: Directory, up_to: int, fences: Sequence[int]) -> None:
+    """Delete the log segments whose first record is of this generation or an earlier one, and that are no fences."""
+    old = [
+        name
+        for name in directory.names(LOG_FOLDER)
+        if (first := segment_generation(name)) is not None and first <= up_to and first not in fences
+    ]
+    _remove(directory, old)
+
+
+def files_of_rlinf(directory: Directory, index_bytes: int) -> dict[str, bytes]:
+    """Return the JSON files of a live store that RLinf has replaced by its own; it replaces both whenever it adds.
+
+    Args:
+        directory: the store's.
+        index_bytes: size of the index as its writer left it; one of that size is taken for it without being read.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    found = {}
+    with suppress(FileNotFoundError, CorruptStoreError):
+        metadata = directory.read(METADATA_NAME)
+        if is_of_rlinf(metadata):
+            found[METADATA_NAME] = metadata
+    with suppress(FileNotFoundError, CorruptStoreError):
+        if directory.size(INDEX_NAME) != index_bytes:
+            index = directory.read(INDEX_NAME)
+            if not begins_sealed("snapshot", index):
+                found[INDEX_NAME] = index
+    return found
+
+
+def keep_files_of_rlinf(directory: Directory, files: Mapping[str, bytes]) -> None:
+    """Keep what RLinf wrote over the files of a live store, which are about to be written again, under other names.
+
+    Raises:
+        OSError: there is no room for them.
+    """
+    directory.publish([EncodedFile(f"{name}{_OF_RLINF}", [data]) for name, data in files.items()])
+    logger.warning(
+        "%s: RLinf has written into this store while it was open; its files are kept as %s, and trajstore's are "
+        "written again. Stop it, and move these, without %s, and its trajectory_* files to a directory of their own",
+        directory.url,
+        listed(f"{name}{_OF_RLINF}" for name in files),
+        _OF_RLINF,
+    )
+
+
+def _remove(directory: Directory, names: list[Any]) -> None:
+    try:
+        directory.remove(names)
+    except OSError as error:
+        logger.warning("could not delete files of %s: %s", directory.url, error)

@@ -1,0 +1,75 @@
+"""What a writer finds in a directory, and makes of it before the first commit. The lock on the directory is held."""
+
+from __future__ import annotations
+
+import logging
+
+from trajstore.core.files.base import FULL, Directory
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, segment_name
+from trajstore.core.store.saved_points import PINS_FOLDER
+from trajstore.core.store.sealed import LAYOUT_VERSION
+from trajstore.core.writing.fencing import fence
+from trajstore.core.writing.maintenance import STORE_FOLDERS, Garbage, check_unused
+from trajstore.core.writing.snapshots import Snapshots
+from trajstore.errors import StoreWriteError, written
+
+logger = logging.getLogger(__name__)
+
+
+def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Garbage, str]:
+    """Return what is committed in a directory, what may be deleted of it, and the segment of the log to append to.
+
+    Args:
+        directory: created if absent, continued if it holds a store.
+        snapshots: writes its two files.
+
+    Raises:
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
+    """
+    if not Catalog.exists(directory):
+        directory.create()
+        check_unused(directory)
+        directory.create(STORE_FOLDERS)
+        catalog = Catalog.create(directory)
+        garbage = Garbage(directory, catalog)
+        snapshots.write(catalog, garbage)
+        if not directory.can_append:
+            fence(directory, catalog)
+        return catalog, garbage, segment_name(catalog.generation + 1)
+    catalog = Catalog.open(directory)
+    directory.create(STORE_FOLDERS)
+    directory.settle(PINS_FOLDER)  # a pin that came back would name trajectories that are deleted by then
+    if not directory.can_append:
+        fence(directory, catalog)  # before anything is judged to be left over
+    garbage = Garbage(directory, catalog)
+    older = catalog.metadata()["layout_version"] < LAYOUT_VERSION
+    if older or catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+        # Behind a fence always: what an earlier writer knows of the index must not be true any more.
+        # Start on a clean segment: a torn last record is left behind with its segment.
+        segments = directory.names(LOG_FOLDER)
+        try:
+            snapshots.write(catalog, garbage)
+        except StoreWriteError as error:
+            cause = error.__cause__
+            if older or not (isinstance(cause, OSError) and cause.errno in FULL):
+                raise
+            # So that a full disk can be opened, and something be evicted. (A store of an older layout needs a
+            # snapshot first: what reads that layout could not read records of this one.)
+            logger.warning("%s; the log that is there is continued", error)
+            _cut_torn_record(directory, catalog)
+            return catalog, garbage, catalog.segment
+        else:
+            directory.remove([name for name in segments if segment_generation(name) not in catalog.fences])
+    else:
+        snapshots.renewed = catalog.generation
+    return catalog, garbage, segment_name(catalog.generation + 1)
+
+
+def _cut_torn_record(directory: Directory, catalog: Catalog) -> None:
+    """Cut off what an interrupted commit left at the end of the log."""
+    if catalog.segment_torn:
+        with written(": a record that was not committed could not be cut off"):
+            directory.cut(catalog.segment, catalog.segment_end)
+        catalog.segment_torn = 0

@@ -1,0 +1,33 @@
+"""How a writer uses threads, memory and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trajstore.core.base.settings import Count, Seconds, Settings, Whole
+
+
+@dataclass(frozen=True)
+class WriterOptions(Settings):
+    """How a writer uses threads, memory and files.
+
+    Attributes:
+        threads: pool threads that encode and write shards.
+        max_pending_bytes: memory for trajectories that are not committed yet.
+        on_full: ``"block"`` waits until there is room, ``"raise"`` raises :class:`PendingFullError`.
+        shard_bytes: a shard is closed when it holds this many bytes.
+        commit_interval: seconds that a trajectory may wait for others to share its shard; ``flush`` does not wait.
+        snapshot_bytes: the index is written whole when the commit log has grown by this, or by twice the index's
+            size if that is more.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    threads: Count = 2
+    max_pending_bytes: Count = 256 << 20
+    on_full: Literal["block", "raise"] = "block"
+    shard_bytes: Count = 16 << 20
+    commit_interval: Seconds = 0.05
+    snapshot_bytes: Whole = 16 << 20

@@ -1,0 +1,119 @@
+"""Making the shards of a group durable, without those trajectories that cannot be written for their own sake."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from trajstore.core.files.base import Directory, EncodedFile
+from trajstore.core.formats.base import TrajectoryFormat
+from trajstore.core.formats.checksums import encoded_shard
+from trajstore.core.store.additions import entries_to_json
+from trajstore.core.store.shard_table import shard_name
+from trajstore.core.writing.assembly import Scratch, content_of
+from trajstore.core.writing.groups import Part
+from trajstore.errors import StoreLockedError
+
+_CONTENT = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+_ENVIRONMENT = (OSError, ImportError, StoreLockedError)
+_CONTENT_ERRNOS = (errno.ENAMETOOLONG, errno.EILSEQ)
+
+_DOUBTS = 3
+"""Attempts after which an error that may be anybody's is taken for the trajectory's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritable:
+    """Trajectories that cannot be written: ids, bytes in memory, and why."""
+
+    ids: list[int]
+    nbytes: int
+    error: Exception
+
+
+def is_of_content(error: Exception, failures: int) -> bool:
+    """Return whether a write failed because of what was to be written, not because of the disk or the machine.
+
+    Args:
+        error: why it failed.
+        failures: how often it has failed before.
+    """
+    if isinstance(error, OSError) and error.errno in _CONTENT_ERRNOS:
+        return True
+    if isinstance(error, _ENVIRONMENT):
+        return False
+    return isinstance(error, _CONTENT) or failures >= _DOUBTS
+
+
+class Publisher:
+    """Encodes and publishes parts of groups. One for each thread.
+
+    Args:
+        directory: where.
+        trajectory_format: how shards are written.
+        new_shard: returns the number of one more shard.
+    """
+
+    def __init__(self, directory: Directory, trajectory_format: TrajectoryFormat, new_shard: Callable[[], int]) -> None:
+        self._directory = directory
+        self._format = trajectory_format
+        self._new_shard = new_shard
+        self._scratch = Scratch()
+
+    def publish(self, parts: Sequence[Part], failures: int) -> tuple[list[Part], list[Unwritable]]:
+        """Make parts durable; return those that are, perhaps split into more, and what cannot be written.
+
+        Args:
+            parts: of one group.
+            failures: how often this has failed before.
+
+        Raises:
+            OSError: the disk refuses, or takes no file of the size of a single trajectory.
+            MemoryError: there is no memory to encode a single trajectory.
+        """
+        try:
+            self._write(parts)
+        except Exception as error:  # whatever a format raises; told apart below
+            too_much = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.EFBIG
+            if not too_much and not is_of_content(error, failures):
+                raise
+            pieces = self._smaller(parts)
+            if not pieces:
+                if too_much:
+                    raise
+                (part,) = parts
+                return [], [Unwritable(part.ids, part.nbytes, error)]
+        else:
+            return list(parts), []
+        durable: list[Part] = []
+        unwritable: list[Unwritable] = []
+        for piece in pieces:
+            good, bad = self.publish([piece], failures)
+            durable += good
+            unwritable += bad
+        return durable, unwritable
+
+    def _smaller(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts to try one by one; none if there is a single trajectory."""
+        if len(parts) > 1:
+            return list(parts)
+        return parts[0].split(self._new_shard()) if len(parts[0].ids) > 1 else []
+
+    def _write(self, parts: Sequence[Part]) -> None:
+        files: list[EncodedFile] = []
+        manifests = []
+        self._scratch.reset()
+        for part in parts:
+            name = shard_name(part.shard)
+            entries = part.entries
+            content = content_of(part.runs, entries.extents, self._scratch)
+            encoded, manifest = encoded_shard(self._format, name, content)
+            manifests.append(manifest)
+            files += encoded
+            part.record = orjson.dumps(entries_to_json(entries, part.ids, part.uuids))
+        self._directory.publish(files)
+        for part, manifest in zip(parts, manifests, strict=True):
+            part.manifest = manifest

@@ -1,0 +1,394 @@
+"""The queue between those who add and the threads that write: bounded by bytes, first in, first out.
+
+Owns ids, the order of commits, and what ``flush`` and ``wait`` are told. No I/O.
+
+Whoever adds may be interrupted between any two instructions. Therefore a batch enters with one call
+(``deque.append``), ids are given before it and never back, and the count of bytes is made anew from what is
+there before anybody waits for room.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from trajstore.core.base import locks
+from trajstore.core.base.interrupts import WaitList, seconds_until
+from trajstore.core.columns.flat import Block
+from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.writing.groups import Batch, Group, fill, random_uuids, runs_of
+from trajstore.core.writing.options import WriterOptions
+from trajstore.errors import (
+    PendingFullError,
+    StoreClosedError,
+    StoreWriteError,
+    TrajectoryUnavailableError,
+    UnwritableTrajectoryError,
+)
+
+_UUIDS_AHEAD = 256
+
+_PAUSES = (0.05, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before the second, third, ... attempt to write a group; the last one stands for all later ones."""
+
+
+class WriteQueue:
+    """Safe to call from several threads; everything is guarded by one lock.
+
+    Args:
+        url: what messages call the store.
+        options: limits.
+        next_id: first id to give out.
+        next_shard: first shard number to give out.
+        check_usable: raises when the caller's process must not write.
+
+    Attributes:
+        retries: failed attempts that a later one made up for.
+        set_aside: trajectories that could not be written for their own sake.
+    """
+
+    def __init__(
+        self, url: str, options: WriterOptions, next_id: int, next_shard: int, check_usable: Callable[[], None]
+    ) -> None:
+        self.retries = 0
+        self.set_aside = 0
+        self._url = url
+        self._options = options
+        self.check_process = check_usable
+        self._lock = locks.rlock("WriteQueue._lock")  # a signal handler may flush while its thread is in here
+        self._wait_list = WaitList()
+        self._adding: dict[int, weakref.ref[Batch]] = {}  # room was reserved for them, and they are not queued yet
+        self._waiting: deque[Batch] = deque()
+        self._groups: dict[int, Group] = {}  # by ticket: taken and not finished
+        self._retry: deque[Group] = deque()
+        self._retry_at = 0.0
+        self._ready: dict[int, Group] = {}
+        self._pending_bytes = 0
+        self._next_id = next_id
+        self._stride = 1
+        self._last_taken = -1
+        self._next_ticket = 0
+        self._commit_ticket = 0
+        self._next_shard = next_shard
+        self._flush_until = -1
+        self._committed = next_id - 1
+        self._flushes = 0
+        self._closing = False
+        self._failure: StoreWriteError | None = None  # why nothing can be written at present
+        self._untold: StoreWriteError | None = None  # what the next caller is to be told
+        self._rejected: list[UnwritableTrajectoryError] = []
+        self._uuids = b""
+
+    # -- adding -----------------------------------------------------------------------------------
+
+    def reserve_ids(self, first: int, stride: int) -> int:
+        """Give out ids from ``first`` on, every ``stride``-th (ranks of one run keep apart so); return the first."""
+        with self._lock:
+            late = max(0, self._next_id - first)
+            self._next_id = first + -(-late // stride) * stride
+            self._stride = stride
+            return self._next_id
+
+    def reserve(self, batch: Batch, total: int | None) -> None:
+        """Wait until the bytes of a batch may be held, and count them as held.
+
+        Args:
+            batch: has no trajectories yet.
+            total: bytes of all that the call adds, if this is its first batch; None for the others. Only the first
+                one is refused because of what went wrong before, or of ``on_full="raise"``.
+
+        Raises:
+            StoreWriteError: an earlier write failed, or there is no room and nothing can be written at present.
+            UnwritableTrajectoryError: earlier trajectories could not be written for their own sake.
+            PendingFullError: there is no room and ``on_full`` is ``"raise"``.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        self.check_process()  # first: in a forked child the lock may never come free
+        refuse = self._options.on_full == "raise"
+        while True:
+            with self._lock:
+                if self._closing:
+                    raise StoreClosedError(f"{self._url}: the writer was closed")
+                if total is not None and (self._untold is not None or self._rejected):
+                    self.tell_untold()
+                if self._fits(total if total is not None and refuse else batch.nbytes):
+                    self._adding[id(batch)] = weakref.ref(batch)
+                    self._pending_bytes += batch.nbytes
+                    return
+                if self._failure is not None:  # nobody knows when there will be room
+                    self._untold = None
+                    raise self._failure
+                if refuse and total is not None:
+                    raise PendingFullError(
+                        f"{self._pending_bytes} bytes wait to be written to {self._url} and {total} more "
+                        f"do not fit into max_pending_bytes = {self._options.max_pending_bytes}; "
+                        "add more slowly or allow more"
+                    )
+                self._flush_until = max(self._flush_until, self._next_id)  # do not wait for more to fill a shard
+                self._wait_list.wake()
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate)
+
+    def _fits(self, nbytes: int) -> bool:
+        limit = self._options.max_pending_bytes
+        if self._pending_bytes == 0 or self._pending_bytes + nbytes <= limit:
+            return True
+        self._recount()
+        return self._pending_bytes == 0 or self._pending_bytes + nbytes <= limit
+
+    def _recount(self) -> None:
+        """Count what is held anew; an interrupt may have kept somebody from counting."""
+        queued = {id(batch) for batch in self._waiting}
+        adding = 0
+        for key, reference in list(self._adding.items()):
+            batch = reference()
+            if batch is None or batch.taken or key in queued:
+                del self._adding[key]
+            else:
+                adding += batch.nbytes
+        waiting = sum([batch.bytes_left for batch in self._waiting])
+        self._pending_bytes = adding + waiting + sum([group.nbytes for group in self._groups.values()])
+
+    def take_ids(self, count: int) -> tuple[list[int], bytes]:
+        """Return the next ids and a UUID (16 bytes) for each. Nobody is given them again, whatever becomes of them."""
+        with self._lock:
+            if len(self._uuids) < 16 * count:
+                self._uuids = random_uuids(max(count, _UUIDS_AHEAD))
+            uuids, self._uuids = self._uuids[: 16 * count], self._uuids[16 * count :]
+            ids = [self._next_id + i * self._stride for i in range(count)]
+            self._next_id = ids[-1] + self._stride
+            return ids, uuids
+
+    def submit(
+        self, batch: Batch, blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes
+    ) -> None:
+        """Queue trajectories whose bytes are reserved, with the ids that were taken for them, in order of ids.
+
+        Raises:
+            StoreClosedError: the writer was closed meanwhile.
+        """
+        batch.runs = runs_of(blocks, entries, ids, uuids)
+        batch.since = time.monotonic()
+        with self._lock:
+            if self._closing:
+                raise StoreClosedError(f"{self._url}: the writer was closed")
+            if ids[0] <= self._newest():  # a signal handler added something in the midst of this
+                raise StoreWriteError(f"{self._url}: later trajectories were queued meanwhile; add these again")
+            idle = not self._waiting
+            self._waiting.append(batch)  # from here on it will be written
+            self._adding.pop(id(batch), None)
+            if idle or self._pending_bytes >= self._options.shard_bytes:  # else a thread's pause runs already
+                self._wait_list.wake()
+
+    def withdraw(self, batch: Batch) -> bool:
+        """Give back what :meth:`reserve` counted, unless the batch is queued already; return whether it is not."""
+        with self._lock:
+            if batch.taken or any(other is batch for other in self._waiting):
+                self._wait_list.wake()
+                return False
+            self._adding.pop(id(batch), None)
+            self._recount()
+            self._wait_list.wake()
+            return True
+
+    # -- receipts ---------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> int:
+        """Watermark: every trajectory up to this id survives a crash; -1 before the first."""
+        return self._committed
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of trajectories that are not committed yet."""
+        return self._pending_bytes
+
+    @property
+    def pending_ids(self) -> list[int]:
+        """Ids of the trajectories that are not committed yet, in no order."""
+        with self._lock:
+            waiting = [number for batch in self._waiting for number in batch.ids]
+            return waiting + [number for group in self._groups.values() for number in group.ids]
+
+    def wait(self, trajectory_id: int, timeout: float | None = None) -> bool:
+        """Wait until an id is committed; return whether it is (False after ``timeout`` seconds).
+
+        Raises:
+            StoreWriteError: it cannot be written at present.
+            TrajectoryUnavailableError: no trajectory of this id was added.
+            StoreClosedError: the writer was closed and could not write it.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if self._committed >= trajectory_id:
+                    return True
+                if self._failure is not None:
+                    self._untold = None
+                    raise self._failure
+                if trajectory_id > self._newest():
+                    raise TrajectoryUnavailableError(f"{self._url}: no trajectory has the id {trajectory_id}")
+                left = seconds_until(deadline)
+                if left is not None and left <= 0:
+                    return False
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate, left)
+
+    def _newest(self) -> int:
+        """Return the highest id that was queued; -1 if none was."""
+        return self._waiting[-1].runs[-1].ids[-1] if self._waiting else self._last_taken
+
+    def begin_flush(self) -> int:
+        """Let everything that was submitted be written now, failed writes again; return the last id of it, or -1."""
+        with self._lock:
+            self._failure = self._untold = None
+            self._retry_at = 0.0
+            self._flushes += 1
+            self._flush_until = max(self._flush_until, self._newest())
+            self._wait_list.wake()
+            return self._newest()
+
+    def tell_untold(self) -> None:
+        """Raise what went wrong and nobody was told yet; each error is raised once.
+
+        Raises:
+            StoreWriteError: a write failed.
+            UnwritableTrajectoryError: trajectories could not be written for their own sake.
+        """
+        with self._lock:
+            if self._untold is not None:
+                error, self._untold = self._untold, None
+                raise error
+            if self._rejected:
+                rejected, self._rejected = self._rejected, []
+                raise rejected[0] if len(rejected) == 1 else UnwritableTrajectoryError.of(rejected)
+
+    def close(self) -> None:
+        """Take nothing more; threads that ask for a group get what is left and then None."""
+        with self._lock:
+            self._closing = True
+            self._wait_list.wake()
+
+    @property
+    def closing(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closing
+
+    # -- for the pool -----------------------------------------------------------------------------
+
+    def next_group(self, meanwhile: Callable[[], None] = lambda: None) -> Group | None:
+        """Wait for a group that should be written now; None when the queue closes and nothing can be written.
+
+        ``meanwhile`` is called now and then while there is none.
+        """
+        while True:
+            with self._lock:
+                pause = self._time_to_wait()
+                if pause is not None and pause <= 0:
+                    return self._take_group()
+                if self._closing and pause is None:
+                    return None
+                gate = self._wait_list.gate()
+            self._wait_list.wait(gate, pause)
+            meanwhile()
+
+    def _time_to_wait(self) -> float | None:
+        """Return the seconds until a group should be written; None if there is none."""
+        if self._retry:
+            if self._closing:
+                return 0.0 if self._failure is None else None
+            return self._retry_at - time.monotonic()
+        if not self._waiting or (self._closing and self._failure is not None):
+            return None
+        first = self._waiting[0]
+        flushed = first.runs[0].ids[0] <= self._flush_until
+        if self._closing or flushed or self._pending_bytes >= self._options.shard_bytes:
+            return 0.0
+        return first.since + self._options.commit_interval - time.monotonic()
+
+    def _take_group(self) -> Group:
+        if self._retry:
+            group = self._retry.popleft()
+            group.flushes = self._flushes
+            return group
+        group = Group(self._next_ticket, self._flushes)
+        fill(group, self._waiting, self._next_shard, self._options.shard_bytes)
+        self._next_ticket += 1
+        self._next_shard += len(group.parts)
+        self._last_taken = group.last
+        self._groups[group.ticket] = group
+        return group
+
+    def new_shard(self) -> int:
+        """Return the number of one more shard."""
+        with self._lock:
+            self._next_shard += 1
+            return self._next_shard - 1
+
+    def published(self, group: Group) -> None:
+        """Note that a group's files are durable."""
+        with self._lock:
+            self._ready[group.ticket] = group
+
+    def take_ready(self) -> list[Group]:
+        """Take all groups that can be committed now, in order: published ones, with none before them that is not.
+
+        The caller says :meth:`finish` or :meth:`fail` of them before anybody takes more.
+        """
+        with self._lock:
+            groups: list[Group] = []
+            while (group := self._ready.pop(self._commit_ticket + len(groups), None)) is not None:
+                groups.append(group)
+            return groups
+
+    def finish(self, groups: Sequence[Group]) -> int:
+        """Note that groups are committed; return how many failed attempts this made up for."""
+        with self._lock:
+            for group in groups:
+                self._groups.pop(group.ticket, None)
+            self._pending_bytes -= sum([group.nbytes for group in groups])
+            self._commit_ticket += len(groups)
+            self._committed = groups[-1].last
+            overcome = sum([group.failures for group in groups])
+            self.retries += overcome
+            if overcome:
+                self._failure = self._untold = None
+            self._wait_list.wake()
+            return overcome
+
+    def fail(self, groups: Sequence[Group], error: StoreWriteError) -> None:
+        """Keep groups that could not be written, and all that wait for them; they are tried again after a pause.
+
+        The error is for callers from the second attempt on; what the second one overcomes is no news to them.
+        """
+        with self._lock:
+            kept = sorted([*groups, *self._retry, *self._ready.values()], key=lambda group: group.ticket)
+            self._ready.clear()
+            self._retry = deque(kept)
+            for group in groups:
+                group.failures += 1
+            attempts = max(group.failures for group in groups)
+            self._retry_at = time.monotonic() + _PAUSES[min(attempts, len(_PAUSES)) - 1]
+            if groups[0].flushes != self._flushes:  # flush was called meanwhile, which means: try again
+                self._retry_at = 0.0
+            elif attempts > 1:
+                if self._failure is None:
+                    self._untold = error
+                self._failure = error
+            self._wait_list.wake()
+
+    def reject(self, group: Group, error: UnwritableTrajectoryError, nbytes: int) -> None:
+        """Count trajectories that are not in their group any more because they cannot be written."""
+        with self._lock:
+            group.nbytes -= nbytes
+            self._pending_bytes -= nbytes
+            self.set_aside += len(error.ids)
+            self._rejected.append(error)
+            self._wait_list.wake()
+
+    def tell(self, error: StoreWriteError) -> None:
+        """Let the next ``add``, ``flush`` or ``close`` raise an error that concerns no group."""
+        with self._lock:
+            self._untold = error

@@ -1,0 +1,52 @@
+"""A store's log held by a tool, without a buffer: nobody is shown what changes, and nothing is added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from trajstore.core.files.base import Directory
+from trajstore.core.store.sealed import METADATA_NAME, parse_metadata
+from trajstore.core.writing.commit_log import CommitLog
+from trajstore.core.writing.commits import CommitListener
+from trajstore.core.writing.points import Points
+from trajstore.errors import written
+
+_NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing
+
+
+class _Nobody(CommitListener):
+    """Shows nothing of what changes; keeps the seed that ``metadata.json`` says."""
+
+    def __init__(self, seed: Any) -> None:
+        self._seed = seed
+
+    def metadata(self) -> Mapping[str, Any]:
+        return {"seed": self._seed}
+
+
+@contextmanager
+def held_log(directory: Directory) -> Iterator[CommitLog]:
+    """Yield the log of a store, as its one writer.
+
+    Raises:
+        StoreLockedError: somebody else writes there.
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: it cannot be continued.
+    """
+    source = f"{directory.url}/{METADATA_NAME}"
+    metadata = parse_metadata(directory.read(METADATA_NAME), source)
+    with written(": cannot be written"):
+        lock = directory.lock_writer()
+    with lock:
+        log = CommitLog(directory, str(metadata.get("trajectory_format")), _NEVER, _Nobody(metadata.get("seed")))
+        yield log
+        log.close()
+
+
+@contextmanager
+def held_points(directory: Directory) -> Iterator[Points]:
+    """Yield the saved points of a store, as its one writer; raises what :func:`held_log` does."""
+    with held_log(directory) as log:
+        yield Points(log)

@@ -1,0 +1,51 @@
+"""For runs that come from RLinf: its names, on trajstore's store.
+
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+
+``from trajstore.interop.rlinf import TrajectoryReplayBuffer, Trajectory, EmbodiedTrajectoryBuilder`` stands in for the imports
+from ``rlinf.data.storage.replay`` and ``rlinf.data.schema``: the classes of trajstore with the members that RLinf's
+workers and tools call besides. The how-to ``docs/howto/rlinf.md`` tells the rest.
+
+``layout`` and ``source`` read and write RLinf's directories; ``guard`` keeps writers out of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trajstore.interop.rlinf.buffer import TrajectoryReplayBuffer
+    from trajstore.interop.rlinf.priority_store import PriorityStore
+    from trajstore.interop.rlinf.trajectory import EmbodiedTrajectoryBuilder, Trajectory, convert_trajectories_to_batch
+    from trajstore.trajectory import ChunkStepResult, get_model_weights_id
+
+__all__ = [
+    "ChunkStepResult",
+    "EmbodiedTrajectoryBuilder",
+    "PriorityStore",
+    "Trajectory",
+    "TrajectoryReplayBuffer",
+    "convert_trajectories_to_batch",
+    "get_model_weights_id",
+]
+
+_MODULES = {
+    "ChunkStepResult": "trajstore.trajectory",
+    "EmbodiedTrajectoryBuilder": "trajstore.interop.rlinf.trajectory",
+    "PriorityStore": "trajstore.interop.rlinf.priority_store",
+    "Trajectory": "trajstore.interop.rlinf.trajectory",
+    "TrajectoryReplayBuffer": "trajstore.interop.rlinf.buffer",
+    "convert_trajectories_to_batch": "trajstore.interop.rlinf.trajectory",
+    "get_model_weights_id": "trajstore.trajectory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    raise AttributeError(f"module 'trajstore.interop.rlinf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,81 @@
+"""The replay buffer with the members that RLinf's workers and tools reach for besides the public ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trajstore.core.buffer import replay_buffer as plain
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.interop.rlinf.trajectory import Trajectory, flatten_trajectory
+from trajstore.trajectory import AgentTrajectory
+
+
+class TrajectoryReplayBuffer(plain.TrajectoryReplayBuffer):
+    """:class:`trajstore.TrajectoryReplayBuffer` for code that was written against RLinf's, private members included.
+
+    Its RLT workers flatten trajectories through the buffer, its visualizer walks the index. Everything else is
+    as in the base class, directories included.
+    """
+
+    logger = logging.getLogger("trajstore")
+
+    @property
+    def enable_cache(self) -> bool:
+        """Whether trajectories stay in memory after they were written; always true in memory only."""
+        return self.live.contents.cache is not None
+
+    @property
+    def random_generator(self) -> torch.Generator:
+        """The generator that draws samples; to seed it anew changes what is drawn next."""
+        return self._draws.generator
+
+    def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
+        """Draw transitions; the same as ``sample(num_chunks)``."""
+        return self.sample(num_chunks)
+
+    def _flatten_trajectory(self, trajectory: Trajectory) -> dict[str, Any]:
+        return flatten_trajectory(trajectory)
+
+    @property
+    def _trajectory_id_list(self) -> list[int]:
+        return [int(number) for number in self.trajectory_ids]
+
+    @property
+    def _trajectory_index(self) -> Mapping[int, dict[str, Any]]:
+        return _Index(self)
+
+    def _load_trajectory(self, trajectory_id: int, model_weights_id: str) -> Trajectory | AgentTrajectory:
+        found = self.get(trajectory_id)
+        return found if isinstance(found, AgentTrajectory) else Trajectory(**vars(found))
+
+
+class _Index(Mapping[int, dict[str, Any]]):
+    """What RLinf's index says of each trajectory, by id; of its shape T and B."""
+
+    def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+        self._buffer = buffer
+
+    @property
+    def _index(self) -> TrajectoryIndex:
+        return self._buffer.live.contents.index
+
+    def __getitem__(self, trajectory_id: int) -> dict[str, Any]:
+        with self._buffer.live.contents.lock:
+            entry = self._index.entry(self._index.position_of(trajectory_id))
+        return {
+            "num_samples": entry.num_samples,
+            "trajectory_id": trajectory_id,
+            "max_episode_length": entry.max_episode_length,
+            "shape": (entry.extent.steps, entry.extent.batch),
+            "model_weights_id": entry.model_weights_id,
+        }
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._buffer._trajectory_id_list)
+
+    def __len__(self) -> int:
+        return len(self._buffer)

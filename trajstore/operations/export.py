@@ -1,0 +1,276 @@
+"""Rollouts written as files that other tools read: JSON lines, or a folder of Parquet.
+
+The target appears under its name when it is whole. Until then it has a hidden name beside it, which is locked by the
+process that writes it; what a killed one has left is deleted by the next export to the same place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import orjson
+import torch
+
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.columns.facts import SCORE
+from trajstore.core.columns.portions import portions
+from trajstore.core.reading.late import COLUMNS
+from trajstore.core.store.run_ids import shown_id
+from trajstore.errors import ConfigurationError, TrajstoreError
+from trajstore.query.engine import polars
+from trajstore.query.facts import FACTS
+from trajstore.query.messages import text_of
+from trajstore.query.query import Query
+from trajstore.query.relations import late_columns
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataType
+
+logger = logging.getLogger(__name__)
+
+Form = Literal["jsonl", "parquet"]
+
+Progress = Callable[[int, int], None]
+"""Called with the rollouts that are written and their number."""
+
+_TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
+_MASKS = (*TOKEN_COLUMNS, "response_mask")
+
+_PART_BYTES = 16 << 20
+"""Of the trajectories in one file of a folder; as many are in memory at a time."""
+
+
+@dataclass(slots=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        target: file or folder.
+        rollouts: that were written.
+        steps: trajectories that are no rollouts, and were left out.
+        problems: by id, why a rollout could not be read; it was left out.
+    """
+
+    target: str
+    rollouts: int = 0
+    steps: int = 0
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+
+def export_rollouts(
+    source: str | Path,
+    target: str | Path,
+    form: Form,
+    *,
+    where: str | None = None,
+    pin: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write rollouts of a store, checkpoint or run directory to a file of JSON lines or a folder of Parquet files.
+
+    One rollout is one line or row, the oldest first: the fields of :class:`~trajstore.AgentTrajectory`,
+    ``trajectory_id`` and ``committed``. Tensors are lists; values that came late stand by name under ``notes``, those
+    by row as lists. In Parquet, ``outcome`` and ``success_rate`` are columns, each message has ``role``, ``content``
+    and itself as ``json``, each name of late values has a column ``notes.NAME`` (null where there is none), and
+    ``rest`` has all other fields as JSON.
+
+    Args:
+        source: path or URL.
+        target: must not exist; its folder must.
+        form: ``"jsonl"`` or ``"parquet"``.
+        where: condition on facts, in SQL; None = all.
+        pin: the trajectories of a pin instead of the present ones.
+        progress: told how far it is.
+
+    Raises:
+        ConfigurationError: the target exists, or the condition is wrong.
+        MissingDependencyError: Polars is not installed (extra ``query``).
+        TrajstoreError: the source cannot be opened.
+        OSError: the target cannot be written.
+    """
+    target = Path(target)
+    if form not in get_args(Form):
+        raise ConfigurationError(f"export: form {form!r}, must be one of {', '.join(get_args(Form))}")
+    if target.exists() or target.is_symlink():
+        raise ConfigurationError(f"export: {target} exists already; name another target, or delete it")
+    with Reader.open(source, pin=pin) as reader:
+        question = reader.query() if where is None else reader.query().where(where)
+        late = _late_columns(reader, question)
+        given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
+        columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
+        rows = question.select(*columns).rows()
+        done = Exported(str(target), steps=sum(row["kind"] != "agent" for row in rows))
+        rows = [row for row in rows if row["kind"] == "agent"]
+        with _appearing(target) as folder:
+            write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late)
+            for some, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
+                write(list(_read(reader, some, late, done)))
+                progress(done.rollouts + len(done.problems), len(rows))
+    return done
+
+
+def _late_columns(reader: Reader, question: Query) -> dict[str, DataType]:
+    """Return the names of values that came late, and the types of their columns in Parquet."""
+    pl = polars()
+    facts = question.limit(0).table().schema
+    found = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
+    by_row = late_columns(reader.live.locked, "tokens")
+    found |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
+    if both := sorted(facts.keys() & by_row.keys()):
+        logger.warning(
+            "export: values %s are by row in one rank and one for each trajectory in another, and are left out; export "
+            "the ranks one by one to have them",
+            ", ".join(both),
+        )
+    return {name: kind for name, kind in found.items() if name not in both}
+
+
+def _read(
+    reader: Reader, rows: Sequence[Mapping[str, Any]], late: Collection[str], done: Exported
+) -> Iterator[dict[str, Any]]:
+    """Yield the fields of rollouts; what cannot be read is noted."""
+    for row in rows:
+        name = shown_id(row["trajectory_id"])
+        try:
+            rollout = reader.get(row["trajectory_id"])
+        except (TrajstoreError, OSError) as error:
+            done.problems[name] = str(error)
+            continue
+        if not isinstance(rollout, AgentTrajectory):
+            done.problems[name] = "it is a step trajectory by now"
+            continue
+        done.rollouts += 1
+        given = {one: row[one] for one in late if row.get(one) is not None}
+        given |= {one: _list(one, rows) for one, rows in rollout.notes.items() if one in late}
+        yield {"trajectory_id": name, "committed": row["committed"], **_fields(rollout, given)}
+
+
+def _fields(rollout: AgentTrajectory, late: Mapping[str, Any]) -> dict[str, Any]:
+    values = vars(rollout)
+    tensors = {name: _list(name, values[name]) for name in _TENSORS}
+    reward = None if rollout.reward is None else vars(rollout.reward)
+    return {**values, **tensors, "reward": reward, "notes": late}
+
+
+def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:
+    if tensor is None:
+        return None
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    numbers: list[Any] = real.to(torch.int64 if name in _MASKS else torch.float64).tolist()
+    return numbers
+
+
+def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
+    """Return what appends rollouts to a file of JSON lines."""
+    path.touch()
+
+    def write(rollouts: Sequence[dict[str, Any]]) -> None:
+        with path.open("ab") as file:
+            file.writelines(orjson.dumps(one) + b"\n" for one in rollouts)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return write
+
+
+def _parts(path: Path, late: Mapping[str, DataType]) -> Callable[[Sequence[dict[str, Any]]], None]:
+    """Return what writes rollouts to the next file of a folder."""
+    pl = polars()
+    path.mkdir()
+    texts = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
+    message = pl.Struct({"role": pl.String, "content": pl.String, "json": pl.String})
+    schema = {
+        **dict.fromkeys(("trajectory_id", *texts), pl.String),
+        "committed": pl.Datetime("us", "UTC"),
+        **dict.fromkeys(("policy_version", "response_start"), pl.Int64),
+        **dict.fromkeys(("outcome", "success_rate", "entropy"), pl.Float64),
+        "is_terminated": pl.Boolean,
+        "messages": pl.List(message),
+        **{name: pl.List(pl.Int64 if name in _MASKS else pl.Float64) for name in _TENSORS},
+        **{f"{COLUMNS}{name}": kind for name, kind in late.items()},
+        "rest": pl.String,
+    }
+
+    def write(rollouts: Sequence[dict[str, Any]]) -> None:
+        file = path / f"part-{sum(1 for _ in path.iterdir()):05d}.parquet"
+        pl.DataFrame([_row(one) for one in rollouts], schema=schema).write_parquet(file)
+        _sync(file)
+
+    return write
+
+
+def _row(rollout: dict[str, Any]) -> dict[str, Any]:
+    reward = rollout["reward"] or {}
+    return {
+        **rollout,
+        "outcome": reward.get("outcome"),
+        "success_rate": reward.get("success_rate"),
+        "messages": [
+            {"role": text_of(one.get("role")), "content": text_of(one.get("content")), "json": text_of(one)}
+            for one in rollout["messages"]
+        ],
+        **{f"{COLUMNS}{name}": value for name, value in rollout["notes"].items()},
+        "rest": text_of({"reward": rollout["reward"], "metadata": rollout["metadata"]}),
+    }
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Give a folder in which the target is made; it gets its place at the end, and is not there before."""
+    prefix = f".{target.name}.exporting."
+    for left in target.parent.glob(f"{prefix}*"):
+        with _locked(left) as mine:
+            if mine:
+                logger.warning("%s: deletes what an export has left that was killed", left)
+                shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        with _locked(folder):
+            yield folder
+            made = folder / target.name
+            if made.is_dir():
+                _sync(made)
+            # Without replacing anything: a folder is not put in the place of a file or of a folder with content.
+            if target.exists():
+                raise ConfigurationError(f"export: {target} has come into being meanwhile; nothing was replaced")
+            made.rename(target)
+            _sync(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder, if it is free; say whether it was."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

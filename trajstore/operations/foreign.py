@@ -1,0 +1,170 @@
+"""Looking into directories that other programs wrote: RLinf's replay buffers and experience pools."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.files.base import Directory
+from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
+from trajstore.errors import CorruptStoreError, UnsafeContentError
+from trajstore.operations.measure import row_keys, seam_names, turns_of
+from trajstore.operations.statistics import (
+    RewardStatistics,
+    Seam,
+    agents_report,
+    columns_report,
+    ids_report,
+    policy_report,
+    range_of,
+)
+from trajstore.operations.verification import Progress
+
+Report = dict[str, Any]
+
+MISSING = "named by the index, but missing"
+
+
+def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None) -> Report:
+    """Return the report of :func:`trajstore.operations.inspect.inspect` on a directory that RLinf wrote."""
+    found = RLinfSource.open(directory, strict=False)
+    readable, missing = found.entries, found.missing
+    entries = sorted([*readable, *missing], key=lambda entry: entry.trajectory_id)
+    present = directory.sizes()
+    count = len(readable) if measure == 0 else min(measure, len(readable))
+    ids = np.array([entry.trajectory_id for entry in entries], np.int64)
+    steps, batch = (np.array([entry.shape[axis] for entry in entries if len(entry.shape) > 1]) for axis in (0, 1))
+    report: Report = {
+        "kind": "rlinf",
+        "path": directory.url,
+        "trajectories": len(entries),
+        "samples": sum(entry.num_samples for entry in entries),
+        "files": len(present),
+        "size_on_disk": sum(present.values()),
+        "format": found.metadata.get("trajectory_format"),
+        "next_id": found.metadata.get("trajectory_counter"),
+        "steps": range_of(steps),
+        "batch": range_of(batch),
+        "max_episode_length": range_of([e.max_episode_length for e in entries if e.max_episode_length > 0]),
+        "ids": ids_report(ids, without_file=len(missing)),
+        "integrity": {
+            "problems": [
+                *(str(damage).removeprefix(f"{directory.url}/") for damage in found.damaged),
+                *(f"{e.file_name(found.suffix)}: {MISSING}" for e in found.gone),
+            ]
+        },
+    }
+    problems = report["integrity"]["problems"]
+    return report | _measure_rlinf(found, range(len(readable) - count, len(readable)), progress, problems)
+
+
+def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, problems: list[str]) -> Report:
+    """Read trajectories whole: RLinf's files have no columns to pick from. Files that cannot be read are problems."""
+    rewards = RewardStatistics(whole=rows.start == 0)
+    lows: list[int] = []
+    highs: list[int] = []
+    columns: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    measured = 0
+    for done, row in enumerate(rows):
+        if progress is not None:
+            progress(done + 1, len(rows))
+        try:
+            flat = found.flat(row)
+        except (CorruptStoreError, UnsafeContentError) as error:
+            problems.append(str(error).removeprefix(f"{found.directory.url}/").removesuffix(OR_WITHOUT_IT))
+            continue
+        measured += 1
+        tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))
+        for column, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
+            key = (column.name, column.dtype, column.row_shape)
+            columns[key] = columns.get(key, 0) + tensor.nbytes
+        if "rewards" in tensors:
+            blocks = {name: _block(tensors[name], flat) for name in ("rewards", "dones") if name in tensors}
+            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(flat, tensors, found.entries[row].trajectory_id))
+        if flat.versions is not None:
+            lows.append(flat.versions[0])
+            highs.append(flat.versions[1])
+    return {
+        "measured": measured,
+        "columns": columns_report(columns),
+        "rewards": rewards.rewards_report(),
+        "episodes": rewards.episodes_report(),
+        "policy": policy_report(lows, highs, (e.model_weights_id for e in found.entries), measured - len(lows)),
+    }
+
+
+def _block(rows: torch.Tensor, flat: FlatTrajectory) -> torch.Tensor:
+    """Return the rows ``[(T + E) * B, C]`` of a column as ``[T + E, B, C]``."""
+    return rows.reshape(rows.shape[0] // flat.extent.batch, flat.extent.batch, -1)
+
+
+def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], number: int) -> Seam | None:
+    names = seam_names(flat.schema)
+    if not names:
+        return None
+    shape = (flat.extent.steps, flat.extent.batch, -1)
+    firsts, lasts = (
+        [tensors[f"{field}.{name}"].reshape(shape)[at] for name in names]
+        for field, at in (("curr_obs", 0), ("next_obs", -1))
+    )
+    return Seam(row_keys([*firsts]), row_keys([*lasts]), number)
+
+
+def inspect_pool(directory: Directory) -> Report:
+    """Return the report of :func:`trajstore.operations.inspect.inspect` on the three files of an experience pool."""
+    from trainer_hooks.replay.entry import Refusal, new_entry
+    from trainer_hooks.replay.persistence import read_pool
+
+    contents = read_pool(Path(directory.url))
+    refused: Counter[str] = Counter()
+    held = [item for items in contents.task2trajectories.values() for item in items]
+    malformed = Refusal.MALFORMED.value
+    refused[malformed] = len(contents.unreadable)
+    trajectories = []  # of which something can be told
+    sizes = directory.sizes()
+    for item in held:
+        found = new_entry(item, 0)
+        if isinstance(found, Refusal):
+            refused[found.value] += 1
+        if found is not Refusal.MALFORMED:
+            trajectories.append(item)
+    total = len(trajectories) + refused[malformed]
+    versions = [item.policy_version for item in trajectories if item.policy_version is not None]
+    lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
+    outcomes = [
+        item.reward.outcome for item in trajectories if item.reward is not None and item.reward.outcome is not None
+    ]
+    turns = [count for item in trajectories if (count := turns_of(item)) is not None]
+    messages = sum(bool(item.messages) for item in trajectories)
+    return {
+        "kind": "experience_pool",
+        "path": directory.url,
+        "trajectories": total,
+        "samples": total,
+        "files": len(sizes),
+        "size_on_disk": sum(sizes.values()),
+        "measured": len(trajectories),
+        "tokens": range_of(lengths),
+        "replayable": total - refused.total(),
+        "refused": dict(+refused),
+        "agents": agents_report(len(trajectories), len(contents.task2trajectories), 0, outcomes, turns, messages),
+        "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
+        "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
+        "skipped_tasks": len(contents.skip_uid_set),
+    }
+
+
+def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, FlatTrajectory | CorruptStoreError | UnsafeContentError]]:
+    """Yield every file that is there with its trajectory, or with what is wrong with it."""
+    for row, entry in enumerate(found.entries):
+        name = entry.file_name(found.suffix)
+        try:
+            yield name, found.flat(row)
+        except (CorruptStoreError, UnsafeContentError) as error:
+            yield name, error

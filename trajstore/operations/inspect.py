@@ -1,0 +1,326 @@
+"""Looking into a directory: totals, columns, rewards, policy versions, gaps, integrity at a glance.
+
+Nothing is written but a reader's lease while a writer has the store open, and no writer is needed. All reports are
+JSON values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.files.base import Directory, Reader
+from trajstore.core.files.leases import READERS_FOLDER
+from trajstore.core.formats.base import SHARDS_FOLDER
+from trajstore.core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.lost_records import Damage
+from trajstore.core.store.salvage import open_leniently
+from trajstore.errors import CorruptStoreError, StoreError
+from trajstore.operations.late_values import waiting_values
+from trajstore.operations.live import announced, needed_now
+from trajstore.operations.measure import measure as measure_trajectories
+from trajstore.operations.mirrors import mirror_report
+from trajstore.operations.points import points_report, run_points_report
+from trajstore.operations.pools import pool_report
+from trajstore.operations.statistics import (
+    columns_report,
+    ids_report,
+    merge_agents,
+    merge_episodes,
+    merge_policies,
+    merge_ranges,
+    merge_rewards,
+    policy_report,
+    range_of,
+)
+from trajstore.operations.verification import Progress
+
+Report = dict[str, Any]
+
+MEASURED_AT_MOST = 2_000
+"""Rewards and episodes are read from this many of the newest trajectories unless said otherwise."""
+
+
+def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
+    """Return a report on a store, a checkpoint, a directory of RLinf, an experience pool, or a folder of these.
+
+    Args:
+        path: local path or URL.
+        measure: rewards and episodes are read from this many of the newest trajectories; 0 = all.
+        progress: told how many of these have been read.
+
+    Returns:
+        ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they are
+        known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or not),
+        ``mirror`` (what its mirror has, None if it has none), ``readers`` (who shows which generation now), ``waiting``
+        (values that came late and are not taken in: ``files`` and ``values`` that wait, a sentence for each file that
+        was ``refused``, and whether the store is ``written`` now; None for none), ``saved_points``, ``aside`` (what
+        rollbacks set aside), ``pins`` (names), ``stores`` (``"shared"``: one store, from which all ranks draw;
+        ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``, ``columns``, ``steps`` (T), ``batch`` (B),
+        ``tokens`` (L) and ``response_tokens`` (R) of agent trajectories, ``response_tokens_known`` (of how many R is
+        known), ``pool`` (of an experience pool's store; then the figures are of its trajectories), ``rewards``,
+        ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not known is None or absent, never 0. A
+        folder has ``parts``, a report each, what they add up to, and ``run_points`` (saved points by step, with the
+        ranks that lack each). One with ``rank_*`` has ``ranks`` (how many), ``opened`` (trajectories that opening it
+        shows) and ``beside`` (folders with stores that this does not show). A part of the kind ``"unreadable"`` has
+        only its files counted.
+
+    Raises:
+        StoreNotFoundError: nothing there.
+        CorruptStoreError: damaged beyond a report; ``trajstore.operations.verify`` says more.
+        UnsafeContentError: a name leaves the directory, or a pickle would run code; nothing of it was run.
+        UnsupportedVersionError: written by a newer trajstore.
+    """
+    return _inspect_place(find_place(path), measure, progress)
+
+
+def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Report:
+    if place.kind == "store":
+        return _inspect_store(place.directory, measure, progress)
+    if place.kind == "rlinf":
+        from trajstore.operations.foreign import inspect_rlinf  # other programs' directories, seldom looked into
+
+        return inspect_rlinf(place.directory, measure, progress)
+    if place.kind == "experience_pool":
+        from trajstore.operations.foreign import inspect_pool
+
+        return inspect_pool(place.directory)
+    return _inspect_run(place, measure, progress)
+
+
+def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Report:
+    parts = [_inspect_part(part, measure, progress) for part in place.parts]
+    said = [points[-1]["ranks"] for part in parts if (points := part.get("saved_points"))]
+    problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent_above(place.rank_names, said))]
+    if place.mixed:
+        problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
+    for part, report in zip(place.parts, parts, strict=True):
+        problems += [f"{part.name}: {text}" for text in report.get("integrity", {}).get("problems", ())]
+    totals = {key: sum(part[key] for part in parts) for key in ("trajectories", "samples", "files", "size_on_disk")}
+    ranges = {
+        "steps": "trajectories",
+        "batch": "trajectories",
+        "tokens": "trajectories",
+        "response_tokens": "trajectories",
+        "max_episode_length": "trajectories",
+    }
+    merged = {key: merge_ranges([(part.get(key), part[weight]) for part in parts]) for key, weight in ranges.items()}
+    formats = {part["format"] for part in parts if part.get("format")}
+    return {
+        "kind": "run",
+        "path": place.url,
+        "stores": "per_rank" if any(is_of_rank(part.name) for part in place.parts) else None,
+        **_shown(place, parts),
+        **totals,
+        "format": ", ".join(sorted(formats)) or None,
+        **merged,
+        "measured": sum(part.get("measured", 0) for part in parts),
+        "rewards": merge_rewards([part.get("rewards") for part in parts]),
+        "episodes": merge_episodes([part.get("episodes") for part in parts]),
+        "agents": merge_agents([part.get("agents") for part in parts]),
+        "policy": merge_policies([part.get("policy") for part in parts]),
+        "waiting": _waiting(place, parts),
+        "run_points": run_points_report(parts),
+        "integrity": {"problems": problems},
+        "parts": parts,
+    }
+
+
+def _waiting(place: Place, parts: Sequence[Report]) -> Report | None:
+    """Return the values in the inboxes of all parts; the parts are written if each is in whose inbox some wait."""
+    found = {at.name: part["waiting"] for at, part in zip(place.parts, parts, strict=True) if part.get("waiting")}
+    if not found:
+        return None
+    counts: Report = {name: sum(one[name] for one in found.values()) for name in ("files", "values")}
+    refused = [f"{name}/{text}" for name, one in found.items() for text in one["refused"]]
+    return counts | {"refused": refused, "written": all(one["written"] for one in found.values() if one["files"])}
+
+
+def _shown(place: Place, parts: Sequence[Report]) -> Report:
+    """Return how many ranks a run has, what opening it shows, and the folders that this does not show."""
+    ranks = [part["trajectories"] for part, at in zip(parts, place.parts, strict=True) if is_of_rank(at.name)]
+    if not ranks or place.mixed:
+        return {}
+    return {"ranks": len(ranks), "opened": sum(ranks), "beside": place.beside}
+
+
+def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Report:
+    """Return the report on a part of a run; one that cannot be read does not hide the others."""
+    try:
+        return _inspect_place(place, measure, progress)
+    except (StoreError, OSError) as error:
+        return {
+            "kind": "unreadable",
+            "path": place.url,
+            **dict.fromkeys(("trajectories", "samples"), 0),
+            "files": len(sizes := _sizes(place.directory)),
+            "size_on_disk": sum(sizes.values()),
+            "integrity": {"problems": [f"cannot be read: {error}"]},
+        }
+
+
+def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> Report:
+    readers = _readers(directory)  # before this one
+    with announced(directory) as lease:
+        catalog, damage = open_leniently(directory)
+        lease.settle(catalog.generation)
+        sizes = _sizes(directory)
+        pool, counted = _pool(catalog, damage)
+        measured = measure_trajectories(catalog, measure, progress, counted)
+        lengths = measured.pop("response_lengths")
+        return _report(catalog, damage, readers, sizes, lengths, counted) | {"pool": pool} | measured
+
+
+def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.NDArray[np.bool_]]:
+    """Return what the pool of a store holds, and which entries of the index the figures are of.
+
+    Of a pool's store these are its trajectories. Damage to its journal is added to ``damage``.
+    """
+    try:
+        found = pool_report(catalog)
+    except CorruptStoreError as error:
+        damage.append(Damage(str(error)))
+        found = None
+    return (None, np.ones(len(catalog.index), np.bool_)) if found is None else found
+
+
+def _readers(directory: Directory) -> list[Reader] | None:
+    """Return who shows a store now; None where another user's leases may not be read."""
+    try:
+        return directory.readers()
+    except PermissionError:
+        return None
+
+
+def _sizes(directory: Directory) -> dict[str, int]:
+    """Return the sizes of all files but leases, which come and go and may be another user's."""
+    above = f"{READERS_FOLDER}/"
+    try:
+        return {name: size for name, size in directory.sizes().items() if not name.startswith(above)}
+    except PermissionError:
+        files, folders = directory.listing()
+        sizes = directory.sizes_of(files, "").tolist()
+        found = {name: size for name, size in zip(files, sizes, strict=True) if size >= 0}
+        for folder in folders:
+            if folder != READERS_FOLDER:
+                found |= directory.sizes(folder)
+        return found
+
+
+def _report(
+    catalog: Catalog,
+    damage: Sequence[Damage],
+    readers: Sequence[Reader] | None,
+    sizes: dict[str, int],
+    response_lengths: npt.NDArray[np.int64],
+    counted: npt.NDArray[np.bool_],
+) -> Report:
+    """Return what the index and the sizes of the files tell."""
+    directory, index = catalog.directory, catalog.index
+    metadata = catalog.metadata()
+    of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
+    with_tokens, with_response = (
+        counted & ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
+        for axis in (Axis.SAMPLES, Axis.RESPONSE)
+    )
+    # What has no column along the response tells its length all the same, where it was read.
+    responses = np.concatenate([index["extra"][with_response], response_lengths])
+    integrity = _integrity(catalog, sizes)
+    integrity["problems"][:0] = [str(one).removeprefix(f"{directory.url}/") for one in damage]
+    late = waiting_values(catalog)
+    integrity["problems"] += [f"{name}: {text}" for name, text in late.problems()]
+    return {
+        "kind": "store",
+        "path": directory.url,
+        "trajectories": len(index),
+        "samples": index.total_samples,
+        "files": len(sizes),
+        "size_on_disk": sum(sizes.values()),
+        "live_bytes": int(index["nbytes"].sum()),
+        "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
+        "mirror": mirror_report(directory, index["trajectory_id"]),
+        "readers": None
+        if readers is None
+        else [{"holder": reader.holder, "generation": reader.generation} for reader in readers],
+        "format": metadata.get("trajectory_format"),
+        "layout_version": metadata["layout_version"],
+        "generation": catalog.generation,
+        "stores": "per_rank" if is_of_rank(directory.url.rstrip("/").rsplit("/", 1)[-1]) else "shared",
+        "shards": int(catalog.needed_shards().sum()),
+        "pinned": len(catalog.pinned),
+        **points_report(catalog),
+        "waiting": late.to_json(),
+        "next_id": catalog.next_id,
+        "columns": _columns(catalog),
+        "steps": range_of(index["steps"][of_steps]),
+        "batch": range_of(index["batch"][of_steps]),
+        "tokens": range_of(index["steps"][with_tokens]),
+        "response_tokens": range_of(responses),
+        "response_tokens_known": len(responses),
+        "max_episode_length": range_of(index["max_episode_length"][index["max_episode_length"] > 0]),
+        "ids": ids_report(index["trajectory_id"]),
+        "policy": _policy(index, counted),
+        "integrity": integrity,
+    }
+
+
+def _columns(catalog: Catalog) -> list[Report]:
+    """Return the columns of the live trajectories with the bytes of their rows; one entry per name and type."""
+    index = catalog.index
+    rows_on = _rows_by_axis(index)
+    schema_of = catalog.shards.schema_numbers()[index["shard"]] if len(index) else np.zeros(0, np.int32)
+    totals: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    for number in np.unique(schema_of).tolist():
+        of_schema = schema_of == number
+        for column in catalog.shards.schemas[number].columns:
+            key = (column.name, column.dtype, column.row_shape)
+            nbytes = int(rows_on[column.axis][of_schema].sum()) * column.row_nbytes
+            totals[key] = totals.get(key, 0) + nbytes
+    return columns_report(totals)
+
+
+def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
+    steps, batch, extra = (index[name].astype(np.int64) for name in ("steps", "batch", "extra"))
+    with_extra = (steps + extra) * batch
+    return {
+        Axis.SAMPLES: steps * batch,
+        Axis.FIRST_EXTRA: with_extra,
+        Axis.LAST_EXTRA: with_extra,
+        Axis.RESPONSE: extra,
+        Axis.DOCUMENT: index["document"].astype(np.int64),
+    }
+
+
+def _policy(index: TrajectoryIndex, counted: npt.NDArray[np.bool_]) -> Report:
+    known = counted & (index["version_low"] != UNKNOWN_VERSION)
+    lows, highs = index["version_low"][known], index["version_high"][known]
+    weights = [index.texts[number] for number in np.unique(index["weights"]).tolist()]
+    return policy_report(lows, highs, weights, unknown=int((counted & ~known).sum()))
+
+
+def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
+    """Return what names and sizes tell; checksums are left to ``verify``."""
+    problems: list[str] = []
+    missing: list[str] = []
+    needed = np.flatnonzero(catalog.needed_shards())
+    expected: set[str] = set()
+    for _, names, wanted in catalog.shards.file_sizes(needed):
+        expected.update(names)
+        for name, size in zip(names, wanted.tolist(), strict=True):
+            if name not in sizes:
+                missing.append(name)
+            elif sizes[name] != size:
+                problems.append(f"{name}: has {sizes[name]:,} bytes, must have {size:,}")
+    if missing:  # without a lease, what was evicted since is gone as well
+        _, still = needed_now(catalog.directory)
+        problems += [f"{name}: missing" for name in missing if name in still]
+    unnamed = [name for name in sizes if name.startswith(SHARDS_FOLDER + "/") and name not in expected]
+    return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}

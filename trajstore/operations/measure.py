@@ -1,0 +1,201 @@
+"""Reading trajectories for what the index does not tell: rewards, episodes, outcomes, turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.schema import DOCUMENT, Schema
+from trajstore.core.reading.late import outcomes_given
+from trajstore.core.reading.shard_access import ShardAccess
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.errors import CorruptStoreError
+from trajstore.operations.statistics import RewardStatistics, Seam, agents_report
+from trajstore.operations.verification import Progress
+from trajstore.trajectory import AgentTrajectory
+
+Report = dict[str, Any]
+
+_SEAM_BYTES = 64 << 10
+"""Of an observation, at most this much is compared."""
+
+
+def measure(
+    catalog: Catalog, count: int, progress: Progress | None, counted: npt.NDArray[np.bool_] | None = None
+) -> Report:
+    """Read rewards, episodes and outcomes of the newest trajectories.
+
+    Args:
+        catalog: of the store.
+        count: how many; 0 = all.
+        progress: told how many of them have been read.
+        counted: which entries of the index count; None = all.
+
+    Returns:
+        What a report has of them, and ``response_lengths``: R of each rollout that has no column along its response.
+    """
+    index = catalog.index
+    some = counted is not None and not counted.all()
+    places = np.flatnonzero(counted) if counted is not None and some else np.arange(len(index))
+    places = places[-count:] if count else places
+    count = len(places)
+    access = ShardAccess(catalog)
+    result = _Measurement(whole=count == len(index))
+    unreadable = done = 0
+    wanted = set(places.tolist()) if some else None
+    first = index.first + int(places[0]) if count else index.end
+    for position, number in _alike(catalog, first, index.end):
+        if wanted is not None and position - index.first not in wanted:
+            continue  # only agent trajectories, which come singly, are left out
+        try:
+            result.add(access, index, position, number)
+        except CorruptStoreError:
+            unreadable += number
+        done += number
+        if progress is not None:
+            progress(done, count)
+    access.close()
+    return {"measured": count - unreadable, "unreadable": unreadable, **result.report()}
+
+
+def _alike(catalog: Catalog, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (position, count) of step trajectories of one shape that lie behind each other; all others singly."""
+    if first == end:
+        return
+    columns = catalog.index.take(slice(first, end))
+    of_steps = catalog.shards.of_steps()[columns["shard"]]
+    steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
+    breaks = ~of_steps[1:] | (steps * batch == 0)[1:]
+    for name in ("shard", "steps", "batch", "extra"):
+        breaks |= columns[name][1:] != columns[name][:-1]
+    for name, rows in (("start_samples", steps * batch), ("start_extra", (steps + extra) * batch)):
+        breaks |= columns[name][1:] != (columns[name] + rows)[:-1]
+    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), end - first]
+    for a, b in pairwise(edges):
+        yield first + a, b - a
+
+
+class _Measurement:
+    """What is read of trajectories of either kind."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self._rewards = RewardStatistics(whole=whole)
+        self._outcomes: list[float] = []
+        self._tasks: set[str] = set()
+        self._nameless = 0
+        self._turns: list[int] = []
+        self._responses: list[int] = []
+        self._messages = 0
+        self._agents = 0
+        self._experiences = 0
+
+    def add(self, access: ShardAccess, index: TrajectoryIndex, position: int, count: int) -> None:
+        """Take trajectories from a position on, which are alike if they are several."""
+        schema = access.schema(index, position)
+        if schema.kind == "agent":
+            self._add_agent(access, index, position, schema)
+            return
+        if not index.extent(position).batch:
+            return
+        found = access.stacked(index, position, count, ("rewards", "dones"))
+        rewards, dones = found.get("rewards"), found.get("dones")
+        if rewards is None:
+            return
+        if dones is None or not seam_names(schema):  # then no episode of one goes on in another
+            self._rewards.add(_side_by_side(rewards), None if dones is None else _side_by_side(dones))
+            return
+        for at in range(count):
+            self._rewards.add(rewards[at], dones[at], self._seam(access, index, position + at, schema))
+
+    def _seam(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> Seam | None:
+        names = seam_names(schema)
+        extent = index.extent(position)
+        if not names or not extent.steps:
+            return None
+        last = (extent.steps - 1) * extent.batch
+        firsts = [access.rows(index, position, f"curr_obs.{name}", 0, extent.batch) for name in names]
+        lasts = [access.rows(index, position, f"next_obs.{name}", last, last + extent.batch) for name in names]
+        return Seam(row_keys(firsts), row_keys(lasts), int(index.at("trajectory_id", position)))
+
+    def _add_agent(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> None:
+        trajectory = access.trajectory(index, position, (DOCUMENT, "response_mask"))
+        if not isinstance(trajectory, AgentTrajectory):
+            return
+        if "experience" in trajectory.metadata:  # the store of guided rollouts
+            self._experiences += 1
+            return
+        self._agents += 1
+        if trajectory.task_id:
+            self._tasks.add(trajectory.task_id)
+        else:
+            self._nameless += 1
+        if trajectory.response_start is not None and not any(c.axis is Axis.RESPONSE for c in schema.columns):
+            self._responses.append(index.extent(position).steps - trajectory.response_start)
+        self._messages += bool(trajectory.messages)
+        turns = turns_of(trajectory)
+        if turns is not None:
+            self._turns.append(turns)
+        outcome = float(outcomes_given(index, np.array([position]))[0])
+        if math.isnan(outcome) and trajectory.reward is not None and trajectory.reward.outcome is not None:
+            outcome = trajectory.reward.outcome
+        if not math.isnan(outcome):
+            self._outcomes.append(outcome)
+
+    def report(self) -> Report:
+        counted = self._agents, len(self._tasks), self._nameless, self._outcomes, self._turns, self._messages
+        return {
+            "rewards": self._rewards.rewards_report(),
+            "episodes": self._rewards.episodes_report(),
+            "agents": agents_report(*counted) if self._agents else None,
+            "experiences": self._experiences,
+            "response_lengths": np.array(self._responses, np.int64),
+        }
+
+
+def _side_by_side(values: torch.Tensor) -> torch.Tensor:
+    """Return ``[n, T, B, ...]`` as ``[T, n * B, ...]``."""
+    count, steps, batch, *rest = values.shape
+    return values.transpose(0, 1).reshape(steps, count * batch, *rest)
+
+
+def turns_of(trajectory: AgentTrajectory) -> int | None:
+    """Return how often the model spoke: by its messages, else by the runs of its tokens; None if unknown."""
+    if trajectory.messages:
+        return len([m for m in trajectory.messages if isinstance(m, dict) and m.get("role") == "assistant"])
+    mask = trajectory.response_mask
+    if mask is None or mask.is_complex():
+        return None
+    ones = np.concatenate([[False], mask.ne(0).numpy()])
+    return int(np.count_nonzero(ones[1:] & ~ones[:-1]))
+
+
+def seam_names(schema: Schema) -> list[str]:
+    """Return the observations, without ``curr_obs.``, that tell whether one trajectory goes on in another."""
+    before = {column.name: column for column in schema.columns if column.axis is Axis.SAMPLES}
+    both = [
+        (column.row_nbytes, name.removeprefix("curr_obs."))
+        for name, column in before.items()
+        if name.startswith("curr_obs.") and (after := before.get(f"next_obs.{name.removeprefix('curr_obs.')}"))
+        if (after.dtype, after.row_shape) == (column.dtype, column.row_shape)
+    ]
+    names: list[str] = []
+    total = 0
+    for nbytes, name in sorted(both):
+        total += nbytes
+        if nbytes and (total <= _SEAM_BYTES or not names):
+            names.append(name)
+    return names
+
+
+def row_keys(leaves: list[torch.Tensor | None]) -> list[bytes]:
+    """Return, per environment, the bytes of its rows of several tensors ``[B, ...]``."""
+    flat = [leaf.contiguous().reshape(len(leaf), -1).view(torch.uint8).numpy() for leaf in leaves if leaf is not None]
+    return [row.tobytes() for row in np.concatenate(flat, axis=1)]

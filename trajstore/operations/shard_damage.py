@@ -1,0 +1,43 @@
+"""What is wrong with the files of one shard. They are read whole, and changed by nobody."""
+
+from __future__ import annotations
+
+from trajstore.core.files.base import Directory
+from trajstore.core.formats.base import ShardManifest
+from trajstore.core.formats.checksums import check_file
+from trajstore.core.reading.shard_access import fetch_file, reader_of
+from trajstore.errors import StoreError
+
+
+def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
+    """Return the damage of a shard, each a file's name and a message: sizes, checksums, columns that decode to nothing.
+
+    Raises:
+        MissingDependencyError: the format's package is not installed, which is no damage.
+    """
+    damage = []
+    for number, file in enumerate(manifest.files):
+        try:
+            data = memoryview(fetch_file(directory, manifest, file.name))
+        except (StoreError, OSError) as error:
+            damage.append((file.name, str(error)))
+            continue
+        try:
+            damage += [(file.name, text.removeprefix(f"{file.name}: ")) for text in check_file(data, manifest, number)]
+        finally:
+            data.release()
+    if not damage and None in manifest.places:
+        damage += _damage_in_decoded(directory, manifest)
+    return damage
+
+
+def _damage_in_decoded(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
+    """Decode the columns that are not mapped."""
+    try:
+        reader = reader_of(directory, manifest)
+        for column, place in enumerate(manifest.places):
+            if place is None:
+                reader.rows(column, 0, manifest.rows[column])
+    except (StoreError, OSError) as error:
+        return [(manifest.files[0].name, str(error))]
+    return []

@@ -1,0 +1,135 @@
+"""One trajectory of a store or of a run directory, read while its writer may go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trajstore.core.columns.facts import RECORDED, SCORE
+from trajstore.core.columns.schema import DOCUMENT
+from trajstore.core.files.base import Directory
+from trajstore.core.reading.late import with_notes
+from trajstore.core.reading.places import find_place, is_of_rank, rank_of
+from trajstore.core.reading.shard_access import ShardAccess
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.given import OVER_FACTS
+from trajstore.core.store.index import TrajectoryEntry
+from trajstore.core.store.notes import Note
+from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore.core.store.salvage import open_leniently
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
+from trajstore.operations.live import announced, needed_now
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """A trajectory with what its store says of it.
+
+    Attributes:
+        url: of the store or run.
+        trajectory_id: its id there.
+        uuid: its UUID, which it keeps where it is copied.
+        kind: ``"agent"`` or ``"step"``.
+        shard: the first file of its shard.
+        entry: of the index.
+        trajectory: itself, as it was recorded.
+        tensors: its columns but the document, ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent).
+        notes: values that came late, the earliest first.
+        given: the latest of them that are in force, by name.
+    """
+
+    url: str
+    trajectory_id: int
+    uuid: str
+    kind: str
+    shard: str
+    entry: TrajectoryEntry
+    trajectory: AnyTrajectory
+    tensors: dict[str, torch.Tensor]
+    notes: list[Note]
+    given: dict[str, float | str]
+
+    def reward_in_force(self) -> tuple[Reward | None, dict[str, Any]]:
+        """Return a rollout's reward with what was said of it late, and the recorded values that this replaces."""
+        if not isinstance(self.trajectory, AgentTrajectory):
+            return None, {}
+        replaced = {n: value for n, value in self.given.items() if n in OVER_FACTS or n.startswith(SCORE)}
+        corrected = with_notes(self.trajectory, replaced)
+        return corrected.reward, corrected.metadata[RECORDED] if replaced else {}
+
+
+def read_single(path: str | Path, trajectory_id: int | str) -> Single:
+    """Return one trajectory of a store or a run directory.
+
+    Args:
+        path: local path or URL.
+        trajectory_id: its id; of a run directory as a number, or as it is shown (``"3/17"``: 17 of rank 3).
+
+    Raises:
+        TrajectoryUnavailableError: no trajectory has this id.
+        ConfigurationError: it is no id, or the path is no store.
+        CorruptStoreError: the trajectory, or the index, is damaged.
+    """
+    number = id_from("trajectory_id", trajectory_id)
+    run = find_place(path)
+    ranks = {rank_of(part.directory): part for part in run.parts if is_of_rank(part.name)}
+    place = ranks.get(rank_of_id(number)) if ranks else run
+    if place is None:
+        raise TrajectoryUnavailableError(f"{path}: trajectory {shown_id(number)} is of a rank that it does not have")
+    if place.kind != "store":
+        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
+        folder = "a run directory" if place.rank_names else "a folder"
+        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
+    catalog, position, trajectory, columns = _read(place.directory, own_id(number) if ranks else number, number)
+    entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
+    return Single(
+        url=run.url,
+        trajectory_id=number,
+        uuid=catalog.index.uuid(position),
+        kind=catalog.shards.schema(row).kind,
+        shard=catalog.shards.manifest(row).files[0].name,
+        entry=entry,
+        trajectory=trajectory,
+        tensors={name: tensor for name, tensor in columns.items() if name != DOCUMENT},
+        notes=catalog.notes.history(entry.trajectory_id),
+        given=catalog.index.given(position),
+    )
+
+
+def _read(
+    directory: Directory, trajectory_id: int, number: int
+) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
+    """Return a trajectory of a store that may be written, its columns, and where in which catalog it was found.
+
+    Args:
+        directory: of the store.
+        trajectory_id: of the trajectory in the store.
+        number: its id as it was asked for, in a run with its rank.
+
+    Raises:
+        TrajectoryUnavailableError: no trajectory has this id, or none any more.
+        CorruptStoreError: it is damaged.
+    """
+    with announced(directory) as lease:
+        while True:
+            catalog, _ = open_leniently(directory)
+            lease.settle(catalog.generation)
+            position = catalog.index.find(trajectory_id)
+            if position is None:
+                raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(number)}")
+            access = ShardAccess(catalog)
+            try:
+                trajectory = access.trajectory(catalog.index, position)
+                return catalog, position, trajectory, access.columns(catalog.index, position)
+            except CorruptStoreError:  # evicted or moved since, if no file that is needed now is missing
+                files = {file.name for file in catalog.shards.manifest(catalog.index.at("shard", position)).files}
+                _, needed = needed_now(directory)
+                if files & needed:
+                    raise
+            finally:
+                access.close()

@@ -1,0 +1,378 @@
+"""What can be said in numbers about trajectories: ranges, rewards, episodes. Pure; no I/O."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.columns.fields import Axis, axis_of, skip_extra_rows
+
+Range = dict[str, float]
+
+_SHOWN_GAPS = 20
+
+
+def range_of(values: npt.ArrayLike) -> Range | None:
+    """Return ``{"min", "mean", "max"}`` of the finite values; None if there are none."""
+    array = np.asarray(values)
+    array = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+    if not array.size:
+        return None
+    return {"min": array.min().item(), "mean": float(array.mean(dtype=np.float64)), "max": array.max().item()}
+
+
+def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None:
+    """Return ``{"first", "last", "absent", "gaps"}`` of ids, the first gaps only, and what is known besides."""
+    if not len(ids):
+        return None
+    gaps = id_gaps(ids)
+    absent = sum(last - first + 1 for first, last in gaps)
+    return {"first": int(ids.min()), "last": int(ids.max()), "absent": absent, "gaps": gaps[:_SHOWN_GAPS], **more}
+
+
+def agents_report(
+    rollouts: int, tasks: int, nameless: int, outcomes: Sequence[float], turns: Sequence[int], messages: int
+) -> dict[str, Any]:
+    """Return the report on rollouts.
+
+    Args:
+        rollouts: how many.
+        tasks: how many different ones they have.
+        nameless: rollouts without a task.
+        outcomes: of those that have one.
+        turns: of the model, of those where they are known.
+        messages: rollouts with messages.
+    """
+    return {
+        "rollouts": rollouts,
+        "tasks": tasks,
+        "without_task": nameless,
+        "outcomes": range_of(outcomes),
+        "without_outcome": rollouts - int(np.isfinite(np.array(outcomes, np.float64)).sum()),
+        "turns": range_of(turns),
+        "with_messages": messages,
+    }
+
+
+def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
+    """Return the report on columns, of their bytes by name, dtype and shape of a row."""
+    return [
+        {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
+        for (name, dtype, shape), nbytes in totals.items()
+    ]
+
+
+def id_gaps(ids: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Return inclusive ranges of ids between the lowest and the highest that are not there."""
+    ordered = np.sort(ids)
+    after = np.flatnonzero(np.diff(ordered) > 1)
+    return [[int(ordered[i]) + 1, int(ordered[i + 1]) - 1] for i in after]
+
+
+@dataclass
+class RewardStatistics:
+    """Rewards and episodes, gathered trajectory by trajectory.
+
+    An episode is counted where it ends. Whether it began in an earlier trajectory is told by observations: an
+    environment whose first one is what another step, at the end of a trajectory, led to, goes on with that episode.
+    Without observations an episode is counted from the start of the trajectory in which it ends.
+
+    Where no earlier trajectory leads to the first observation, the episode began there, or in one that was evicted or
+    not read. Trajectories that go on in others tell how many ids lie between the two at most: if all of so many before
+    were read, the episode began there; else nobody knows its beginning.
+    """
+
+    whole: bool = True
+    """Whether every trajectory that is there is read. If none goes on in another, this says whether episodes at the
+    start of one began there."""
+    count: int = 0
+    total: float = 0.0
+    total_of_squares: float = 0.0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    lengths: list[int] = field(default_factory=list)
+    """Steps of each ended episode."""
+    returns: list[float] = field(default_factory=list)
+    """Sum of the rewards of each ended episode, all C of a chunk step."""
+    spanning: int = 0
+    """Ended episodes of known beginning that were put together out of several trajectories."""
+    followed: bool = True
+    """Whether observations told of all trajectories which episodes go on in them."""
+    _open: dict[bytes, _Begun] = field(default_factory=dict)
+    _reach: int = 0
+    """Most ids from a trajectory to one that goes on with it."""
+    _read: list[int] = field(default_factory=list)
+    _uncertain: list[_Begun] = field(default_factory=list)
+    """Ended episodes for which no earlier trajectory was found, and which may have begun in one."""
+
+    def add(self, rewards: torch.Tensor, dones: torch.Tensor | None, seam: Seam | None = None) -> None:
+        """Take a trajectory: rewards ``[T, B, C]``, dones ``[T or T + E, B, C]``, and what joins it to others."""
+        per_step = rewards.to(torch.float64).numpy()
+        steps, batch = per_step.shape[:2]
+        if per_step.size:
+            self.count += per_step.size
+            self.total += float(per_step.sum())
+            self.total_of_squares += float(np.square(per_step).sum())
+            self.lowest = min(self.lowest, float(per_step.min()))
+            self.highest = max(self.highest, float(per_step.max()))
+        if dones is None or not steps or not batch:
+            return
+        ended = np.any(
+            sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1), axis=-1, keepdims=True
+        )
+        self._add_episodes(per_step.reshape(steps, batch, -1).sum(axis=-1), ended[..., 0], seam)
+
+    def _add_episodes(self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_], seam: Seam | None) -> None:
+        """Take rewards and ends of episodes, both ``[T, B]``."""
+        steps = len(rewards)
+        sums = np.concatenate([[0.0], np.cumsum(rewards.T.ravel())])  # one environment after the other
+        ends = np.flatnonzero(ended.T.ravel()) + 1
+        column = (ends - 1) // steps
+        starts = np.maximum(np.concatenate([[0], ends[:-1]]), column * steps)[: len(ends)]
+        lengths, returns = ends - starts, sums[ends] - sums[starts]
+        self.followed = self.followed and seam is not None
+        if seam is None:
+            self.lengths += lengths.tolist()
+            self.returns += returns.tolist()
+            return
+        self._read.append(seam.number)
+        begun = [self._open.pop(key, _Begun(seam.number, seam.number)) for key in seam.first]
+        self._reach = max([self._reach, *(seam.number - one.newest for one in begun)])
+        first = dict(zip(column[::-1].tolist(), range(len(ends) - 1, -1, -1), strict=True))  # of each environment
+        uncertain = []
+        for environment, at in first.items():
+            one = begun[environment]
+            lengths[at] += one.steps
+            returns[at] += one.total
+            if one.start is None:
+                self.spanning += bool(one.steps)
+            else:
+                uncertain.append(at)
+                self._uncertain.append(
+                    _Begun(one.start, seam.number, int(lengths[at]), float(returns[at]), bool(one.steps))
+                )
+        self.lengths += np.delete(lengths, uncertain).tolist()
+        self.returns += np.delete(returns, uncertain).tolist()
+        last = dict(zip(column.tolist(), ends.tolist(), strict=True))
+        clear = Counter(seam.last)
+        for environment, key in enumerate(seam.last):
+            begin, end = last.get(environment, environment * steps), (environment + 1) * steps
+            if begin == end or clear[key] > 1:  # of two that look alike, nobody knows which goes on where
+                continue
+            one = _Begun(None, seam.number) if environment in last else begun[environment]
+            total = one.total + float(sums[end] - sums[begin])
+            self._open[key] = _Begun(one.start, seam.number, one.steps + end - begin, total)
+
+    def _began_there(self) -> npt.NDArray[np.bool_]:
+        """Return, for each uncertain episode, whether it began in the trajectory where it is first seen."""
+        starts = np.array([one.start for one in self._uncertain], np.int64)
+        if not self._reach:
+            return np.full(len(starts), self.whole)
+        read = np.unique(np.array(self._read, np.int64))
+        lows = np.maximum(starts - self._reach, 0)
+        there: npt.NDArray[np.bool_] = np.searchsorted(read, starts) - np.searchsorted(read, lows) == starts - lows
+        return there
+
+    def rewards_report(self) -> dict[str, Any] | None:
+        """Return ``{"min", "mean", "max", "std", "count"}`` of single rewards; None without rewards."""
+        if not self.count:
+            return None
+        mean = self.total / self.count
+        variance = max(0.0, self.total_of_squares / self.count - mean * mean)
+        return {
+            "min": self.lowest,
+            "mean": mean,
+            "max": self.highest,
+            "std": math.sqrt(variance),
+            "count": self.count,
+        }
+
+    def episodes_report(self) -> dict[str, Any] | None:
+        """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if none ended.
+
+        ``spanning``, the number of episodes that went over several trajectories, is None where nothing tells.
+        ``begun_before`` of those that ended may have begun in trajectories that were evicted or not read; the ranges of
+        lengths and returns, and ``spanning``, are without them.
+        """
+        known = [one for one, there in zip(self._uncertain, self._began_there().tolist(), strict=True) if there]
+        lengths = [*self.lengths, *(one.steps for one in known)]
+        begun_before = len(self._uncertain) - len(known)
+        if not lengths and not begun_before:
+            return None
+        return {
+            "ended": len(lengths) + begun_before,
+            "length": range_of(lengths),
+            "return": range_of([*self.returns, *(one.total for one in known)]),
+            "spanning": self.spanning + sum(one.spans for one in known) if self.followed else None,
+            "begun_before": begun_before,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An episode so far.
+
+    Attributes:
+        start: id of the trajectory at whose start it was first seen; None if it is known to have begun in one.
+        newest: id of the last trajectory that it was seen in.
+        steps: seen.
+        total: sum of the rewards seen.
+        spans: whether it went over several trajectories; told of ended ones.
+    """
+
+    start: int | None
+    newest: int
+    steps: int = 0
+    total: float = 0.0
+    spans: bool = False
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What joins a trajectory to those before and after it.
+
+    Attributes:
+        first: of each environment, the bytes of its first observation.
+        last: of each environment, the bytes of the observation that its last step led to.
+        number: id of the trajectory.
+    """
+
+    first: Sequence[bytes]
+    last: Sequence[bytes]
+    number: int
+
+
+def sampled_rows(values: torch.Tensor, steps: int, name: str) -> torch.Tensor:
+    """Return the ``[T, B, ...]`` rows of a field that may have ``T + E``.
+
+    Raises:
+        InvalidTrajectoryError: its length fits neither.
+    """
+    axis, extra = axis_of(name, values.shape[0], steps)
+    if axis is Axis.SAMPLES:
+        return values
+    rows = [skip_extra_rows(axis, step, 1, steps // extra) for step in range(steps)]
+    return values[rows]
+
+
+def policy_report(lows: npt.ArrayLike, highs: npt.ArrayLike, weights: Iterable[str], unknown: int) -> dict[str, Any]:
+    """Return versions, ages (newest version minus a trajectory's lowest) and the number of different weights.
+
+    Args:
+        lows: lowest version of each trajectory that knows its version.
+        highs: highest version of the same trajectories.
+        weights: ``model_weights_id`` of all trajectories.
+        unknown: number of trajectories without a version.
+    """
+    versions = None
+    ages = None
+    low, high = np.asarray(lows, np.int64), np.asarray(highs, np.int64)
+    if len(low):
+        newest = int(high.max())
+        versions = {"min": int(low.min()), "max": newest}
+        ages = range_of(newest - low)
+    return {"versions": versions, "ages": ages, "unknown": unknown, "weights": len(set(weights) - {""})}
+
+
+def tensor_report(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """Return name, dtype, shape, bytes, range and the number of values that are not finite."""
+    report: dict[str, Any] = {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+        "range": None,
+        "not_finite": 0,
+    }
+    if tensor.is_complex() or not tensor.numel():
+        return report
+    values = tensor.to(torch.float64)
+    finite = torch.isfinite(values)
+    report["not_finite"] = int((~finite).sum())
+    report["range"] = range_of(values[finite].numpy())
+    return report
+
+
+# -- several parts -----------------------------------------------------------------------------------
+
+
+def merge_ranges(parts: Iterable[tuple[dict[str, Any] | None, float]]) -> dict[str, Any] | None:
+    """Return the range over several parts, each given with the number of its values; None if no part has any."""
+    known = [(part, weight) for part, weight in parts if part is not None and weight]
+    if not known:
+        return None
+    total = sum(weight for _, weight in known)
+    return {
+        "min": min(part["min"] for part, _ in known),
+        "mean": sum(part["mean"] * (weight / total) for part, weight in known),
+        "max": max(part["max"] for part, _ in known),
+    }
+
+
+def _known(parts: Sequence[dict[str, Any] | None], *summed: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the parts of which something is known, and the sums of some of their numbers."""
+    known = [part for part in parts if part is not None]
+    return known, {name: sum(part[name] for part in known) for name in summed}
+
+
+def merge_rewards(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the report on the rewards of several parts together."""
+    known = [part for part in parts if part is not None]
+    merged = merge_ranges([(part, part["count"]) for part in known])
+    if merged is None:
+        return None
+    count = sum(part["count"] for part in known)
+    # Not by squares: those of damaged rewards, of any size, have no room in a float.
+    shares = [(math.sqrt(part["count"] / count), part) for part in known]
+    within = [share * part["std"] for share, part in shares]
+    between = [share * (part["mean"] - merged["mean"]) for share, part in shares]
+    return {**merged, "std": math.hypot(*within, *between), "count": count}
+
+
+def merge_episodes(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the report on the episodes of several parts together."""
+    known, sums = _known(parts, "ended", "begun_before")
+    if not known:
+        return None
+    spanning = [part["spanning"] for part in known]
+    counted = [(part, part["ended"] - part["begun_before"]) for part in known]
+    return {
+        "ended": sums["ended"],
+        "length": merge_ranges([(part["length"], count) for part, count in counted]),
+        "return": merge_ranges([(part["return"], count) for part, count in counted]),
+        "spanning": None if None in spanning else sum(spanning),
+        "begun_before": sums["begun_before"],
+    }
+
+
+def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the report on the rollouts of several parts together; tasks are not counted, parts may share them."""
+    known, sums = _known(parts, "rollouts", "without_task", "without_outcome", "with_messages")
+    if not known:
+        return None
+    outcomes = merge_ranges([(part["outcomes"], part["rollouts"] - part["without_outcome"]) for part in known])
+    turns = merge_ranges([(part["turns"], part["rollouts"]) for part in known])
+    return {**known[0], **sums, "tasks": None, "outcomes": outcomes, "turns": turns}
+
+
+def merge_policies(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the report on the policies of several parts; ages, which are each part's own, are left out."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    versions = [part["versions"] for part in known if part["versions"] is not None]
+    return {
+        "versions": {"min": min(v["min"] for v in versions), "max": max(v["max"] for v in versions)}
+        if versions
+        else None,
+        "ages": None,
+        "unknown": sum(part["unknown"] for part in known),
+        "weights": None,
+    }

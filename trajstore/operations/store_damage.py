@@ -1,0 +1,340 @@
+"""What is wrong with a store: every checksum, every name, every entry. Its writer may go on meanwhile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.buffer.checkpoint import CheckpointState
+from trajstore.core.columns.schema import Schema
+from trajstore.core.files.base import SEE_VERIFY, Directory
+from trajstore.core.files.holder import LOCK_NAME
+from trajstore.core.formats.base import SHARDS_FOLDER
+from trajstore.core.reading.shard_access import ShardAccess
+from trajstore.core.store.catalog import Catalog, log_segments
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.log_records import decode_lines, ids_in_words, ranges_of
+from trajstore.core.store.lost_records import Damage
+from trajstore.core.store.salvage import SalvagedCatalog
+from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
+from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError
+from trajstore.operations.late_values import waiting_in_words, waiting_values
+from trajstore.operations.live import announced, is_absent, needed_files, needed_now, states_now
+from trajstore.operations.shard_damage import damage_in
+from trajstore.operations.verification import Problem, Progress, Verification, problem_of
+
+_ATTEMPTS = 20  # trajectories that a writer moves to another shard while they are checked are looked for there
+
+
+def check_store(directory: Directory, result: Verification, progress: Progress | None) -> None:
+    """Add what is wrong with a store to a result. What its writer evicts or moves meanwhile is no damage.
+
+    Args:
+        directory: of the store.
+        result: is added to.
+        progress: told (done, total) shards.
+
+    Raises:
+        CorruptStoreError, OSError: nothing more can be told after this damage.
+        UnsupportedVersionError: written by a newer trajstore.
+    """
+    with announced(directory) as lease:
+        catalog = _open(directory, result)
+        lease.settle(catalog.generation)
+        metadata = catalog.metadata()
+        check_state(METADATA_NAME, metadata, result)
+        if metadata.get("store_id") != catalog.store_id:
+            result.problems.append(Problem(METADATA_NAME, f"belongs to another store than {INDEX_NAME}"))
+        result.pinned = len(catalog.pinned)
+        _check_pins(catalog, result)
+        _check_saved_states(catalog, result)
+        _check_entries(catalog, result)
+        _check_shards(catalog, result, progress)
+        _check_unnamed(catalog, result)
+        _check_torn_tail(catalog, result)
+        _check_fences(catalog, result)
+        _check_inbox(catalog, result)
+        _check_lock(directory, result)
+
+
+def _check_inbox(catalog: Catalog, result: Verification) -> None:
+    """Tell of values that no writer has taken in yet, of those that were refused, and of files that are damaged."""
+    found = waiting_values(catalog)
+    result.problems += [Problem(name, text) for name, text in found.problems()]
+    result.notes += [f"{name}: {text}" for name, text in found.notes()]
+    if found.files:
+        result.notes.append(f"values that came late wait: {waiting_in_words(found.to_json() or {})}")
+
+
+def _open(directory: Directory, result: Verification) -> Catalog:
+    """Open a store; of a damaged one, say what is damaged and go on with what can be told."""
+    try:
+        return Catalog.open(directory)
+    except CorruptStoreError as error:
+        catalog = SalvagedCatalog.open(directory)
+        for damage in catalog.damage or [Damage(str(error))]:
+            result.problems.append(problem_of(damage, directory))
+        return catalog
+
+
+_BEGINNING = re.compile(rb"[0-9a-f]{0,8}\Z|[0-9a-f]{8} (\{|\Z)")
+_SECTOR = 512
+
+
+def _check_unnamed(catalog: Catalog, result: Verification) -> None:
+    """Tell of files that no commit and no saved point names; those of a live writer come and go."""
+    directory, needed = catalog.directory, needed_files(catalog)
+    states = catalog.pins.unnamed_states()
+    shards = [name for name in directory.names(SHARDS_FOLDER) if name not in needed]
+    if not states and not shards:
+        return
+    _, needed = needed_now(directory)
+    named = states_now(directory) or set()
+    shards = [name for name in shards if name not in needed]
+    states = [name for name in states if name not in named]
+    if isinstance(catalog, SalvagedCatalog):
+        saving = adding = " that can be read; they may hold what is lost, and stay while no writer can open the store"
+    elif directory.is_written():
+        saving = " now: its writer is saving one, or the next one removes them"
+        adding = " now: its writer adds them or keeps them for readers, or the next one removes them"
+    else:
+        saving = adding = "; the next writer removes them"
+    if states:
+        result.notes.append(f"{len(states):,} states in {PINS_FOLDER}/ are named by no saved point{saving}")
+    if shards:
+        result.notes.append(f"{len(shards):,} files in {SHARDS_FOLDER}/ are named by no commit{adding}")
+
+
+def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
+    """Tell what an interrupted commit left from a whole record that was changed: only that one has its line feed."""
+    if not catalog.segment_torn:
+        return
+    source = f"{catalog.directory.url}/{catalog.segment}"
+    try:
+        data = catalog.directory.read(catalog.segment, catalog.segment_end)
+    except FileNotFoundError:  # a live writer has taken a snapshot since
+        return
+    if decode_lines(data, source, catalog.segment_end).records:
+        return  # a live writer was in the middle of it
+    if b"\n" in data:
+        message = f"the record at byte {catalog.segment_end} is damaged; what it committed is not there"
+        result.problems.append(Problem(catalog.segment, message, uncounted=True))
+    elif not _is_cut_short(data, catalog.segment_end):
+        message = f"what lies from byte {catalog.segment_end} on is no part of a log; what it committed is not there"
+        result.problems.append(Problem(catalog.segment, message, uncounted=True))
+    else:
+        result.notes.append(f"{catalog.segment}: {catalog.segment_torn:,} bytes of an interrupted commit at its end")
+
+
+def _check_fences(catalog: Catalog, result: Verification) -> None:
+    """Check the segments that stay in an object store though the index has what they say."""
+    for first, name in log_segments(catalog.directory):
+        if first in catalog.fences and first <= catalog.snapshot_generation:
+            try:
+                tail = decode_lines(catalog.directory.read(name), f"{catalog.directory.url}/{name}")
+                whole = not tail.torn and [record.get("generation") for record in tail.records] == [first]
+            except FileNotFoundError:  # a live writer has let go of the oldest
+                continue
+            except CorruptStoreError:
+                whole = False
+            if not whole:
+                result.problems.append(Problem(name, "the record is damaged; nothing is lost, for the index has it"))
+
+
+def _is_cut_short(data: bytes, offset: int) -> bool:
+    """Return whether these are the first bytes of a record, or sectors that never reached the disk (zeros)."""
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    if zeros:
+        return zeros == len(data) or (offset + zeros) % _SECTOR == 0
+    return _BEGINNING.match(data) is not None
+
+
+def _check_lock(directory: Directory, result: Verification) -> None:
+    """Tell what stands in the place of the lock's file: no writer could open the store."""
+    try:
+        directory.size(LOCK_NAME)
+    except FileNotFoundError:
+        return
+    except CorruptStoreError as error:
+        result.problems.append(Problem(LOCK_NAME, f"{error}; no writer can open the store until it is removed"))
+
+
+def check_state(file: str, values: Mapping[str, Any], result: Verification) -> None:
+    """Check what a buffer takes up besides trajectories: seed, generator, counter, format."""
+    try:
+        CheckpointState.from_json(values)
+    except CorruptStoreError as error:
+        result.problems.append(Problem(file, str(error)))
+
+
+def _check_pins(catalog: Catalog, result: Verification) -> None:
+    for name in catalog.pins.names:
+        try:
+            said = catalog.pins.state(name)
+        except StoreNotFoundError:  # its writer has let go of it since
+            continue
+        check_state(pin_name(name), said, result)
+        _check_named(catalog, name, result)
+
+
+def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
+    """Check that all trajectories are there which a pin names."""
+    if (lacking := catalog.lacking(name)) > 0:
+        text = f"names {lacking:,} trajectories that are missing"
+        if name in {head.name for head in catalog.unfinished_asides()}:
+            result.notes.append(f"the pin {name!r} is of a rollback that did not happen; the next writer removes it")
+        else:
+            # Ids that the store has not given yet, as far as it knows: the commits that did are lost, perhaps more.
+            uncounted = int(catalog.pins.heads[name].ids[:, 1].max()) >= catalog.next_id
+            result.problems.append(Problem(pin_name(name), text, uncounted=uncounted))
+
+
+def _check_saved_states(catalog: Catalog, result: Verification) -> None:
+    """Check the states of saved points: that each is there, as it was written."""
+    for head in catalog.pins.heads.values():
+        if head.state is None:
+            continue
+        result.files += 1
+        result.nbytes += head.state.size
+        try:
+            catalog.pins.read_state(head.state)
+        except CorruptStoreError as error:
+            named = states_now(catalog.directory) if is_absent(catalog.directory, head.state.name) else None
+            if named is None or head.state.name in named:
+                result.problems.append(Problem(head.state.name, str(error)))
+
+
+def _check_entries(catalog: Catalog, result: Verification) -> None:
+    ids = np.concatenate([catalog.index["trajectory_id"], catalog.pinned["trajectory_id"]])
+    uuids = np.concatenate([catalog.index["uuid"], catalog.pinned["uuid"]])
+    for name, values in (("trajectory id", ids), ("UUID", uuids.view(np.dtype("2i8")) if len(uuids) else uuids)):
+        if len(np.unique(values, axis=0)) != len(values):
+            result.problems.append(Problem(INDEX_NAME, f"a {name} occurs twice"))
+    if len(ids) and int(ids.max()) >= catalog.next_id:
+        result.problems.append(
+            Problem(
+                INDEX_NAME,
+                f"id {int(ids.max())} is not below next_id {catalog.next_id}; ids would be reused",
+            )
+        )
+
+
+# -- shards -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Damage of a shard: a file of it, what is said, and the ids that are lost by it."""
+
+    file: str
+    problem: Problem
+    ids: Sequence[int]
+
+
+def _check_shards(catalog: Catalog, result: Verification, progress: Progress | None) -> None:
+    """Read all shards. What is missing, and is not needed any more, was evicted or moved: then it is looked for anew.
+
+    With a reader's lease, this does not come to pass.
+    """
+    directory, evicted = catalog.directory, 0
+    rows: npt.NDArray[np.intp] = np.flatnonzero(catalog.needed_shards())
+    only: npt.NDArray[np.int64] | None = None
+    for _ in range(_ATTEMPTS):
+        found = _damage_of(catalog, rows, only, result, progress)
+        absent = {one.file for one in found if is_absent(directory, one.file)}
+        if absent:
+            catalog, needed = needed_now(directory)
+            absent -= needed
+        result.problems += [one.problem for one in found if one.file not in absent]
+        missed = np.unique([number for one in found if one.file in absent for number in one.ids]).astype(np.int64)
+        only = missed[np.isin(missed, _ids(catalog))]
+        evicted += len(missed) - len(only)
+        rows = np.unique(_shards(catalog)[np.isin(_ids(catalog), only)])
+        if not len(rows):
+            break
+    else:
+        result.notes.append(f"{len(rows):,} shards were not checked: their trajectories were moved again and again")
+    if evicted:
+        result.notes.append(f"{evicted:,} trajectories were evicted before they were checked")
+
+
+def _damage_of(
+    catalog: Catalog,
+    rows: npt.NDArray[np.intp],
+    only: npt.NDArray[np.int64] | None,
+    result: Verification,
+    progress: Progress | None,
+) -> list[_Found]:
+    """Return the damage of some shards; of their trajectories, ``only`` counts those with these ids."""
+    found = []
+    ids, shards = _ids(catalog), _shards(catalog)
+    whole = np.zeros(len(catalog.shards), np.bool_)
+    for done, row in enumerate(rows.tolist()):
+        manifest = catalog.shards.manifest(row)
+        damage = damage_in(catalog.directory, manifest)
+        whole[row] = not damage
+        if damage:
+            inside = np.sort(ids[shards == row]).tolist()
+            lost = tuple((low, high) for low, high in ranges_of(inside))
+            if not inside:
+                given = f"; values by row of trajectories {ids_in_words(catalog.notes.ids_in(row))} are lost"
+                damage = [(file, message.removesuffix(SEE_VERIFY) + given) for file, message in damage]
+            found += [
+                _Found(file, Problem(file, message.removesuffix(SEE_VERIFY), lost), inside) for file, message in damage
+            ]
+        result.files += len(manifest.files)
+        result.nbytes += sum(file.size for file in manifest.files)
+        if progress is not None:
+            progress(done + 1, len(rows))
+    return found + _damaged_documents(catalog, whole, only, result)
+
+
+def _ids(catalog: Catalog) -> npt.NDArray[np.int64]:
+    """Return the ids of live and pinned trajectories."""
+    return np.concatenate([catalog.index["trajectory_id"], catalog.pinned["trajectory_id"]])
+
+
+def _shards(catalog: Catalog) -> npt.NDArray[np.intp]:
+    """Return the shards of live and pinned trajectories."""
+    return np.concatenate([catalog.index["shard"], catalog.pinned["shard"]]).astype(np.intp)
+
+
+def _damaged_documents(
+    catalog: Catalog, whole: npt.NDArray[np.bool_], only: npt.NDArray[np.int64] | None, result: Verification
+) -> list[_Found]:
+    """Make every trajectory in a whole shard that has a JSON document, and one of each set of columns."""
+    found = []
+    access = ShardAccess(catalog)
+    made: set[Schema] = set()
+    for index in (catalog.index, catalog.pinned):
+        for position in _positions_in(index, whole):
+            number = int(index.at("trajectory_id", position))
+            if only is not None and number not in only:
+                continue
+            result.trajectories += 1
+            schema = access.schema(index, position)
+            if schema in made and not index.at("document", position):
+                continue
+            made.add(schema)
+            try:
+                access.trajectory(index, position)
+            except TrajstoreError as error:
+                file = catalog.shards.manifest(int(index.at("shard", position))).files[0].name
+                result.trajectories -= is_absent(catalog.directory, file)
+                problem = Problem(f"trajectory {number}", str(error), ((number, number),))
+                found.append(_Found(file, problem, [number]))
+    access.close()
+    return found
+
+
+def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int]:
+    if not len(index):
+        return []
+    positions: list[int] = (index.first + np.flatnonzero(whole[index["shard"]])).tolist()
+    return positions

@@ -1,0 +1,219 @@
+"""Facts of all trajectories that are shown, one row each, as a table.
+
+The index has them. Facts of rollouts that an earlier layout did not write are read from the documents once, and noted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.columns.facts import DOCUMENT_FACTS, SCORE, facts_of
+from trajstore.core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
+from trajstore.core.reading.contents import Contents
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.store.facts import NOTE, NOTE_TEXT, TEXTS, TOLD, is_text
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.packing import StringTable
+from trajstore.core.store.run_ids import rank_of_id
+from trajstore.query.engine import polars
+from trajstore.query.readable import TOGETHER, Faults, Locked, of_documents, readable, tell
+
+if TYPE_CHECKING:
+    from polars import DataFrame, Series
+
+IntArray = npt.NDArray[np.int64]
+
+FACTS: Mapping[str, str] = {
+    "trajectory_id": "id, as get() and evict() take it",
+    "rank": "rank of a run directory; 0 for a store that is read alone",
+    "kind": "agent, or step for a block [T, B]",
+    "samples": "T * B of a block; 1 of a rollout",
+    "steps": "T of a block; tokens of a rollout",
+    "batch": "B of a block; 1 of a rollout",
+    "response": "length of the response's columns, such as old_log_probs; 0 of a block, or without any",
+    "bytes": "bytes of the tensors and the document",
+    "version_low": "lowest policy version",
+    "version_high": "highest policy version",
+    "committed": "when it became durable (UTC); in memory only, when it was added",
+    "model_weights_id": "which weights acted",
+    "max_episode_length": "as the block says; 0 for none",
+    **DOCUMENT_FACTS,
+    "readable": "false where the files are missing, or the facts had to be read and could not",
+}
+"""Names of the facts, and what each is. From ``version_low`` on they are null where they are not known.
+
+Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shown:
+    """Which entries an index has; an entry itself changes only when it is committed."""
+
+    index: weakref.ref[TrajectoryIndex]
+    revision: tuple[int, ...]
+    committed: IntArray
+
+    @classmethod
+    def of(cls, index: TrajectoryIndex) -> _Shown:
+        revision = index.revision, index.noted, index.first, index.end
+        return cls(weakref.ref(index), revision, index["committed"].copy())
+
+    def same(self, other: _Shown) -> bool:
+        return (
+            self.index() is other.index()
+            and self.revision == other.revision
+            and np.array_equal(self.committed, other.committed)
+        )
+
+
+KeepFacts = Callable[[IntArray, npt.NDArray[Any], list[dict[str, Any]]], None]
+
+
+class Facts:
+    """The facts of what a buffer shows.
+
+    Args:
+        locked: gives access to the contents.
+        keep: is given what documents told, for the store: ids, UUIDs and facts of rollouts.
+    """
+
+    def __init__(self, locked: Locked, keep: KeepFacts) -> None:
+        self._locked = locked
+        self._keep = keep
+        self._answer: tuple[_Shown, DataFrame] | None = None
+        """The last table, and of which entries it is."""
+        self._texts: tuple[weakref.ref[StringTable], Series] | None = None
+        """The texts that the index numbers."""
+
+    def table(self) -> DataFrame:
+        """Return all facts, the oldest trajectory first.
+
+        Raises:
+            MissingDependencyError: Polars is not installed.
+        """
+        polars()
+        before = self._answer
+        if before is not None and self._locked(lambda contents: _Shown.of(contents.index).same(before[0])):
+            return before[1]
+        untold = self._locked(_untold)
+        failed = self._tell(*untold) if len(untold[0]) else 0
+        shown, table = self._locked(self._of_index)
+        if not failed:
+            self._answer = shown, table
+        return table
+
+    def _tell(self, ids: IntArray, uuids: npt.NDArray[Any]) -> int:
+        """Let the index know what the documents of rollouts tell; return of how many it cannot be read."""
+        found = self._read(ids)
+        there = np.array([one is not None for one in found], np.bool_)
+        facts = [one for one in found if one is not None]
+        if facts:
+            self._locked(lambda contents: contents.index.tell(ids[there], uuids[there], facts))
+            self._keep(ids[there], uuids[there], facts)
+        return len(ids) - len(facts)
+
+    def _of_index(self, contents: Contents) -> tuple[_Shown, DataFrame]:
+        """Return which entries are shown and what the index says of them, with the lock of the contents held."""
+        pl = polars()
+        index = contents.index
+        ids, texts = index["trajectory_id"].copy(), self._texts_of(index.texts)
+        agents = _agents(contents)
+        readable = (index["slot"] != UNAVAILABLE) & (np.arange(index.first, index.end) >= contents.start)
+        columns = {
+            "trajectory_id": pl.Series(ids),
+            "rank": pl.Series(rank_of_id(ids)),
+            "kind": pl.Series(["step", "agent"]).gather(agents.astype(np.uint32)),
+            "samples": pl.Series(index["num_samples"].copy()),
+            "steps": pl.Series(index["steps"].copy()),
+            "batch": pl.Series(index["batch"].copy()),
+            "response": pl.Series(np.where(agents, index["extra"], 0)),
+            "bytes": pl.Series(index["nbytes"].copy()),
+            "version_low": _known(index["version_low"], UNKNOWN_VERSION),
+            "version_high": _known(index["version_high"], UNKNOWN_VERSION),
+            "committed": _known(index["committed"], UNKNOWN_TIME).cast(pl.Datetime("us", "UTC")),
+            "model_weights_id": texts.gather(index["weights"]).replace("", None),
+            "max_episode_length": pl.Series(index["max_episode_length"].copy()),
+        }
+        for name in (*DOCUMENT_FACTS, *sorted(name for name in index.facts if name.startswith(SCORE))):
+            column = index.fact(name)
+            if name in TEXTS:
+                columns[name] = texts.gather(np.where(column < 0, len(texts) - 1, column))
+            elif column.dtype.kind == "f":
+                columns[name] = pl.Series(column.copy()).fill_nan(None)
+            else:
+                columns[name] = _known(column, -1)
+        late: dict[str, list[Series]] = defaultdict(list)
+        for name in index.notes:
+            plain = name.removeprefix(NOTE_TEXT).removeprefix(NOTE)
+            given = index[name]
+            if is_text(name):
+                late[plain].append(texts.gather(np.where(given < 0, len(texts) - 1, given)))
+            elif plain not in columns:
+                late[plain].append(pl.Series(given.copy()).fill_nan(None))
+        for plain, found in late.items():
+            if len(found) > 1:  # numbers in one rank and texts in another are texts, as a handle has them too
+                found = [one.cast(pl.String) for one in found]
+            columns[plain] = found[0].fill_null(found[-1])
+        columns["terminated"] = columns["terminated"].cast(pl.Boolean)
+        columns["readable"] = pl.Series(readable & ((index.fact(TOLD) != 0) | ~agents))
+        return _Shown.of(index), pl.DataFrame(columns)
+
+    def _texts_of(self, table: StringTable) -> Series:
+        """Return the texts of a table, and a null after them; those that were there the last time are kept."""
+        pl = polars()
+        before = self._texts
+        known = before[1] if before is not None and before[0]() is table else pl.Series([], dtype=pl.String)
+        if before is None or len(known) < len(table) or before[0]() is not table:
+            known = pl.concat([known, pl.Series(table.texts(len(known)), dtype=pl.String)])
+            self._texts = weakref.ref(table), known
+        texts: Series = pl.concat([known, pl.Series([None], dtype=pl.String)])
+        return texts
+
+    def _read(self, ids: IntArray) -> list[dict[str, Any] | None]:
+        """Return what the documents of rollouts tell; None of those that cannot be read, which a warning names."""
+        found: dict[int, dict[str, Any]] = {}
+        faults: Faults = []
+        for first in range(0, len(ids), TOGETHER):
+            some = ids[first : first + TOGETHER]
+            for numbers, facts in readable(some, lambda ids: of_documents(self._locked, ids, facts_of), faults):
+                found |= zip(numbers.tolist(), facts, strict=True)
+        tell(faults, "the facts of %d trajectories cannot be read and are null in this question")
+        return [found.get(number) for number in ids.tolist()]
+
+
+def _known(column: npt.NDArray[Any], unknown: int) -> Series:
+    """Return a column with null where a number stands for what is not known."""
+    pl = polars()
+    values = pl.Series("known", column.copy())
+    known: Series = values.set(values == unknown, None)
+    return known
+
+
+def _untold(contents: Contents) -> tuple[IntArray, npt.NDArray[Any]]:
+    """Return ids and UUIDs of the rollouts whose facts the index does not know; with the lock held."""
+    index = contents.index
+    untold = (index.fact(TOLD) == 0) & (index["document"] > 0) & (index["slot"] != UNAVAILABLE)
+    if untold.any():
+        untold &= _agents(contents)
+    return index["trajectory_id"][untold], index["uuid"][untold]
+
+
+def _agents(contents: Contents) -> npt.NDArray[np.bool_]:
+    """Return which trajectories are rollouts, without reading any: of those with a document, the schema says it."""
+    index = contents.index
+    slots = index["slot"]
+    told: npt.NDArray[np.bool_] = index.fact(TOLD) != 0
+    asked = ~told & (index["document"] > 0) & (slots != UNAVAILABLE)
+    if not asked.any():
+        return told
+    agents = [slot for slot in np.unique(slots[asked]).tolist() if contents.addresses.schema(slot).kind == "agent"]
+    told |= asked & np.isin(slots, agents)
+    return told

@@ -1,0 +1,82 @@
+"""Messages of rollouts as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from trajstore.errors import CorruptStoreError
+from trajstore.query.engine import polars
+from trajstore.query.readable import IntArray, Locked, of_documents
+
+if TYPE_CHECKING:
+    from polars import Series
+
+Message = Mapping[str, Any]
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    "message": ("Int64", "its number in the rollout, from 0 on"),
+    "turn": ("Int64", "messages of the model up to this one, itself included: 0 before the first"),
+    "role": ("String", "who speaks"),
+    "content": ("String", "its text; JSON where it is no text, null where there is none"),
+    "tool_calls": ("String", "calls of tools, as JSON; null where there are none"),
+    "json": ("String", "all of the message, as JSON"),
+}
+"""Name, type in Polars and meaning of each column."""
+
+
+def read(
+    locked: Locked, ids: IntArray, names: Sequence[str], _: Mapping[str, bool]
+) -> tuple[IntArray, dict[str, Series]]:
+    """Return how many messages each rollout has, ``[n]``, and columns of all of them.
+
+    Raises:
+        TrajectoryUnavailableError: one has been evicted meanwhile.
+        CorruptStoreError, OSError: one cannot be read.
+    """
+    pl = polars()
+    each = of_documents(locked, ids, _messages)
+    counts = np.array([len(one) for one in each], np.int64)
+    columns = {
+        name: pl.Series(name, _VALUES[name](each), dtype=getattr(pl, COLUMNS[name][0]), strict=True) for name in names
+    }
+    return counts, columns
+
+
+def _messages(document: Mapping[str, Any]) -> list[Message]:
+    found = document.get("messages") or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise CorruptStoreError("its messages are not a list of objects")
+    return found
+
+
+Rollouts = Sequence[Sequence[Message]]
+
+
+def _numbers(rollouts: Rollouts) -> Iterable[int]:
+    return chain.from_iterable(range(len(said)) for said in rollouts)
+
+
+def _turns(rollouts: Rollouts) -> Iterable[int]:
+    return chain.from_iterable(accumulate(one.get("role") == "assistant" for one in said) for said in rollouts)
+
+
+def _texts(name: str) -> Callable[[Rollouts], Iterable[str | None]]:
+    return lambda rollouts: [text_of(one.get(name)) for said in rollouts for one in said]
+
+
+def text_of(value: Any) -> str | None:
+    """Return a text as it is, and anything else as JSON; None where there is none."""
+    return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()
+
+
+_VALUES: Mapping[str, Callable[[Rollouts], Iterable[Any]]] = {
+    "message": _numbers,
+    "turn": _turns,
+    **{name: _texts(name) for name in ("role", "content", "tool_calls")},
+    "json": lambda rollouts: [orjson.dumps(one).decode() for said in rollouts for one in said],
+}

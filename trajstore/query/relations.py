@@ -1,0 +1,226 @@
+"""What lies in trajectories, as rows: messages and tokens of rollouts, steps of blocks. Read while an answer is made.
+
+A relation is scanned: trajectories are read in portions, as Polars asks for rows. What a condition says of facts alone
+chooses among trajectories before any is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trajstore.core.base import exits, locks
+from trajstore.core.columns.portions import portions
+from trajstore.query import messages, rows
+from trajstore.query.engine import polars
+from trajstore.query.readable import TOGETHER, Faults, IntArray, Locked, readable, tell
+
+if TYPE_CHECKING:
+    from polars import DataFrame, Expr, LazyFrame, Series
+
+TRAJECTORIES = "trajectories"
+"""The relation of facts, one row for each trajectory."""
+
+_BYTES = 16 << 20
+"""Of the trajectories that are read at a time, unless one alone has more."""
+
+Read = Callable[[Locked, IntArray, Sequence[str], Mapping[str, bool]], tuple[IntArray, dict[str, "Series"]]]
+"""Returns how many rows each trajectory has, ``[n]``, and the columns asked for of all their rows."""
+
+Late = Callable[[str], Mapping[str, bool]]
+"""Returns the names of values by row that are columns of a relation, and of which a row may have several numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    of: str
+    columns: Mapping[str, tuple[str, str]]
+    read: Read
+
+
+_KINDS = {
+    "messages": _Kind("agent", messages.COLUMNS, messages.read),
+    "tokens": _Kind("agent", rows.TOKENS, rows.read_tokens),
+    "steps": _Kind("step", rows.STEPS, rows.read_steps),
+}
+
+RELATIONS: Mapping[str, Mapping[str, str]] = {
+    name: {column: what for column, (_, what) in kind.columns.items()} for name, kind in _KINDS.items()
+}
+"""Relations that are read from trajectories, and their columns. Each fact of a row's trajectory is one besides."""
+
+
+class _Readings:
+    """Portions that threads of Polars read; after an answer, too, which ends at its limit before they notice it.
+
+    A thread that is within Python when the interpreter ends would end the process with SIGABRT.
+    """
+
+    def __init__(self) -> None:
+        self._at = locks.condition("_Readings._at")
+        self._under_way = 0
+        self._over = False
+        exits.before_the_end(self._end)
+
+    def of(self, frames: Iterator[DataFrame]) -> Iterator[DataFrame]:
+        """Yield the frames, none once the interpreter ends."""
+        while True:
+            with self._at:
+                if self._over:
+                    return
+                self._under_way += 1
+            try:
+                frame = next(frames, None)
+            finally:
+                with self._at:
+                    self._under_way -= 1
+                    self._at.notify_all()
+            if frame is None:
+                return
+            yield frame
+
+    def _end(self) -> None:
+        with self._at:
+            self._over = True
+            self._at.wait_for(lambda: not self._under_way)
+        time.sleep(_HANDING_ON)
+
+
+_HANDING_ON = 0.05
+"""Seconds for threads of Polars to take what was read, for which they need the interpreter."""
+
+_READINGS = _Readings()
+
+
+def shown_columns(relation: str) -> list[str]:
+    """Return the columns of an answer that does not say which it wants."""
+    return ["trajectory_id", "task", *_KINDS[relation].columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which rows of trajectories are to be read.
+
+    Attributes:
+        relation: of :data:`RELATIONS`.
+        facts: of the trajectories: ids, and the other facts that the rest names.
+        wanted: columns of the tables.
+        conditions: that must hold of each row.
+        late: columns that are values by row, and which of them are lists of numbers.
+    """
+
+    relation: str
+    facts: DataFrame
+    wanted: Sequence[str]
+    conditions: Sequence[Expr]
+    late: Mapping[str, bool]
+
+
+Found = tuple[list["DataFrame"], Faults]
+"""Tables of rows in the order of the facts, and which trajectories cannot be read."""
+
+
+def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataFrame) -> LazyFrame:
+    """Return the rows of some trajectories, which are read when an answer is made.
+
+    Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
+
+    Args:
+        read: reads them.
+        late: knows of their values by row, which are columns besides.
+        relation: of :data:`RELATIONS`.
+        facts: of the trajectories, in the order of their rows; those of another kind have none.
+    """
+    pl = polars()
+    from polars.io.plugins import register_io_source
+
+    kind = _KINDS[relation]
+    facts = facts.filter(pl.col("kind") == kind.of)
+    given = {name: several for name, several in late(relation).items() if name not in kind.columns}
+    own = {name: getattr(pl, dtype) for name, (dtype, _) in kind.columns.items()}
+    own |= {name: pl.List(pl.Float64) if several else pl.Float64 for name, several in given.items()}
+    others = {name: dtype for name, dtype in facts.schema.items() if name not in own}
+    schema = {name: (own | others)[name] for name in ("trajectory_id", "task", *own, *others)}
+
+    def source(
+        wanted: list[str] | None, condition: Expr | None, most: int | None, _: int | None
+    ) -> Iterator[DataFrame]:
+        return _READINGS.of(frames(wanted, condition, most))
+
+    def frames(wanted: list[str] | None, condition: Expr | None, most: int | None) -> Iterator[DataFrame]:
+        wanted = list(schema) if wanted is None else wanted
+        chosen, rest = facts, []
+        for part in _parts(condition):
+            if own.keys() & part.meta.root_names():
+                rest.append(part)
+            else:
+                chosen = chosen.filter(part)
+        beside = [name for name in _needed(wanted, rest) if name not in own and name != "trajectory_id"]
+        faults: Faults = []
+        try:
+            for some in _portions(chosen):
+                tables, failed = read(Asked(relation, some.select("trajectory_id", *beside), wanted, rest, given))
+                faults += failed
+                for table in tables:
+                    found = table if most is None else table.head(most)
+                    most = None if most is None else most - len(found)
+                    yield found
+                    if most == 0:
+                        return
+        finally:
+            tell(faults, f"%d trajectories cannot be read, so their {relation} are not in the answer")
+
+    found: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
+    return found
+
+
+def read_rows(locked: Locked, asked: Asked) -> Found:
+    """Read rows of trajectories of a buffer.
+
+    Args:
+        locked: gives access to the contents of the buffer.
+        asked: which.
+    """
+    pl = polars()
+    facts, wanted, conditions = asked.facts, asked.wanted, asked.conditions
+    kind, needed, faults = _KINDS[asked.relation], _needed(wanted, conditions), Faults()
+    own = [name for name in needed if name not in facts.columns]
+    beside = facts.select(name for name in needed if name in facts.columns)
+    ids, tables = facts["trajectory_id"].to_numpy(), []
+    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, asked.late), faults):
+        which = np.repeat(np.flatnonzero(np.isin(ids, some)), counts)
+        frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
+        tables.append(frame.filter(*conditions).select(wanted) if conditions else frame.select(wanted))
+    return tables, faults
+
+
+def late_columns(locked: Locked, relation: str) -> dict[str, bool]:
+    """Return which values by row are columns of a relation of a buffer, see :data:`Late`."""
+    kind = _KINDS[relation]
+    return {} if relation == "messages" else locked(lambda contents: rows.given_late(contents, kind.of))
+
+
+def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
+    """Return the columns that an answer and its conditions name, each once."""
+    return list(dict.fromkeys([*wanted, *(name for part in conditions for name in part.meta.root_names())]))
+
+
+def _portions(facts: DataFrame) -> Iterator[DataFrame]:
+    """Yield the facts of trajectories that are read together."""
+    sizes = facts["bytes"].to_list()
+    for some, _ in portions(range(len(sizes)), _BYTES, lambda at: sizes[at], most=TOGETHER):
+        yield facts.slice(some[0], len(some))
+
+
+def _parts(condition: Expr | None) -> list[Expr]:
+    """Return conditions that all must hold where the given one does."""
+    if condition is None:
+        return []
+    below = condition.meta.pop()
+    if len(below) == 2 and (below[1] & below[0]).meta.eq(condition):
+        return [*_parts(below[1]), *_parts(below[0])]
+    return [condition]

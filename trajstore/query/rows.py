@@ -1,0 +1,251 @@
+"""Tokens of rollouts and steps of blocks as columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.reading.contents import Contents
+from trajstore.core.reading.late import COLUMNS, without_notes
+from trajstore.core.reading.late_rows import column_named
+from trajstore.core.reading.plan import RowPlan
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.reading.tokens import TokenRows, token_rows
+from trajstore.core.store.facts import NOTE_ROWS
+from trajstore.query.engine import polars
+from trajstore.query.readable import IntArray, Locked, positions_of
+
+if TYPE_CHECKING:
+    from polars import Series
+
+TOKENS: Mapping[str, tuple[str, str]] = {
+    "position": ("Int64", "its number in the rollout, from 0 on"),
+    "input_ids": ("Int64", "id of the token"),
+    "attention_mask": ("Int64", "as stored"),
+    "loss_mask": ("Int64", "1 where the model wrote it"),
+    "response_mask": ("Int64", "of the response; null before it"),
+    "old_log_probs": ("Float64", "of the response, natural logarithm; null before it"),
+    "rollout_log_probs": ("Float64", "the same, as the engine that sampled reported it"),
+    "entropys": ("Float64", "of the response, in nats; null before it"),
+}
+"""Name, type in Polars and meaning of each column. What a rollout does not have is null."""
+
+STEPS: Mapping[str, tuple[str, str]] = {
+    "step": ("Int64", "t of [T, B], from 0 on"),
+    "environment": ("Int64", "b of [T, B], from 0 on"),
+    "rewards": ("Float64", "sum over the chunk"),
+    "dones": ("Boolean", "whether any of the chunk is"),
+    "terminations": ("Boolean", "whether any of the chunk is"),
+    "truncations": ("Boolean", "whether any of the chunk is"),
+    "prev_logprobs": ("Float64", "sum over the action"),
+    "prev_values": ("Float64", "the first of the row"),
+    "versions": ("Int64", "the first of the row"),
+}
+"""Name, type in Polars and meaning of each column. What a block does not have is null."""
+
+Reader = Callable[[IntArray, list[str]], tuple[IntArray, dict[str, "Series"]]]
+
+
+def read_tokens(
+    locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
+) -> tuple[IntArray, dict[str, Series]]:
+    """Return how many tokens each rollout has, ``[n]``, and columns of all of them.
+
+    Args:
+        locked: gives access to the contents.
+        ids: of the rollouts.
+        names: of the columns.
+        late: which of them are values by row, and of these which are lists.
+
+    Raises:
+        TrajectoryUnavailableError: one has been evicted meanwhile.
+        CorruptStoreError, OSError: one cannot be read.
+    """
+
+    def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
+        found = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
+        try:
+            return found.lengths, _columns_of(found, names, late)
+        finally:
+            found.end()
+
+    return _in_runs(locked, ids, [name for name in _stored_as(names, late) if name != "position"], read)
+
+
+def _stored_as(names: Sequence[str], late: Mapping[str, bool]) -> list[str]:
+    """Return the names by which batches know some columns."""
+    return [COLUMNS + name if name in late else name for name in names]
+
+
+def _columns_of(found: TokenRows, names: Sequence[str], late: Mapping[str, bool]) -> dict[str, Series]:
+    pl = polars()
+    lengths, total = found.lengths, int(found.lengths.sum())
+    starts = np.cumsum(lengths) - lengths
+    position = np.arange(total) - np.repeat(starts, lengths)
+    before = position < np.repeat(lengths - found.responses, lengths)
+    tensors = found.copy(starts, total)
+    columns = {}
+    for name, stored in zip(names, _stored_as(names, late), strict=True):
+        if name == "position":
+            columns[name] = pl.Series(name, position, dtype=pl.Int64)
+        elif stored in tensors:
+            rows = tensors[stored]
+            values = (
+                _late_values(name, rows, late[name])
+                if name in late
+                else pl.Series(name, _numpy(rows, TOKENS[name][0]), dtype=getattr(pl, TOKENS[name][0]))
+            )
+            columns[name] = values.set(pl.Series(before), None) if stored in found.of_response else values
+        else:
+            columns[name] = _nothing(name, total, TOKENS, late)
+    return columns
+
+
+def _nothing(name: str, count: int, columns: Mapping[str, tuple[str, str]], late: Mapping[str, bool]) -> Series:
+    """Return a column of nulls."""
+    pl = polars()
+    several = pl.List(pl.Float64) if late.get(name) else pl.Float64
+    nulls: Series = pl.Series(name, [None] * count, dtype=several if name in late else getattr(pl, columns[name][0]))
+    return nulls
+
+
+def _late_values(name: str, rows: torch.Tensor, several: bool) -> Series:
+    """Return values by row as numbers, or as lists of them; a complex number is two."""
+    pl = polars()
+    flat = rows.unsqueeze(-1).flatten(1)
+    numbers = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).to(torch.float64).numpy()
+    if several:
+        lists: Series = pl.Series(name, numbers if numbers.shape[1] else [[]] * len(numbers)).cast(pl.List(pl.Float64))
+        return lists
+    found: Series = pl.Series(name, numbers[:, 0])
+    return found
+
+
+def given_late(contents: Contents, kind: str) -> dict[str, bool]:
+    """Return names of values by row that trajectories of a kind have, and of which a row has several numbers.
+
+    With the lock of the contents held.
+    """
+    found: dict[str, bool] = {}
+    for name in contents.index.row_notes:
+        slots = contents.index[NOTE_ROWS + name]
+        schemas = [contents.addresses.schema(slot) for slot in np.unique(slots[slots != UNAVAILABLE]).tolist()]
+        columns = [column_named(schema, name) for schema in schemas if schema.kind == kind]
+        if columns:
+            found[name] = any(math.prod(c.row_shape) * (1 + c.torch_dtype.is_complex) != 1 for c in columns)
+    return found
+
+
+def read_steps(
+    locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
+) -> tuple[IntArray, dict[str, Series]]:
+    """Return how many steps each block has, ``[n]`` (T * B), and columns of all of them, without the extra rows.
+
+    Args:
+        locked: gives access to the contents.
+        ids: of the blocks.
+        names: of the columns.
+        late: which of them are values by row, and of these which are lists.
+
+    Raises:
+        TrajectoryUnavailableError: one has been evicted meanwhile.
+        CorruptStoreError, OSError: one cannot be read.
+    """
+    pl = polars()
+
+    def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
+        sizes, batches, prepared = locked(lambda contents: _found(contents, positions_of(contents, ids), stored))
+        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        step, environment = np.divmod(within, np.repeat(batches, sizes)) if len(within) else (within, within)
+        tensors = {} if prepared is None else prepared.read(None)
+        columns = {}
+        for name, stored_as in zip(names, _stored_as(names, late), strict=True):
+            if name in ("step", "environment"):
+                columns[name] = pl.Series(name, step if name == "step" else environment, dtype=pl.Int64)
+            elif stored_as not in tensors:
+                columns[name] = _nothing(name, len(within), STEPS, late)
+            elif name in late:
+                columns[name] = _late_values(name, tensors[stored_as], late[name])
+            else:
+                columns[name] = _step_values(name, tensors[name])
+        return sizes, columns
+
+    return _in_runs(locked, ids, [n for n in _stored_as(names, late) if n not in ("step", "environment")], read)
+
+
+def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[IntArray, IntArray, RowPlan | None]:
+    """Return samples and B of blocks, and the rows of all of their samples; with the lock held."""
+    index = contents.index
+    sizes, batches = (index.at(name, positions).astype(np.int64) for name in ("num_samples", "batch"))
+    if not sizes.sum() or not stored:
+        contents.make_resident(positions)  # what cannot be read has no rows, whichever columns are asked for
+        contents.forget_decoded()
+        return sizes, batches, None
+    rows = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return sizes, batches, contents.plan(np.repeat(positions, sizes), rows, int(positions.min()), stored)
+
+
+def _step_values(name: str, rows: torch.Tensor) -> Series:
+    """Return one value for each row of a column; null where it is an empty row, or no whole number that must be one."""
+    dtype = getattr(polars(), STEPS[name][0])
+    flat = rows.reshape(len(rows), -1)
+    values: torch.Tensor | list[None]
+    if STEPS[name][0] == "Boolean":
+        values = (flat != 0).any(dim=1)
+    elif name in ("rewards", "prev_logprobs"):
+        values = flat.to(torch.float64).sum(dim=1)
+    elif flat.shape[1]:
+        values = flat[:, 0].to(torch.float64) if flat.is_floating_point() else flat[:, 0]
+    else:
+        values = [None] * len(flat)
+    column: Series = polars().Series(name, values.numpy() if isinstance(values, torch.Tensor) else values)
+    return column.cast(dtype, strict=False)
+
+
+def _numpy(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.generic]:
+    values: npt.NDArray[np.generic] = tensor.to(torch.float64 if dtype == "Float64" else torch.int64).numpy()
+    return values
+
+
+def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) -> tuple[IntArray, dict[str, Series]]:
+    """Read trajectories that lie behind each other and store the same of some columns together.
+
+    Args:
+        locked: gives access to the contents.
+        ids: of the trajectories.
+        names: of the columns.
+        read: is given ids, and which of the columns these have.
+    """
+    pl = polars()
+    stored = locked(lambda contents: _stored(contents, positions_of(contents, ids), frozenset(names)))
+    runs = []
+    for columns, at in groupby(range(len(ids)), lambda at: stored[at]):
+        runs.append(read(ids[list(at)], [name for name, *_ in columns]))
+    counts = np.concatenate([counts for counts, _ in runs])
+    return counts, {name: pl.concat([columns[name] for _, columns in runs]) for name in runs[0][1]}
+
+
+def _stored(contents: Contents, positions: IntArray, names: frozenset[str]) -> list[tuple[tuple[object, ...], ...]]:
+    """Return which of some columns each trajectory has, with dtype and shape; with the lock held."""
+    index = contents.index
+    plain, late = without_notes(sorted(names))
+    by_name: list[tuple[str | None, IntArray, Sequence[str]]] = [(None, index.at("slot", positions), plain or ())]
+    by_name += [
+        (name, index.at(NOTE_ROWS + name.removeprefix(COLUMNS), positions), (name.removeprefix(COLUMNS),))
+        for name in late
+        if name.removeprefix(COLUMNS) in index.row_notes
+    ]
+    found: list[tuple[tuple[object, ...], ...]] = [()] * len(positions)
+    for name, slots, wanted in by_name:
+        of_slot: dict[int, tuple[tuple[object, ...], ...]] = {UNAVAILABLE: ()}
+        for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
+            columns = contents.addresses.schema(slot).columns
+            of_slot[slot] = tuple(sorted((name or c.name, c.dtype, c.row_shape) for c in columns if c.name in wanted))
+        found = [(*before, *of_slot[slot]) for before, slot in zip(found, slots.tolist(), strict=True)]
+    return found

@@ -1,0 +1,326 @@
+"""A directory in an object store, over fsspec: ``s3://``, ``gs://``, ``memory://``, ...
+
+Object stores write an object whole or not at all, and durably before they answer; nothing is renamed or
+appended. File systems without that promise (``sftp://``, ``smb://``) are not for writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from trajstore.core.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
+from trajstore.core.files.filemap import FileMap
+from trajstore.core.files.holder import LOCK_NAME
+from trajstore.core.files.partial import PartialMaps, Range
+from trajstore.core.files.read_cache import ReadCache
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.remote.answers import ConflictError, ObjectInfo
+from trajstore.remote.leases import RemoteReaderLease, RemoteReaders
+from trajstore.remote.lock import RemoteWriterLock, is_held
+from trajstore.remote.object_store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_CONNECTIONS = 16  # requests of one call that are under way at once
+
+_ATTEMPTS = 10  # to change an object that others change, too
+
+_LOG, _SHARDS = "log/", "shards/"
+"""Folders whose files are written once. Shards of two stores that were mirrored to one place can have the same name."""
+
+Item = TypeVar("Item")
+
+
+class RemoteDirectory(Directory):
+    """Each file is one object, written with one PUT; a log segment is the object of one commit.
+
+    Files to be mapped are copied to a local read cache first. They never change, so a copy that is there is used
+    after asking the store for its size and version only.
+
+    A writer that others took over from while it was frozen can overwrite nothing of theirs: log segments are created
+    only if they are absent, shards have numbers of this writer alone, and all else is replaced or removed only if it is
+    as this writer last knew it, while it held the lock. See docs/design/many-machines.md.
+
+    Args:
+        url: fsspec URL of the directory.
+        cache_dir: folder of local copies, kept for later runs. None: a temporary one.
+        cache_bytes: bytes of local copies; the least recently used go first.
+        range_reads: batches fetch the rows that are drawn, and not the shards in which they are. What was fetched is
+            kept up to ``cache_bytes``, in a place of its own beside the copies of whole files.
+        lock_ttl: seconds without a sign of life after which others may take the writer's lock.
+        lease_ttl: seconds without a sign of life after which a writer takes a reader for dead. A reader writes its
+            lease again every third of it.
+        options: storage options of the fsspec file system (credentials, endpoint, ...).
+
+    Raises:
+        MissingDependencyError: the file system's package is not installed.
+        ConfigurationError: an argument is out of range, or the file system does not take it.
+    """
+
+    can_append: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cache_dir: str | Path | None = None,
+        cache_bytes: int = 4 << 30,
+        range_reads: bool = False,
+        lock_ttl: float = 60.0,
+        lease_ttl: float = 600.0,
+        **options: Any,
+    ) -> None:
+        if cache_bytes < 0:
+            raise ConfigurationError(f"cache_bytes is {cache_bytes}, must be at least 0")
+        if not lock_ttl > 0:
+            raise ConfigurationError(f"lock_ttl is {lock_ttl}, must be more than 0 seconds")
+        if not isinstance(range_reads, bool):
+            raise ConfigurationError(f"range_reads is {range_reads!r}, must be True or False")
+        if not lease_ttl > 0:
+            raise ConfigurationError(f"lease_ttl is {lease_ttl}, must be more than 0 seconds")
+        self._objects = ObjectStore(url, options)
+        self._cache = ReadCache(None if cache_dir is None else Path(cache_dir).absolute(), cache_bytes)
+        self._range_reads, self._cache_bytes = range_reads, cache_bytes
+        self._partial = self._make_partial()
+        self._lock_ttl = lock_ttl
+        self._lease_ttl = lease_ttl
+        self._lock: RemoteWriterLock | None = None
+        self._versions: dict[str, str | None] = {}  # of what this writer replaces, learned while it held the lock
+        self._readers = RemoteReaders(self._objects)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_versions": {}, "_partial": None}  # another process is another writer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._partial = self._make_partial()
+
+    def _make_partial(self) -> PartialMaps | None:
+        if not self._range_reads:
+            return None
+        return PartialMaps(self._fetch, self._cache.open_folder, self._cache_bytes)
+
+    def _fetch(self, ranges: Sequence[Range]) -> Generator[tuple[int, Buffer], None, None]:
+        """Yield which range has come, and its bytes.
+
+        Raises:
+            CorruptStoreError: a file is absent.
+            OSError: a range could not be fetched; names the file.
+        """
+        try:
+            yield from self._objects.ranges([(one.name, one.start, one.stop) for one in ranges])
+        except FileNotFoundError as error:
+            raise self._gone(error.filename) from error
+
+    @property
+    def url(self) -> str:
+        return self._objects.url
+
+    def exists(self) -> bool:
+        return self._objects.any()
+
+    def create(self, folders: Sequence[str] = ()) -> None:
+        """Do nothing: an object store has no folders, and makes buckets on other terms than this."""
+
+    def inner(self, name: str) -> Directory:
+        inner = copy(self)
+        inner._objects = self._objects.inner(check_name(name))
+        inner._lock, inner._versions = None, {}
+        inner._readers = RemoteReaders(inner._objects)
+        inner._partial = inner._make_partial()
+        return inner
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        return self._objects.read(check_name(name), offset)
+
+    def size(self, name: str) -> int:
+        return self._objects.info(check_name(name)).size
+
+    def names(self, below: str = "") -> list[str]:
+        return list(self.sizes(below))
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        return self._objects.sizes(check_name(below) if below else "")
+
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        return self._objects.listing(check_name(below) if below else "")
+
+    def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
+        url = self._objects.url_of(check_name(name))
+        try:
+            info = self._objects.info(name)
+            if size is not None and info.size != size:
+                raise CorruptStoreError(
+                    f"{url}: has {info.size:,} bytes, the index says {size:,}; restore it from a copy"
+                )
+            key = self._key(name, info)
+            return self._cache.map(key, info.size, partial(self._objects.download, name, info.size), sequential)
+        except FileNotFoundError as error:
+            raise self._gone(url) from error
+
+    def _key(self, name: str, info: ObjectInfo) -> str:
+        return f"{self._objects.url_of(name)}\n{info.size}\n{info.version}"
+
+    @property
+    def copies_files(self) -> bool:
+        return True
+
+    def drop_copies(self, names: Iterable[str]) -> bool:
+        for name in names:
+            self._cache.drop(self._key(name, self._objects.info(check_name(name))))
+        return True
+
+    def _gone(self, url: str) -> CorruptStoreError:
+        return CorruptStoreError(
+            f"{url}: is missing, but the index names it; a writer that evicts may have deleted "
+            f"it since (a reader that is cut off for {self._lease_ttl:g} s counts as gone): refresh(), or load it again"
+        )
+
+    @property
+    def reads_ranges(self) -> bool:
+        return self._partial is not None
+
+    def map_rows(self, name: str, size: int) -> FileMap:
+        return self.map(name, size) if self._partial is None else self._partial.map(check_name(name), size)
+
+    def check(self) -> None:
+        self._check_lock()
+
+    def confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
+
+    def publish(self, files: Sequence[EncodedFile]) -> None:
+        for file in files:
+            check_name(file.name)
+        self._check_lock()
+        _for_each(self._publish, files)
+
+    def _publish(self, file: EncodedFile) -> None:
+        data = b"".join(map(_flat, file.pieces))
+        if self._is_plain(file.name):
+            self._objects.put(file.name, data)
+        elif not file.name.startswith(_SHARDS) or not self._objects.create(file.name, data):
+            self._change(file.name, lambda version: self._objects.put_if(file.name, data, version))
+
+    def _is_plain(self, name: str) -> bool:
+        """Return whether a file is changed without conditions: it is no writer's, never replaced, or none are kept."""
+        return self._lock is None or name.startswith(_LOG) or not self._objects.keeps_match
+
+    def _change(self, name: str, request: Callable[[str | None], str | None]) -> None:
+        """Make a change that depends on the version of a file, which is None if there is none.
+
+        A version that was learned is of a time at which this writer held the lock: whoever took it over since, and has
+        changed the file, has changed the version. What another writer sent before it lost the lock may come late, and
+        is replaced in turn.
+
+        Raises:
+            WriterFencedError: another writer has the lock.
+        """
+        for _ in range(_ATTEMPTS):
+            if name not in self._versions:
+                version = self._objects.version(name)
+                if self._lock is not None:
+                    self._lock.confirm()
+                self._versions[name] = version
+            try:
+                self._versions[name] = request(self._versions[name])
+                return
+            except ConflictError:
+                self._versions.pop(name, None)
+            except OSError:
+                self._versions.pop(name, None)  # nobody knows whether it was carried out
+                raise
+        raise OSError(errno.EBUSY, "somebody else changes it all the time", self._objects.url_of(name))
+
+    def append(self, name: str, data: Buffer) -> None:
+        """Publish a log segment. It is written once: there is no second append to it.
+
+        Raises:
+            FileExistsError: the segment exists; somebody else has committed this generation.
+            WriterFencedError: another writer has the lock.
+        """
+        check_name(name)
+        self._check_lock()
+        content = bytes(data)
+        # A retried request finds what its first attempt has written: that is success.
+        if not self._objects.create(name, content) and self._content(name) != content:
+            if self._lock is not None:
+                self._lock.confirm()
+            raise FileExistsError(
+                errno.EEXIST, "another writer has written this log segment", self._objects.url_of(name)
+            )
+        if self._lock is not None and self._lock.is_late:
+            self._lock.confirm()  # the segment may be one that the next writer had written and deleted again
+
+    def _content(self, name: str) -> bytes | None:
+        """Return what an object holds; None if another writer has deleted it since it was there."""
+        try:
+            return self._objects.read(name)
+        except FileNotFoundError:
+            return None
+
+    def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
+        checked = [check_name(name) for name in names]
+        self._check_lock()
+        _for_each(self._remove, checked)
+
+    def _remove(self, name: str) -> None:
+        if self._is_plain(name) or name.startswith(_SHARDS):
+            self._objects.delete(name)
+        else:
+            self._change(name, lambda version: None if version is None else self._objects.delete_if(name, version))
+
+    # -- who uses it -------------------------------------------------------------------------------
+
+    def lock_writer(self) -> WriterLock:
+        self._lock = RemoteWriterLock(self._objects, self._lock_ttl)
+        self._versions = {}
+        return self._lock
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
+    def is_written(self) -> bool:
+        return is_held(self._objects)
+
+    def announce_reader(self, generation: int = 0) -> ReaderLease:
+        files, folders = self.listing()
+        if LOCK_NAME not in files and "log" not in folders:
+            return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
+        try:
+            return RemoteReaderLease(self._objects, generation, self._lease_ttl)
+        except OSError as error:
+            logger.warning(
+                "%s: read without an announcement, so its writer may delete shards that this reader shows: %s",
+                self.url,
+                error,
+            )
+            return ReaderLease()
+
+    def readers(self, *, tidy: bool = False) -> list[Reader]:
+        return self._readers.find(tidy=tidy)
+
+
+def _flat(piece: Buffer) -> memoryview:
+    view = memoryview(piece)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _for_each(function: Callable[[Item], None], items: Sequence[Item]) -> None:
+    """Call a function for all items, several at once; the first error is raised when all have ended."""
+    if len(items) < 2:
+        for item in items:
+            function(item)
+        return
+    with ThreadPoolExecutor(min(_CONNECTIONS, len(items)), "trajstore-remote") as pool:
+        for done in [pool.submit(function, item) for item in items]:
+            done.result()

@@ -1,0 +1,291 @@
+"""The lock of the one writer of a directory in an object store, and what keeps out a writer that has lost it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+import uuid
+
+import orjson
+
+from trajstore.core.base import locks
+from trajstore.core.base.interrupts import start_thread
+from trajstore.core.files.base import WriterLock
+from trajstore.core.files.holder import LOCK_NAME, describe_holder, holder_document, parse_holder, process_may_live
+from trajstore.errors import StoreLockedError, WriterFencedError
+from trajstore.remote.answers import ConflictError, Stamped
+from trajstore.remote.object_store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+"""To take a lock that others want at the same time; whoever loses meets a live holder the next time."""
+
+
+class RemoteWriterLock(WriterLock):
+    """An object that says who writes, with a heartbeat every third of its time to live; released, it says so.
+
+    Each change of it is a conditional PUT, so that of several who find it free one has it, and a holder that wakes up
+    after others took it over cannot take it back by its heartbeat. The lock expires when its last heartbeat is older
+    than its time to live, by the store's clock (by the clocks of both machines where the store tells no times), or when
+    its holder was a process of this machine that is gone.
+
+    Where the server does not keep conditions (which is found out, and warned of), two processes that start within one
+    round trip can both believe that they hold it, until the next heartbeat tells one of them.
+
+    A holder that is cut off for longer than its time to live must not write, for others may: :meth:`check` raises until
+    it finds its lock untouched, and for good if somebody else has taken it.
+
+    Raises:
+        StoreLockedError: somebody else holds it; names process, host and time.
+    """
+
+    def __init__(self, objects: ObjectStore, ttl: float) -> None:
+        self._objects = objects
+        self._ttl = ttl
+        self._pid = os.getpid()
+        self._document = {
+            **holder_document(),
+            "pid_namespace": _pid_namespace(),
+            "token": uuid.uuid4().hex,
+            "ttl": ttl,
+        }
+        self._mutex = locks.lock("RemoteWriterLock._mutex")
+        self._version = ""
+        self._taken_by: bytes | None = None
+        self._released = threading.Event()
+        self._renewed = now()
+        took_over = self._take()
+        self._find_conditions()
+        if took_over and not self._objects.keeps_match:
+            time.sleep(min(1.0, ttl / 4))  # others may have found it over, too: the last one to write has it
+            self.confirm()
+        self._thread = threading.Thread(target=self._keep, name="trajstore-writer-lock", daemon=True)
+        start_thread(self._thread)
+
+    def check(self) -> None:
+        """Return if the lock is held still as far as this process knows, or was released. Renews an overdue heartbeat.
+
+        Raises:
+            WriterFencedError: somebody else has it.
+            StoreLockedError: it could not be renewed, so somebody else may have it.
+        """
+        if self._released.is_set():
+            return
+        if self._taken_by is not None:
+            raise self._lost(self._taken_by)
+        if self.is_late:
+            try:
+                self._renew()
+            except WriterFencedError:
+                raise
+            except OSError as error:
+                raise StoreLockedError(
+                    f"{self._objects.url}: the writer's lock could not be renewed for {self._ttl:g} s, so others may "
+                    f"have taken it; see that the store can be reached ({error})"
+                ) from error
+
+    @property
+    def is_late(self) -> bool:
+        """Whether so long has passed since the last heartbeat that others may have taken the lock."""
+        return now() - self._renewed > self._ttl
+
+    def confirm(self) -> None:
+        """Return if the lock is held still, as the store says now, or was released.
+
+        Raises:
+            WriterFencedError: somebody else has it.
+            OSError: the store cannot be asked.
+        """
+        if self._released.is_set():
+            return
+        self._confirmed()
+
+    def _confirmed(self) -> str:
+        """Return the version of the lock, which is held still.
+
+        Raises:
+            WriterFencedError: somebody else has it.
+        """
+        holder = self._holder()
+        if holder is None or not self._is_ours(holder.data):
+            self._taken_by = holder.data if holder is not None else b""
+            raise self._lost(self._taken_by)
+        return holder.version
+
+    def release(self) -> None:
+        if self._released.is_set() or os.getpid() != self._pid:
+            return
+        self._released.set()
+        self._thread.join()
+        try:
+            if self._objects.keeps_match:
+                if self._taken_by is None:
+                    self._write(self._text(released=True))
+            elif self._is_ours(self._objects.read(LOCK_NAME)):
+                self._objects.delete(LOCK_NAME)  # there, taking over what was released is no sure thing
+        except FileNotFoundError:
+            return
+        except OSError as error:  # it expires by itself
+            logger.warning("the writer's lock could not be given back: %s", error)
+
+    # -- taking and keeping -----------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        """Take the lock; return whether from somebody else."""
+        for _ in range(_ATTEMPTS):
+            started = now()
+            if self._objects.create(LOCK_NAME, self._text()):
+                self._version = self._objects.version(LOCK_NAME) or ""
+                self._renewed = started
+                return False
+            holder = self._holder()
+            if holder is None:
+                continue
+            if self._is_ours(holder.data):  # the answer to a first attempt was lost
+                self._version, self._renewed = holder.version, started
+                return False
+            if not _is_over(holder):
+                raise self._refusal(holder.data)
+            started = now()
+            try:
+                self._version = self._objects.put_if(LOCK_NAME, self._text(), holder.version)
+            except ConflictError:
+                continue
+            self._renewed = started
+            return True
+        raise self._refusal(b"")
+
+    def _find_conditions(self) -> None:
+        """Find out what the server keeps, and warn of what it does not."""
+        self._objects.probe(LOCK_NAME, self._text())
+        if not (self._objects.keeps_create and self._objects.keeps_match):
+            self._version = self._objects.version(LOCK_NAME) or ""  # what must be refused was carried out
+        if self._objects.is_of_this_process:
+            return  # a writer that is frozen there is frozen with all others
+        harm = {
+            "If-None-Match": "the commit that it was sending can replace one of theirs",
+            "If-Match": "it can replace their index, metadata, pins and lock",
+        }
+        kept = self._objects.keeps_create, self._objects.keeps_match
+        for (condition, text), is_kept in zip(harm.items(), kept, strict=True):
+            if not is_kept:
+                logger.warning(
+                    "%s: this object store is not seen to keep %s: a writer that was frozen for longer than lock_ttl "
+                    "(%g s) while others took over is not kept out when it wakes: %s. Their shards are safe from it",
+                    self._objects.url,
+                    condition,
+                    self._ttl,
+                    text,
+                )
+
+    def _keep(self) -> None:
+        while not self._released.wait(self._ttl / 3):
+            try:
+                self._renew()
+            except WriterFencedError:
+                return
+            except OSError as error:
+                logger.warning("the writer's lock could not be renewed: %s", error)
+
+    def _renew(self) -> None:
+        """Give a sign of life.
+
+        Raises:
+            WriterFencedError: somebody else has the lock.
+            OSError: the store cannot be reached.
+        """
+        with self._mutex:
+            started = now()
+            if not self._objects.keeps_match:
+                self.confirm()
+            self._write(self._text())
+            self._renewed = started
+
+    def _write(self, text: bytes) -> None:
+        """Write the lock if it is held still.
+
+        Raises:
+            WriterFencedError: somebody else has it.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                self._version = self._objects.put_if(LOCK_NAME, text, self._version)
+                return
+            except ConflictError:
+                self._version = self._confirmed()  # the answer to an earlier attempt was lost
+        raise OSError(errno.EBUSY, "the lock changes all the time", self._objects.url_of(LOCK_NAME))
+
+    def _holder(self) -> Stamped | None:
+        """Return the lock; None if there is none."""
+        try:
+            return self._objects.stamped(LOCK_NAME)
+        except FileNotFoundError:
+            return None
+
+    def _text(self, *, released: bool = False) -> bytes:
+        if released:  # versions that do not know of this find a lock whose heartbeat is long over
+            return orjson.dumps({**self._document, "heartbeat": 0, "released": True})
+        return orjson.dumps({**self._document, "heartbeat": time.time()})
+
+    def _is_ours(self, holder: bytes) -> bool:
+        return parse_holder(holder).get("token") == self._document["token"]
+
+    def _refusal(self, holder: bytes) -> StoreLockedError:
+        return StoreLockedError(
+            f"{self._objects.url} is being written by {describe_holder(holder)}; close that writer, or open the "
+            f"directory for reading (if no such process runs, wait {self._ttl:g} s or delete {LOCK_NAME})"
+        )
+
+    def _lost(self, holder: bytes) -> WriterFencedError:
+        released = parse_holder(holder).get("released") is True
+        return WriterFencedError(
+            f"{self._objects.url} was taken over while this writer was cut off: it {'was' if released else 'is being'} "
+            f"written by {describe_holder(holder)}. This writer can write nothing more; what it had acknowledged is in "
+            "the store, what it still holds is not: close it, open the store again when it is free, and add that again"
+        )
+
+
+def now() -> float:
+    """Return the seconds since some moment, counting also those for which the machine was suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def is_held(objects: ObjectStore) -> bool:
+    """Return whether the lock of a directory is held, as far as it tells.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return not _is_over(objects.stamped(LOCK_NAME))
+    except FileNotFoundError:
+        return False
+
+
+def _is_over(holder: Stamped) -> bool:
+    """Return whether a lock was released, has had no heartbeat for too long, or its holder is known to be gone."""
+    document = parse_holder(holder.data)
+    try:
+        if document.get("released") is True:
+            return True
+        ttl, heartbeat = float(document["ttl"]), float(document["heartbeat"])
+        # Stores tell the time of writing in whole seconds.
+        if (holder.age - 1.0 if holder.age is not None else time.time() - heartbeat) > ttl:
+            return True
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return False  # written by something else: let people decide
+    here = holder_document()["host"], _pid_namespace()
+    is_here = here[1] is not None and (document.get("host"), document.get("pid_namespace")) == here
+    return is_here and not process_may_live(document)
+
+
+def _pid_namespace() -> int | None:
+    """Return what tells containers of one host apart, whose process ids mean different processes."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None

@@ -1,0 +1,80 @@
+"""The ledger of a mirror: whose mirror it is, and which shards lie there that its index does not name yet.
+
+Only for the thread of the mirror, as its replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable
+
+import orjson
+
+from trajstore.core.files.base import Directory, EncodedFile
+from trajstore.core.files.holder import holder_document
+from trajstore.core.formats.base import ShardManifest
+from trajstore.core.store.log_records import manifest_to_json
+from trajstore.core.store.sealed import LEDGER_NAME
+from trajstore.errors import CorruptStoreError
+
+logger = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Written before anything is copied to an empty place, and now and then while much is copied.
+
+    Args:
+        target: where the mirror lies.
+        source: URL of the store.
+    """
+
+    def __init__(self, target: Directory, source: str) -> None:
+        self.lists_shards = False
+        """Whether it lists any, so that it is to be written again when the index names them."""
+        self.of_another = ""
+        """Which other store it is of, in words; empty if it is not."""
+        self._target = target
+        self._source = source
+        self._store_id = ""
+
+    def read(self, store_id: str) -> dict[int, int] | None:
+        """Return what :func:`crc_of` told of each shard that it lists, by number.
+
+        Args:
+            store_id: of the store that is mirrored.
+
+        Returns:
+            None if it is absent, or another store's.
+        """
+        self._store_id = store_id
+        try:
+            value = orjson.loads(self._target.read(LEDGER_NAME))
+            copied = {int(number): int(crc) for number, crc in value["copied"]}
+        except FileNotFoundError:
+            return None
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, CorruptStoreError):
+            logger.warning("%s/%s: cannot be read; what it lists is copied again", self._target.url, LEDGER_NAME)
+            return {}
+        self.lists_shards = bool(copied)
+        if value.get("store_id") == store_id:
+            return copied
+        self.of_another = f"the store {value.get('store_id')} at {value.get('source')} on {value.get('host')}"
+        return None
+
+    def write(self, shards: Iterable[tuple[int, ShardManifest]]) -> None:
+        """Write down which shards are there, by number; none where the index names them all."""
+        copied = [(number, crc_of(manifest)) for number, manifest in shards]
+        document = {"store_id": self._store_id, "source": as_text(self._source), **holder_document(), "copied": copied}
+        self._target.publish([EncodedFile(LEDGER_NAME, [orjson.dumps(document)])])
+        self.lists_shards = bool(copied)
+
+
+def as_text(said: str) -> str:
+    """Return what can be written as JSON: a path may have bytes that are no text."""
+    return said.encode("utf-8", "backslashreplace").decode()
+
+
+def crc_of(manifest: ShardManifest) -> int:
+    """Return a checksum of all that is known of a shard."""
+    return zlib.crc32(orjson.dumps([manifest_to_json(manifest, 0), manifest.schema.to_json()]))

@@ -1,0 +1,345 @@
+"""The thread that keeps a mirror of a store that this process writes. The store never waits for it.
+
+What it does in which order, and what a crash leaves at each point, is written in docs/design/mirror.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trajstore.core.base import locks
+from trajstore.core.base.interrupts import WaitList, start_thread
+from trajstore.core.files.base import Directory, EncodedFile, ReaderLease
+from trajstore.core.files.opening import nested, open_directory
+from trajstore.core.writing.commit_log import CommitLog
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError
+from trajstore.remote.mirror.ledger import as_text
+from trajstore.remote.mirror.options import MIRRORED_NAME, Mirror, MirrorState
+from trajstore.remote.mirror.replica import Replica
+from trajstore.remote.mirror.source import Line, Picture, Tail
+
+logger = logging.getLogger(__name__)
+
+_ROUND_BYTES = 256 << 20  # of shards, copied between two publications while the mirror is behind
+_FIRST_PAUSE = 1.0
+_LONGEST_END = 5.0  # seconds that closing waits for a request under way
+
+
+class StoreMirror:
+    """Brings what a store has committed to another directory, in a thread of its own.
+
+    Args:
+        log: of the store.
+        options: how.
+        target: the mirror's directory, see :func:`mirror_directory`.
+        metadata: returns what ``metadata.json`` says besides what the catalog knows.
+    """
+
+    def __init__(
+        self, log: CommitLog, options: Mirror, target: Directory, metadata: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._log = log
+        self._options = options
+        self._metadata = metadata
+        self._directory = log.directory
+        self._target = target
+        self._replica = Replica(self._target, self._directory)
+        self._opened = False
+        self._tail = Tail(self._directory)
+        self._state = MirrorState(self._target.url)
+        self._told_at = 0.0
+        self._untold = False
+        self._lock = locks.lock("StoreMirror._lock")
+        self._wait_list = WaitList()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="trajstore-mirror", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        start_thread(self._thread)
+
+    # -- what is known ----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> MirrorState:
+        """What is on the mirror, and why the last attempt failed."""
+        return self._state
+
+    @property
+    def behind(self) -> int:
+        """Live trajectories of the store that are not on the mirror."""
+        with self._log.standing_still() as catalog:
+            ids = catalog.index["trajectory_id"]
+            return len(ids) - int(np.searchsorted(ids, self._state.newest_id, side="right"))
+
+    @property
+    def is_level(self) -> bool:
+        """Whether the mirror shows what the store has committed, saved points included."""
+        with self._log.standing_still():
+            return self._is_level()
+
+    def _is_level(self) -> bool:
+        catalog, replica = self._log.catalog, self._replica
+        if not self._opened or replica.generation != catalog.generation or replica.whole_due:
+            return False
+        return {name: head.crc32 for name, head in catalog.pins.heads.items()} == replica.pins
+
+    def wait(self, newest_id: int, timeout: float | None) -> bool:
+        """Wait until every trajectory up to an id is on the mirror; return whether it is, False after ``timeout``."""
+        return self._wait(lambda: self._state.newest_id >= newest_id, timeout)
+
+    def wait_for_all(self, flush: Callable[[float | None], None], timeout: float | None) -> bool:
+        """Wait until the mirror shows all that is there now, saved points and rollbacks too, as :meth:`wait`.
+
+        Args:
+            flush: the store's; commits what was added, within so many seconds.
+            timeout: in seconds; None = no limit.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            flush(timeout)
+        except TimeoutError:
+            return False
+        with self._log.standing_still() as catalog:
+            generation = catalog.generation
+            pins = {name: head.crc32 for name, head in catalog.pins.heads.items()}
+
+        def done() -> bool:
+            with self._log.standing_still() as catalog:
+                heads = catalog.pins.heads
+                asked = {name: crc for name, crc in pins.items() if name in heads and heads[name].crc32 == crc}
+                there = self._replica.pins
+                return self._state.generation >= generation and asked.items() <= there.items()
+
+        return self._wait(done, None if until is None else max(0.0, until - time.monotonic()))
+
+    def _wait(self, done: Callable[[], bool], timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        self._wake.set()
+        while True:
+            with self._lock:
+                gate = self._wait_list.gate()
+            if done():
+                return True
+            left = None if until is None else until - time.monotonic()
+            if (left is not None and left <= 0) or not self._thread.is_alive():
+                return False
+            self._wait_list.wait(gate, left)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._stopping.is_set():
+            self._wake.clear()
+            try:
+                left = self._step()
+            except Exception as error:  # whatever it is, the store goes on; and so does this
+                self._failed(error)
+                self._wake.wait(min(pause, self._options.longest_pause))
+                pause = min(2 * pause, max(self._options.longest_pause, _FIRST_PAUSE))
+                continue
+            pause = _FIRST_PAUSE
+            if not left:
+                self._wake.wait(self._options.interval)
+        try:
+            self._replica.close()
+        except (OSError, TrajstoreError) as error:
+            logger.warning("%s: the mirror's lock could not be given back: %s", self._target.url, error)
+        self._tell(self._state)
+
+    def _failed(self, error: Exception) -> None:
+        """Keep the error for whoever asks, say it once, and begin anew with what is on the mirror."""
+        said = f"{type(error).__name__}: {error}" if not isinstance(error, TrajstoreError | OSError) else str(error)
+        if said != self._state.error:
+            trace = None if isinstance(error, TrajstoreError | OSError) else error
+            logger.warning("%s is not mirrored at present, tried again: %s", self._directory.url, said, exc_info=trace)
+        self._tell(replace(self._state, error=said, failures=self._state.failures + 1))
+        self._opened = False
+        try:
+            self._replica.close()
+        except (OSError, TrajstoreError) as again:
+            logger.info("%s: %s", self._target.url, again)
+
+    def _step(self) -> bool:
+        """Bring the mirror one step on; return whether there is more to do."""
+        if not self._opened:
+            self._replica = Replica(self._target, self._directory)
+            self._tail = Tail(self._directory)
+            self._replica.open(self._log)
+            self._opened = True
+            generation, newest = self._replica.generation, self._replica.newest_id
+            self._tell(replace(self._state, generation=generation, newest_id=newest))
+            self._wake_waiters()
+        if self.is_level:
+            if self._state.error is not None:
+                self._tell(replace(self._state, error=None, failures=0))
+            elif self._untold:
+                self._tell(self._state)
+            self._replica.remove_dead()
+            return False
+        lease = ReaderLease()
+        try:
+            with self._log.standing_still() as catalog:
+                lease = self._directory.announce_reader(catalog.generation)
+                picture = self._picture(whole=self._replica.whole_due)
+                lease.settle(picture.generation)
+            lines = None if self._replica.whole_due else self._lines(picture)
+            if picture.whole is None and lines is None:
+                with self._log.standing_still():
+                    picture = self._picture(whole=True)
+                    lease.settle(picture.generation)
+            return self._bring(picture, lines)
+        finally:
+            lease.release()
+
+    def _picture(self, *, whole: bool) -> Picture:
+        return Picture.of(self._log.catalog, self._replica.pins, dict(self._metadata()) if whole else None)
+
+    def _lines(self, picture: Picture) -> list[Line] | None:
+        """Return the records that bring the mirror on, up to some bytes of shards; None if it must be written whole."""
+        replica = self._replica
+        lines = self._tail.lines(replica.generation, picture.generation)
+        if lines is None or any(picture.pins[name].back_to is not None for name in picture.pin_files):
+            return None
+        # A reader keeps evicted trajectories that a pin names, so that pin must be there before the record.
+        since = min([picture.pins[name].generation for name in picture.pin_files], default=picture.generation)
+        if any(line.evicts and line.generation > since for line in lines):
+            return None
+        if replica.lacking(picture, self._log.catalog, lines) is None:
+            return None
+        nbytes = self._log.catalog.shards.nbytes()
+        total = 0
+        for place, line in enumerate(lines):
+            rows = replica.lacking(picture, self._log.catalog, [line]) or []
+            total += int(nbytes[rows].sum())
+            if total > _ROUND_BYTES:
+                return lines[: place + 1]
+        return lines
+
+    def _bring(self, picture: Picture, lines: list[Line] | None) -> bool:
+        replica, catalog = self._replica, self._log.catalog
+        upto = picture.generation if lines is None or not lines else lines[-1].generation
+        rows = replica.lacking(picture, catalog, lines) or []
+        try:
+            replica.begin(catalog)
+            if not replica.copy(catalog, rows, lambda: not self._stopping.is_set()):
+                return True
+            replica.copy_states(picture, upto)
+        except (CorruptStoreError, FileNotFoundError):
+            if self._moved_on(picture, rows):
+                return True  # evicted meanwhile: once more, with what is there now
+            raise
+        newest = picture.newest_id
+        if lines is None:
+            replica.publish_whole(picture)
+        else:
+            replica.publish_lines(picture, lines)
+            if lines:
+                self._tail.move(lines[-1])
+            if upto < picture.generation:
+                added = [line.newest_id for line in lines if line.newest_id is not None]
+                newest = max([replica.newest_id, *added])
+        replica.newest_id = newest
+        self._published(newest)
+        replica.tidy(picture, catalog)
+        self._wake_waiters()
+        return upto < picture.generation
+
+    def _moved_on(self, picture: Picture, rows: Sequence[int]) -> bool:
+        """Return whether the store itself no longer needs what could not be read."""
+        with self._log.standing_still() as catalog:
+            needed = catalog.needed_shards()
+            heads = catalog.pins.heads
+            points = any(name not in heads or heads[name].crc32 != head.crc32 for name, head in picture.pins.items())
+            return points or not needed[list(rows)].all()
+
+    def _published(self, newest_id: int) -> None:
+        replica = self._replica
+        at = time.time() if replica.generation >= 0 else None
+        self._tell(MirrorState(self._target.url, replica.generation, newest_id, at))
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        with self._lock:
+            self._wait_list.wake()
+
+    def _tell(self, state: MirrorState) -> None:
+        """Keep what is known, and write it beside the store for tools, at most once a second."""
+        changed = state.error != self._state.error
+        self._state = state
+        now = time.monotonic()
+        self._untold = not changed and now - self._told_at < 1.0 and not self._stopping.is_set()
+        if self._untold:
+            return
+        self._told_at = now
+        document = {name: getattr(state, name) for name in ("generation", "newest_id", "at")}
+        document |= {"url": as_text(state.url), "error": state.error and as_text(state.error)}
+        try:
+            self._directory.publish([EncodedFile(MIRRORED_NAME, [orjson.dumps(document)])])
+        except (OSError, TrajstoreError) as error:
+            logger.info("%s/%s could not be renewed: %s", self._directory.url, MIRRORED_NAME, error)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the thread has ended, or belongs to the parent process."""
+        return os.getpid() != self._pid or (self._stopping.is_set() and not self._thread.is_alive())
+
+    def is_own_thread(self) -> bool:
+        """Return whether the caller is the thread that copies, which cannot wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def flush(self) -> None:
+        """Close: this is asked for when the interpreter ends, while there still are thread pools to copy with."""
+        self.close()
+
+    def close(self) -> None:
+        """Bring what is committed to the mirror, for at most ``close_timeout`` seconds, and end the thread.
+
+        What is not on the mirror then is told in a warning; the store has it.
+        """
+        if self.closed:
+            return
+        try:
+            if self._thread.ident is not None and not self._wait(lambda: self.is_level, self._options.close_timeout):
+                state = self._state
+                why = f": {state.error}" if state.error else ""
+                if state.generation < 0 and state.error:  # it could not even be opened
+                    told = f"without the mirror {state.url}; what is there is not known"
+                else:
+                    told = f"with {self.behind} trajectories that are not on the mirror {state.url}"
+                    told += f", which has all up to id {state.newest_id}" if state.newest_id >= 0 else ""
+                logger.warning("%s: closed %s%s", self._directory.url, told, why)
+        finally:  # also when an interrupt ends the waiting
+            self._stopping.set()
+            self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_LONGEST_END)
+
+
+def mirror_directory(options: Mirror, store: Directory) -> Directory:
+    """Return the directory of a store's mirror.
+
+    Raises:
+        ConfigurationError: one lies in the other, or the URL cannot be used.
+        MissingDependencyError: the file system's package is not installed.
+    """
+    target = open_directory(options.url, **options.storage_options)
+    if nested(store, target):
+        raise ConfigurationError(
+            f"mirror {target.url}: one lies in the other of mirror and store {store.url}; mirror to another directory"
+        )
+    return target

@@ -1,0 +1,400 @@
+"""The mirror itself: what lies there, and how it is changed without ever being unreadable.
+
+The order of every change, and what a crash leaves at each point, is written in docs/design/mirror.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.files.base import Directory, EncodedFile, WriterLock
+from trajstore.core.files.filemap import FileMap
+from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest
+from trajstore.core.formats.checksums import check_file
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, segment_name
+from trajstore.core.store.pin_names import removal_order
+from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
+from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
+from trajstore.core.writing.commit_log import CommitLog
+from trajstore.errors import ConfigurationError, StoreError, listed
+from trajstore.remote.mirror.ledger import Ledger, crc_of
+from trajstore.remote.mirror.source import Line, Picture, strange_id
+
+logger = logging.getLogger(__name__)
+
+_ELSEWHERE = (
+    "another copy of the store was mirrored there; go on from that one (`trajstore restore`), or mirror to an empty "
+    "directory"
+)
+
+_BATCH_BYTES = 32 << 20  # copied at once, and so in memory at once, unless one shard has more
+_BATCH_FILES = 16
+_LEDGER_BYTES = 1 << 30  # copied between two renewals of the ledger
+_MOST_SEGMENTS = 64
+_MOST_KEPT = 100
+_ATTEMPTS = 20
+_MOST_LOG_BYTES = 16 << 20
+
+
+class Replica:
+    """The directory of a mirror, as its one writer. Only for the mirror's thread.
+
+    Args:
+        target: where it lies.
+        source: the store's directory.
+    """
+
+    def __init__(self, target: Directory, source: Directory) -> None:
+        self.target = target
+        self.generation = -1
+        """What the mirror shows; -1 while nothing is known, or there is nothing."""
+        self.newest_id = -1
+        """Highest id that was given out by that generation."""
+        self.pins: dict[str, int] = {}
+        """Checksum of each pin that is there."""
+        self.whole_due = True
+        """Whether the index must be written whole: the log cannot be continued, or has grown long."""
+        self._source = source
+        self._lock: WriterLock | None = None
+        self._there = np.zeros(0, np.bool_)
+        self._row_of: dict[int, int] = {}
+        self._fence = ""
+        self._kept: set[str] = set()
+        """Segments of earlier writers: in their places one that was frozen, and wakes, can put nothing."""
+        self._dead: dict[str, int] = {}
+        """Files that are to go, and the first generation that does not need them."""
+        self._snapshot_generation = -1
+        self._snapshot_bytes = 0
+        self._segments = 0
+        self._log_bytes = 0
+        self._ledger = Ledger(target, source.url)
+        self._unlisted = 0
+        """Bytes that were copied since the ledger was written."""
+
+    # -- opening ----------------------------------------------------------------------------------
+
+    def open(self, log: CommitLog) -> None:
+        """Become the mirror's writer, and find out what is there.
+
+        Args:
+            log: the store's; it stands still for comparing only.
+
+        Raises:
+            StoreLockedError: somebody else writes there.
+            ConfigurationError, StoreError: what lies there is not a mirror of this store; says what it is.
+            OSError: it cannot be read.
+        """
+        self._lock = self.target.lock_writer()
+        self.target.create((SHARDS_FOLDER, LOG_FOLDER))
+        there = Catalog(self.target)
+        begun = Catalog.exists(self.target)
+        if begun:
+            there = self._keep_others_out()
+        sizes = self.target.sizes(SHARDS_FOLDER)
+        ledger = self._ledger.read(log.catalog.store_id)
+        if begun:
+            self.generation, self._snapshot_generation = there.generation, there.snapshot_generation
+            self.newest_id = there.next_id - 1
+            self._snapshot_bytes, self._log_bytes = there.snapshot_bytes, there.log_bytes
+            self.pins = {name: head.crc32 for name, head in there.pins.heads.items()}
+            self._remove_pins([head.name for head in there.unfinished_asides()])
+            segments = self.target.names(LOG_FOLDER)
+            self._segments = len(segments)
+            self._kept = set() if self.target.can_append else set(segments[-_MOST_KEPT:])
+            self.whole_due = bool(there.segment_torn or self._fence)
+        else:
+            self._check_unused(sizes, ledger)
+        with log.standing_still() as catalog:
+            self._compare(catalog, there)
+            self._look_for_rows(catalog)
+            needed = catalog.needed_shards()
+        unneeded = self._adopt(log.catalog, needed, there, ledger or {}, sizes)
+        self._dead = dict.fromkeys(unneeded, max(0, there.generation))
+        logger.info("%s: %d shards are there already", self.target.url, int(self._there.sum()))
+
+    def _keep_others_out(self) -> Catalog:
+        """Return what is on the mirror, after which nobody who held it before and was frozen since can add to it.
+
+        In an object store an empty segment is put where such a one would put its next: segments are created only where
+        none is. What comes from here then begins with the index whole, whose version nobody else knows.
+
+        Raises:
+            StoreError: somebody else goes on writing all the time.
+        """
+        for _ in range(_ATTEMPTS):
+            there = Catalog.open(self.target)
+            if self.target.can_append:
+                return there  # its lock goes with the process that holds it
+            self._fence = segment_name(there.generation + 1)
+            try:
+                self.target.append(self._fence, b"")
+            except FileExistsError:
+                continue  # was written just now
+            self.target.confirm()
+            return there
+        raise StoreError(f"{self.target.url}: somebody else writes there all the time; find out who")
+
+    def _check_unused(self, sizes: Mapping[str, int], ledger: Mapping[int, int] | None) -> None:
+        """Refuse to begin a mirror where something else lies that it would hide or overwrite.
+
+        What another store's mirror left that never published anything is no such thing: nothing can be made of it.
+        """
+        if ledger is not None:
+            return
+        files, folders = self.target.listing()
+        lies = [name for name in (METADATA_NAME, INDEX_NAME) if name in files]
+        lies += [name for name in folders if name.startswith("rank_") or name == PINS_FOLDER]
+        if self._ledger.of_another and not lies:
+            logger.warning(
+                "%s: was begun as the mirror of %s, which has published nothing there; it becomes this store's, and "
+                "%d files that were copied go",
+                self.target.url,
+                self._ledger.of_another,
+                len(sizes),
+            )
+            return
+        lies += sorted(sizes)[:1]
+        if lies:
+            raise ConfigurationError(
+                f"{self.target.url}: holds {listed(lies)}, and is no mirror of this store; mirror to an empty directory"
+            )
+
+    def _compare(self, catalog: Catalog, there: Catalog) -> None:
+        """Refuse a mirror of another store, or of another history of this one."""
+        if self.generation < 0:
+            return
+        url = self.target.url
+        if there.store_id != catalog.store_id:
+            raise StoreError(
+                f"{url}: is another store ({there.store_id}) than this one ({catalog.store_id}); mirror to an empty "
+                "directory"
+            )
+        if there.generation > catalog.generation or there.next_id > catalog.next_id:
+            raise StoreError(
+                f"{url}: is at generation {there.generation}, this store at {catalog.generation}: {_ELSEWHERE}"
+            )
+        strange = strange_id(there.index, catalog.index)
+        if strange is not None:
+            raise StoreError(f"{url}: trajectory {strange} is another one there than here: {_ELSEWHERE}")
+
+    def _adopt(
+        self,
+        catalog: Catalog,
+        needed: npt.NDArray[np.bool_],
+        there: Catalog,
+        ledger: Mapping[int, int],
+        sizes: Mapping[str, int],
+    ) -> list[str]:
+        """Find the store's shards that need not be copied; return the files that the store does not need."""
+
+        def is_whole(manifest: ShardManifest) -> bool:
+            return all(sizes.get(file.name) == file.size for file in manifest.files)
+
+        lost = 0
+        for row in np.flatnonzero(there.needed_shards()).tolist():
+            mirrored = there.shards.manifest(row)
+            mine = self._row_of.get(there.shards.number(row))
+            if mine is None or mine >= len(needed) or not needed[mine]:
+                continue  # evicted or rewritten since
+            if catalog.shards.manifest(mine) != mirrored:
+                raise StoreError(f"{self.target.url}: {mirrored.name} is another shard there than here: {_ELSEWHERE}")
+            self._there[mine] = is_whole(mirrored)
+            lost += not self._there[mine]
+        for number, crc in ledger.items():
+            row = self._row_of.get(number, -1)
+            if 0 <= row < len(needed) and needed[row] and not self._there[row]:
+                manifest = catalog.shards.manifest(row)
+                self._there[row] = crc_of(manifest) == crc and is_whole(manifest)
+        if lost:
+            logger.warning("%s: files of %d shards are absent or cut; they are copied again", self.target.url, lost)
+            self.whole_due = True
+        wanted = {name for _, names, _ in catalog.shards.file_sizes(np.flatnonzero(needed)) for name in names}
+        return [name for name in sizes if name not in wanted]
+
+    def _look_for_rows(self, catalog: Catalog) -> None:
+        """Learn numbers and rows of shards that are new in the store."""
+        for row in range(len(self._row_of), len(catalog.shards)):
+            self._row_of[catalog.shards.number(row)] = row
+        if len(self._there) < len(catalog.shards):
+            more = max(len(catalog.shards), 2 * len(self._there)) - len(self._there)
+            self._there = np.concatenate([self._there, np.zeros(more, np.bool_)])
+
+    def close(self) -> None:
+        """Give the mirror's lock back."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.release()
+
+    # -- what is to be copied ---------------------------------------------------------------------
+
+    def lacking(self, picture: Picture, catalog: Catalog, lines: Sequence[Line] | None) -> list[int] | None:
+        """Return the rows of the shards that must be copied before this can be published.
+
+        Args:
+            picture: of the store.
+            catalog: the store's.
+            lines: records to be appended to the mirror's log; None: the index is written whole.
+
+        Returns:
+            Rows of the shard table; None if a record names a shard that the store itself does not need any more: then
+            the index must be written whole.
+        """
+        self._look_for_rows(catalog)
+        count = len(picture.needed)
+        if lines is None:
+            return [int(row) for row in np.flatnonzero(picture.needed & ~self._there[:count])]
+        rows = []
+        for line in lines:
+            for number in line.shards:
+                row = self._row_of.get(number, count)
+                if row >= count or not (picture.needed[row] or self._there[row]):
+                    return None
+                if not self._there[row]:
+                    rows.append(row)
+        return rows
+
+    def copy(self, catalog: Catalog, rows: Sequence[int], go_on: Callable[[], bool]) -> bool:
+        """Copy shards to the mirror; return whether all were (False: it was to stop).
+
+        Raises:
+            OSError: one could not be; a ``CorruptStoreError`` or ``FileNotFoundError`` if the store has it no more.
+        """
+        batch: list[tuple[int, ShardManifest]] = []
+        nbytes = files = 0
+        for row in rows:
+            manifest = catalog.shards.manifest(row)
+            batch.append((row, manifest))
+            nbytes, files = nbytes + sum(file.size for file in manifest.files), files + len(manifest.files)
+            if nbytes >= _BATCH_BYTES or files >= _BATCH_FILES:
+                if not go_on():
+                    return False
+                self._copy(catalog, batch, nbytes)
+                batch, nbytes, files = [], 0, 0
+        if batch:
+            if not go_on():
+                return False
+            self._copy(catalog, batch, nbytes)
+        return True
+
+    def _copy(self, catalog: Catalog, batch: Sequence[tuple[int, ShardManifest]], nbytes: int) -> None:
+        maps: list[FileMap] = []
+        files = []
+        for _, manifest in batch:
+            for number, file in enumerate(manifest.files):
+                maps.append(self._source.map(file.name, file.size, sequential=True))
+                for damage in check_file(maps[-1].view, manifest, number):
+                    logger.warning("%s: %s; it is mirrored as it is", self._source.url, damage)
+                files.append(EncodedFile(file.name, [maps[-1].view]))
+        for copied in files:  # the name of one that nobody names, which an interrupted mirror left
+            self._dead.pop(copied.name, None)
+        self.target.publish(files)
+        self._there[[row for row, _ in batch]] = True
+        self._unlisted += nbytes
+        if self._unlisted >= _LEDGER_BYTES:
+            self._write_ledger(catalog)
+
+    def copy_states(self, picture: Picture, upto: int) -> None:
+        """Copy the states of saved points that the mirror does not have."""
+        for name in picture.pin_files:
+            head = picture.pins[name]
+            if head.state is not None and head.generation <= upto:
+                data = self._source.read(head.state.name)
+                self.target.publish([EncodedFile(head.state.name, [data])])
+
+    # -- publishing -------------------------------------------------------------------------------
+
+    def publish_whole(self, picture: Picture) -> None:
+        """Let the mirror show what a picture says; every shard and state of it is there."""
+        if picture.whole is None:
+            raise ValueError("the picture has no index")
+        index, metadata = picture.whole
+        self.target.check()
+        asides = [name for name in picture.pin_files if picture.pins[name].back_to is not None]
+        self._publish_pins(picture, asides)  # as by a rollback: before the index that makes it happen
+        self.target.publish([index])
+        self.target.publish([metadata])
+        before, self._snapshot_generation = self._snapshot_generation, picture.generation
+        self.generation, self.whole_due = picture.generation, False
+        self._snapshot_bytes = index.nbytes
+        self._log_bytes = 0
+        self._publish_pins(picture, [name for name in picture.pin_files if name not in asides])
+        old = [
+            name
+            for name in self.target.names(LOG_FOLDER)
+            if (first := segment_generation(name)) is not None and first <= before and name not in self._kept
+        ]
+        self.target.remove(old)
+        self._segments = 0
+        if self._ledger.lists_shards or before < 0:
+            self._ledger.write(())
+            self._unlisted = 0
+
+    def publish_lines(self, picture: Picture, lines: Sequence[Line]) -> None:
+        """Append records to the mirror's log; every shard that they name is there."""
+        self.target.check()
+        if lines:
+            data = b"".join(line.data for line in lines)
+            name = segment_name(self.generation + 1)
+            if name == self._fence:  # is there, and is this mirror's own
+                self.target.publish([EncodedFile(name, [data])])
+            else:
+                self.target.append(name, data)
+            self.generation = lines[-1].generation
+            self._segments += 1
+            self._log_bytes += len(data)
+        names = [name for name in picture.pin_files if picture.pins[name].generation <= self.generation]
+        self._publish_pins(picture, names)
+        long = self._log_bytes > max(_MOST_LOG_BYTES, 2 * self._snapshot_bytes)
+        self.whole_due = long or self._segments > max(_MOST_SEGMENTS, self._snapshot_bytes >> 20)
+
+    def _publish_pins(self, picture: Picture, names: Iterable[str]) -> None:
+        for name in names:
+            self.target.publish([EncodedFile(pin_name(name), [picture.pin_files[name]])])
+            self.pins[name] = picture.pins[name].crc32
+
+    def tidy(self, picture: Picture, catalog: Catalog) -> None:
+        """Remove what the mirror does not need any more: pins, then their states, then shards that no reader shows."""
+        released = [name for name in self.pins if name not in picture.pins]
+        self._remove_pins(released)
+        if released or picture.pin_files:
+            states = {head.state.name for head in picture.pins.values() if head.state is not None}
+            kept = states.union(map(pin_name, self.pins))  # what else is there a writer that was frozen has put late
+            self.target.remove([name for name in self.target.names(PINS_FOLDER) if name not in kept])
+        count = len(picture.needed)
+        unneeded = np.flatnonzero(self._there[:count] & ~picture.needed)
+        if len(unneeded):
+            self._there[unneeded] = False
+            self._dead |= dict.fromkeys(catalog.shards.files(unneeded.tolist()), picture.generation)
+        self.remove_dead()
+
+    def _remove_pins(self, names: Sequence[str]) -> None:
+        for group in removal_order(names):
+            self.target.remove([pin_name(name) for name in group], durable=True)
+            self.pins = {name: crc for name, crc in self.pins.items() if name not in group}
+
+    def remove_dead(self) -> None:
+        """Remove files that the mirror does not need and no reader shows."""
+        if not self._dead:
+            return
+        readers = self.target.readers(tidy=True)
+        oldest = min([self.generation, *(reader.generation for reader in readers)])
+        going = [name for name, generation in self._dead.items() if generation <= oldest]
+        self.target.remove(going)
+        for name in going:
+            del self._dead[name]
+
+    def begin(self, catalog: Catalog) -> None:
+        """Say whose mirror this is to be, before anything is copied to an empty place."""
+        if self.generation < 0:
+            self._write_ledger(catalog)
+
+    def _write_ledger(self, catalog: Catalog) -> None:
+        """Write down which shards are there."""
+        rows = np.flatnonzero(self._there).tolist()
+        self._ledger.write((catalog.shards.number(row), catalog.shards.manifest(row)) for row in rows)
+        self._unlisted = 0

@@ -1,0 +1,311 @@
+"""A store made of its mirror, after the machine that had it is lost.
+
+Everything that a mirror shows is copied: trajectories with their ids and UUIDs, pins, saved points, the store's own
+UUID. So the new store goes on where the mirror stood, and its mirror may be the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from secrets import randbelow
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trajstore.core.files.base import Buffer, Directory, EncodedFile
+from trajstore.core.files.opening import nested, open_directory
+from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest
+from trajstore.core.formats.checksums import check_file
+from trajstore.core.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
+from trajstore.core.store.catalog import Catalog, oldest_generation
+from trajstore.core.store.log_records import LOG_FOLDER
+from trajstore.core.store.saved_points import PINS_FOLDER, PinHead, pin_name
+from trajstore.core.store.sealed import LEDGER_NAME, METADATA_NAME
+from trajstore.core.writing.fencing import SHARDS_OF_A_WRITER
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Told (done, total) bytes."""
+
+MARKER_NAME = "restore.json"
+"""In a directory that is being made: of which mirror. Gone when it is a store."""
+
+IDS_LEFT_OUT = 1 << 20
+"""Least number of ids that a restored store leaves out: the lost one had given out some, others may have noted them."""
+
+_BLOCKS = 1 << 16
+"""Of ids and of numbers of shards; a restored store begins with one at random. So two that are made of one mirror, or
+one and the one that only seemed lost, neither give out the same ids nor name shards alike."""
+
+_ATTEMPTS = 20  # a mirror that is still written moves on meanwhile
+_WHOLE_AT_MOST = 256 << 20  # read into memory at once; larger files are mapped
+_KEPT_METADATA = ("trajectory_format", "seed", "rng_state")
+
+
+@dataclass
+class Restored:
+    """What was restored.
+
+    Attributes:
+        mirror: what was restored from.
+        target: the new store.
+        trajectories: how many are live.
+        newest_id: highest id that the mirror knew; -1 without any. Where an earlier attempt had brought everything, the
+            highest that is live.
+        next_id: the first id that the new store gives out.
+        nbytes: bytes of the store's shards and states.
+        copied: how many of these were copied now; the others an interrupted attempt had brought.
+        parts: of a run, one each.
+    """
+
+    mirror: str
+    target: str
+    trajectories: int = 0
+    newest_id: int = -1
+    next_id: int = 0
+    nbytes: int = 0
+    copied: int = 0
+    parts: list[Restored] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        values: dict[str, Any] = {
+            "mirror": self.mirror,
+            "target": self.target,
+            "trajectories": self.trajectories,
+            "bytes": self.nbytes,
+            "copied_bytes": self.copied,
+        }
+        if self.parts:
+            return values | {"parts": [part.to_json() for part in self.parts]}
+        return values | {"newest_id": self.newest_id, "next_id": self.next_id}
+
+
+def restore(
+    mirror: str | Path,
+    target: str | Path,
+    progress: Progress | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Restored:
+    """Make a store of a mirror, or of each mirror of a run (``rank_*``), comparing every checksum on the way.
+
+    A restore that was interrupted is taken up by calling this again: what it has brought is kept if its checksums fit.
+    Until the end there is no ``metadata.json``, so that nobody takes the unfinished directory for a store.
+
+    Args:
+        mirror: path or URL; also of one that is still written.
+        target: path or URL of the new store; absent, empty, or what an interrupted restore of this mirror left.
+        progress: told (done, total) bytes.
+        storage_options: passed on to the fsspec file systems of URLs.
+
+    Raises:
+        StoreNotFoundError: there is no store at ``mirror``.
+        ConfigurationError: it is no mirror, or the target holds something else.
+        CorruptStoreError: what the mirror has is damaged; names the file.
+        StoreWriteError: the target cannot be written; call again to go on.
+    """
+    options = dict(storage_options or {})
+    source = open_directory(mirror, **(options if "://" in str(mirror) else {}))
+    into = open_directory(target, **(options if "://" in str(target) else {}))
+    if nested(source, into):
+        raise ConfigurationError(f"{into.url}: lies in {source.url}, or the other way round; restore to another place")
+    kind, ranks = kind_of(source), ranks_of(source)
+    for one in [source] if kind == "store" else ranks.directories:
+        _check_mirror(one)
+    if kind == "store" and ranks.directories:
+        raise ConfigurationError(mixed_sentence(source.url, ranks.names))
+    if kind == "store":
+        return _restore(source, into, progress)
+    if not ranks.directories:
+        raise nothing_at(mirror, source)
+    if ranks.lacking:
+        raise CorruptStoreError(
+            f"{source.url}: {listed(ranks.lacking)}; restore each rank that is there by its own path"
+        )
+    result = Restored(source.url, into.url)
+    for rank, name in zip(ranks.directories, ranks.names, strict=True):
+        result.parts.append(_restore(rank, into.inner(name), progress))
+    for count in ("trajectories", "nbytes", "copied"):
+        setattr(result, count, sum(getattr(part, count) for part in result.parts))
+    return result
+
+
+def _check_mirror(source: Directory) -> None:
+    """Refuse what is no mirror: a restored store gives out other ids, and its files are those that a mirror shows.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not source.exists() or LEDGER_NAME in source.listing()[0]:
+        return
+    raise ConfigurationError(
+        f"{source.url}: is no mirror (it has no {LEDGER_NAME}) but a store or a copy of one: open it where it lies, or "
+        "`trajstore copy` it to another place"
+    )
+
+
+def _restore(source: Directory, target: Directory, progress: Progress | None) -> Restored:
+    for attempt in range(_ATTEMPTS):
+        lease = source.announce_reader(oldest_generation(source))
+        try:
+            catalog = Catalog.open(source)
+            lease.settle(catalog.generation)
+            if _begin(catalog, target):
+                return _Copy(catalog, target, progress).run()
+            return _ended(source, target)
+        except FileNotFoundError as error:
+            if isinstance(error, StoreNotFoundError):
+                raise
+            if attempt + 1 == _ATTEMPTS or not Catalog.open(source).generation > catalog.generation:
+                raise CorruptStoreError(
+                    f"{error}: the mirror lacks it; `trajstore repair` makes a store of what is whole"
+                ) from error
+        except OSError as error:
+            if isinstance(error, StoreWriteError):
+                raise
+            raise StoreWriteError(f"{error}: {target.url} is not complete; call again to go on") from error
+        finally:
+            lease.release()
+    raise CorruptStoreError(f"{source.url}: changes faster than it can be copied")
+
+
+def _begin(catalog: Catalog, target: Directory) -> bool:
+    """Say of which mirror the target is made; return whether there is something to do.
+
+    Raises:
+        ConfigurationError: the target holds something else.
+    """
+    files, folders = target.listing()
+    marker = orjson.dumps({"mirror": catalog.directory.url, "store_id": catalog.store_id})
+    if MARKER_NAME in files:
+        if target.read(MARKER_NAME) != marker:
+            raise ConfigurationError(
+                f"{target.url}: a restore of another mirror was begun here ({MARKER_NAME} says which); restore to an "
+                "empty directory"
+            )
+        return METADATA_NAME not in files
+    if files or folders:
+        raise ConfigurationError(
+            f"{target.url}: is not empty ({listed([*files, *folders])}); restore to an empty directory"
+        )
+    target.create()
+    target.publish([EncodedFile(MARKER_NAME, [marker])])
+    return True
+
+
+def _ended(source: Directory, target: Directory) -> Restored:
+    """Return what an attempt made that was interrupted after its last file."""
+    target.remove([MARKER_NAME], durable=True)
+    made = Catalog.open(target)
+    return Restored(
+        source.url,
+        target.url,
+        trajectories=len(made.index),
+        newest_id=int(made.index["trajectory_id"].max(initial=-1)),
+        next_id=made.next_id,
+        nbytes=int(made.shards.nbytes()[made.needed_shards()].sum()),
+    )
+
+
+class _Copy:
+    """One attempt at copying what a catalog says."""
+
+    def __init__(self, catalog: Catalog, target: Directory, progress: Progress | None) -> None:
+        self._catalog = catalog
+        self._source = catalog.directory
+        self._target = target
+        self._progress = progress
+        self._done = self._copied = 0
+        self._there = target.sizes()
+
+    def run(self) -> Restored:
+        catalog, target = self._catalog, self._target
+        target.create((SHARDS_FOLDER, LOG_FOLDER))
+        rows = np.flatnonzero(catalog.needed_shards())
+        heads = self._heads()
+        states = [head.state for head in heads.values() if head.state is not None]
+        total = int(catalog.shards.nbytes()[rows].sum()) + sum(state.size for state in states)
+        kept = {file.name for file in states}
+        for row in rows.tolist():
+            manifest = catalog.shards.manifest(row)
+            for number in range(len(manifest.files)):
+                kept.add(manifest.files[number].name)
+                self._bring_shard_file(manifest, number, total)
+        for state in states:
+            self._bring(state.name, state.size, partial(_has_crc, crc32=state.crc32), total)
+        pins = {pin_name(name): self._source.read(pin_name(name)) for name in heads}
+        left = [name for name in self._there if name.split("/")[0] in (SHARDS_FOLDER, PINS_FOLDER)]
+        target.remove([name for name in left if name not in kept and name not in pins], durable=True)
+        target.publish([EncodedFile(name, [data]) for name, data in pins.items()])
+        said = catalog.metadata()
+        newest, block = catalog.next_id - 1, 1 + randbelow(_BLOCKS)
+        catalog.next_id += block * IDS_LEFT_OUT
+        catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
+        target.publish([catalog.snapshot_file()])
+        target.publish([catalog.metadata_file(**{name: said[name] for name in _KEPT_METADATA if name in said})])
+        target.remove([MARKER_NAME], durable=True)
+        return Restored(
+            self._source.url,
+            target.url,
+            trajectories=len(catalog.index),
+            newest_id=newest,
+            next_id=catalog.next_id,
+            nbytes=total,
+            copied=self._copied,
+        )
+
+    def _heads(self) -> dict[str, PinHead]:
+        """Return the pins that the new store gets: no unfinished rollbacks, none that lacks trajectories."""
+        unfinished = {head.name: head.back_to for head in self._catalog.unfinished_asides()}
+        for name, step in unfinished.items():
+            logger.warning(
+                "%s: a rollback to step %s had not reached the mirror when its store was lost, so it did not happen; "
+                "what it would have set aside (%s) is live",
+                self._source.url,
+                step,
+                name,
+            )
+        heads = {name: head for name, head in self._catalog.pins.heads.items() if name not in unfinished}
+        lacking = {name: count for name in heads if (count := self._catalog.lacking(name)) > 0}
+        for name, count in lacking.items():
+            logger.warning(
+                "%s: the pin %r is left out: %d of its trajectories are not in the mirror. The store had let go of the "
+                "pin, which the mirror, coming after, had not yet deleted",
+                self._source.url,
+                name,
+                count,
+            )
+        return {name: head for name, head in heads.items() if name not in lacking}
+
+    def _bring_shard_file(self, manifest: ShardManifest, number: int, total: int) -> None:
+        file = manifest.files[number]
+        self._bring(file.name, file.size, lambda data: not check_file(data, manifest, number), total)
+
+    def _bring(self, name: str, size: int, fits: Callable[[Any], bool], total: int) -> None:
+        """Copy a file whose checksum fits, unless one whose checksum fits is there."""
+        if self._there.get(name) != size or not fits(self._target.map(name, size, sequential=True).view):
+            whole = size <= _WHOLE_AT_MOST
+            data = self._source.read(name) if whole else self._source.map(name, size, sequential=True).view
+            if not fits(data):
+                raise CorruptStoreError(
+                    f"{self._source.url}/{name}: its checksum does not fit the content; the mirror is damaged: "
+                    "`trajstore repair` makes a store of what is whole"
+                )
+            self._target.publish([EncodedFile(name, [data])])
+            self._copied += size
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, total)
+
+
+def _has_crc(data: Buffer, crc32: int) -> bool:
+    return zlib.crc32(data) == crc32

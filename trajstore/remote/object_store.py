@@ -1,0 +1,373 @@
+"""Objects below a URL: the few fsspec calls that a remote directory needs, with errors that name the object."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trajstore.core.files.base import Buffer
+from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.remote.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
+from trajstore.remote.bucket_ranges import BucketRanges, lost_by_fork
+from trajstore.remote.uploads import upload
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 32
+"""Requests for ranges that a file system has under way."""
+
+_ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
+
+
+class ObjectStore:
+    """Objects by name below one URL. Every call asks the store itself: listings are never cached.
+
+    Safe to call from several threads. A forked child opens a connection of its own. Failures are ``OSError``
+    whatever the backend raises; ``FileNotFoundError`` when the object is absent.
+
+    Args:
+        url: an fsspec URL, ``s3://bucket/folder``.
+        options: storage options of its file system.
+
+    Raises:
+        MissingDependencyError: the file system's package is not installed.
+        ConfigurationError: no such scheme, or options it does not take.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.url = url.rstrip("/") if not url.endswith("://") else url
+        self._options = options
+        self._opened: tuple[int, Any, str] | None = None
+        self._ranges: tuple[int, BucketRanges | None] | None = None
+        self.keeps_create = False
+        """Whether the store was seen to refuse to create an object that is there."""
+        self.keeps_match = False
+        """Whether the store was seen to refuse to replace an object of another version."""
+        self._filesystem()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore, (self.url, self._options)
+
+    def inner(self, name: str) -> ObjectStore:
+        """Return the objects below a folder."""
+        return ObjectStore(self.url_of(name), self._options)
+
+    def url_of(self, name: str) -> str:
+        """Return an object's URL, for messages."""
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}"
+
+    def read(self, name: str, start: int = 0) -> bytes:
+        """Return an object's bytes from ``start`` to its end; empty if it ends before ``start``."""
+        if start and start >= self.info(name).size:
+            return b""  # object stores refuse such a range
+        with self._at(name) as (fs, path):
+            return bytes(fs.cat_file(path, start=start) if start else fs.cat_file(path))
+
+    def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer], None, None]:
+        """Yield the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, with their places in ``pieces``.
+
+        They come in any order, each while others are under way; whoever keeps none needs memory for some at a time.
+
+        Of S3 they come through obstore. A server with which it does not get along (some answer a range with status 200)
+        is asked by s3fs from then on, with a warning that says why.
+
+        Raises:
+            MissingDependencyError: obstore is not installed.
+            OSError: a range could not be fetched; names the object.
+        """
+        fs, root = self._filesystem()
+        full = [(root + name, start, stop) for name, start, stop in pieces]
+        direct = self._bucket_ranges(fs, root)
+        came = _by_filesystem(fs, full) if direct is None else self._by_obstore(direct, fs, full)
+        with closing(came):
+            for place, found in came:
+                yield place, self._judged(pieces[place], found)
+
+    def _by_obstore(
+        self, direct: BucketRanges, fs: Any, pieces: Sequence[tuple[str, int, int]]
+    ) -> Generator[tuple[int, Buffer | BaseException], None, None]:
+        with closing(direct.fetch(pieces)) as came:
+            for place, found in came:
+                if not isinstance(found, OSError):
+                    direct.has_worked = True
+                elif not direct.has_worked and not isinstance(found, FileNotFoundError):
+                    theirs = list(_by_filesystem(fs, pieces))
+                    if not any(isinstance(one, BaseException) for _, one in theirs):
+                        self._ranges = os.getpid(), None
+                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, found)
+                        yield from theirs
+                        return
+                yield place, found
+
+    def _bucket_ranges(self, fs: Any, root: str) -> BucketRanges | None:
+        """Return what fetches ranges in this process; None if the file system does it itself."""
+        if not self.takes_conditions:
+            return None
+        if self._ranges is None or self._ranges[0] != os.getpid():
+            if lost_by_fork():
+                self._ranges = os.getpid(), None
+                logger.warning(
+                    "%s: ranges come by s3fs, more slowly than by obstore, which does not live on in a process "
+                    "that was forked from one that used it; start processes by 'spawn' or 'forkserver', or before the "
+                    "first batch",
+                    self.url,
+                )
+                return None
+            with self._naming(""):
+                self._ranges = os.getpid(), BucketRanges(fs, fs.split_path(root)[0])
+        return self._ranges[1]
+
+    def _judged(self, piece: tuple[str, int, int], found: Buffer | BaseException) -> Buffer:
+        """Return what came for a range.
+
+        Raises:
+            OSError: nothing came, or too little.
+        """
+        name, start, stop = piece
+        with self._naming(name):
+            if isinstance(found, BaseException):
+                raise found
+            if len(found) != stop - start:
+                raise OSError(errno.EIO, f"{len(found):,} bytes arrived of {stop - start:,} from {start:,} on")
+        return found
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object, replacing it if it is there."""
+        with self._at(name) as (fs, path):
+            if self.takes_conditions:
+                upload(fs, path, data)
+            else:
+                fs.pipe_file(path, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if it is absent; return whether it was.
+
+        Decided by the store itself on S3 (``If-None-Match``) and other backends that know fsspec's mode ``create``;
+        elsewhere by looking first. That check is racy: two callers at once can both pass it.
+        """
+        with self._at(name) as (fs, path):
+            if not self.keeps_create:
+                fs.invalidate_cache()
+                if fs.exists(path):
+                    return False
+            try:
+                if self.takes_conditions:
+                    with conflicts(may_be_gone=False):
+                        upload(fs, path, data, IfNoneMatch="*")
+                else:
+                    fs.pipe_file(path, data, mode="create")
+            except (FileExistsError, ConflictError):
+                return False
+            return True
+
+    def info(self, name: str) -> ObjectInfo:
+        """Return what the store says about an object."""
+        with self._at(name, fresh=True) as (fs, path):
+            found = fs.info(path)
+            if found["type"] != "file":
+                raise FileNotFoundError(errno.ENOENT, f"is a {found['type']}")
+            return info_of(found)
+
+    # -- conditions -------------------------------------------------------------------------------
+
+    @property
+    def takes_conditions(self) -> bool:
+        """Whether requests can carry conditions: on S3. Whether the server keeps them shows :meth:`probe`."""
+        fs, _ = self._filesystem()
+        protocol = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
+        return "s3" in protocol and hasattr(fs, "call_s3")
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the objects live in this process's memory, and nobody else can write them."""
+        fs, _ = self._filesystem()
+        return bool(fs.protocol == "memory")
+
+    def probe(self, name: str, data: bytes) -> None:
+        """Find out which conditions the server keeps, by asking for what it must refuse.
+
+        Args:
+            name: of an object of the caller's own that is there.
+            data: its content: a server that does not refuse writes it again.
+        """
+        if not self.takes_conditions:
+            return
+        with self._at(name) as (fs, path):
+            self.keeps_create = refuses(lambda: upload(fs, path, data, IfNoneMatch="*"))
+            self.keeps_match = refuses(lambda: upload(fs, path, data, IfMatch=NEVER))
+
+    def stamped(self, name: str) -> Stamped:
+        """Return an object with its version and age, of one moment."""
+        if not self.takes_conditions:
+            return Stamped(self.read(name), "", None)
+        from fsspec.asyn import sync
+
+        with self._at(name) as (fs, path):
+            bucket, key, _ = fs.split_path(path)
+            found = fs.call_s3("get_object", Bucket=bucket, Key=key)
+            data = sync(fs.loop, found["Body"].read)  # a body is read in the event loop that fetched it
+            now = unix_time(found["ResponseMetadata"]["HTTPHeaders"].get("date"))
+            age = None if now is None else now - found["LastModified"].timestamp()
+            return Stamped(data, found["ETag"], age)
+
+    def version(self, name: str) -> str | None:
+        """Return an object's version, for :meth:`put_if`; None if it is absent."""
+        with self._at(name, fresh=True) as (fs, path):
+            try:
+                return str(fs.info(path).get("ETag", ""))
+            except FileNotFoundError:
+                return None
+
+    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+        """Write an object if it has this version, or with None if it is absent; return the version that it has now.
+
+        Without :attr:`takes_conditions`, or where the server does not keep them, it is written whatever is there.
+
+        Raises:
+            ConflictError: it has another version, or is gone, or is there.
+        """
+        if not self.takes_conditions:
+            self.put(name, data)
+            return ""
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        with self._at(name) as (fs, path), conflicts(may_be_gone=version is not None):
+            return upload(fs, path, data, **condition)
+
+    def delete_if(self, name: str, version: str) -> None:
+        """Remove an object if it has this version; an absent one is no error.
+
+        Raises:
+            ConflictError: it has another version.
+        """
+        if not self.takes_conditions:
+            self.delete(name)
+            return
+        with self._at(name) as (fs, path), suppress(FileNotFoundError), conflicts():
+            bucket, key, _ = fs.split_path(path)
+            fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
+
+    # -- many objects -----------------------------------------------------------------------------
+
+    def infos(self, below: str) -> dict[str, ObjectInfo]:
+        """Return what the store says of all objects below a folder, by name, sorted, in one listing."""
+        return {name: info_of(found) for name, found in self._find(below).items()}
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Return the sizes of all objects below a folder, by name, sorted."""
+        return {name: int(found["size"]) for name, found in self._find(below).items()}
+
+    def _find(self, below: str) -> dict[str, Any]:
+        with self._at(below, fresh=True) as (fs, folder):
+            try:
+                found = fs.find(folder.rstrip("/"), detail=True)
+            except FileNotFoundError:  # the bucket is absent
+                return {}
+        prefix = f"{folder}/" if below else folder
+        chosen = sorted(path for path in found if path.startswith(prefix) and not path.endswith("/"))
+        return {path[len(folder) - len(below) :]: found[path] for path in chosen}
+
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the objects and of the folders right below a folder, each sorted."""
+        with self._at(below, fresh=True) as (fs, folder):
+            try:
+                found = fs.ls(folder.rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return [], []
+        prefix = f"{folder}/" if below else folder
+        kinds: dict[str, list[str]] = {"file": [], "directory": []}
+        for item in found:
+            path = item["name"].rstrip("/")
+            if path.startswith(prefix) and item["type"] in kinds:
+                kinds[item["type"]].append(path[len(folder) - len(below) :])
+        return sorted(kinds["file"]), sorted(kinds["directory"])
+
+    def any(self) -> bool:
+        """Return whether there is any object."""
+        with self._at("", fresh=True) as (fs, path):
+            try:
+                return bool(fs.ls(path.rstrip("/"), detail=False))
+            except FileNotFoundError:
+                return False
+
+    def delete(self, name: str) -> None:
+        """Remove an object; an absent one is no error."""
+        with self._at(name) as (fs, path):
+            try:
+                fs.rm_file(path)
+            except FileNotFoundError:
+                return
+
+    def download(self, name: str, size: int, target: Path) -> None:
+        """Copy an object, which has ``size`` bytes, to a local file."""
+        with self._at(name) as (fs, path):
+            fs.get_file(path, str(target))
+            found = target.stat().st_size
+            if found != size:
+                raise OSError(errno.EIO, f"{found:,} bytes arrived of {size:,}")
+
+    def _filesystem(self) -> tuple[Any, str]:
+        """Return this process's file system, and the path of the URL with a slash at its end."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), *_connect(self.url, self._options))
+        return self._opened[1:]
+
+    @contextmanager
+    def _at(self, name: str, *, fresh: bool = False) -> Iterator[tuple[Any, str]]:
+        """Give the file system and an object's path; ``fresh``: as it is now. What goes wrong names the object."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            if fresh:
+                fs.invalidate_cache()
+            yield fs, root + name
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        url = self.url_of(name)
+        try:
+            yield
+        except ConflictError as error:
+            raise ConflictError(errno.EBUSY, "somebody else has changed it", url) from error
+        except MissingDependencyError:
+            raise
+        except OSError as error:
+            number = error.errno or next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
+            raise OSError(number, error.strerror or str(error) or os.strerror(number), url) from error
+        except Exception as error:  # what backends raise when the network fails is of no common class
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):  # at the first request
+                raise ConfigurationError(f"{url}: storage_options: {error}; {OWN_OPTIONS}") from error
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+
+
+OWN_OPTIONS = "trajstore's own are cache_dir, cache_bytes, range_reads, lock_ttl, lease_ttl, others the backend's"
+
+
+def _by_filesystem(
+    fs: Any, pieces: Sequence[tuple[str, int, int]]
+) -> Generator[tuple[int, Buffer | BaseException], None, None]:
+    """Yield the bytes of ranges, ``(path, start, stop)`` each, or why there are none."""
+    more = {"batch_size": _AT_ONCE} if hasattr(fs, "loop") else {}
+    paths, starts, stops = (list(one) for one in zip(*pieces, strict=True))
+    try:
+        found = list(fs.cat_ranges(paths, starts, stops, on_error="return", **more))
+    except Exception as error:  # what backends raise is of no common class; the caller names the object
+        found = [error] * len(pieces)
+    yield from enumerate(found)
+
+
+def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    import fsspec.core
+
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        if url.startswith(("s3://", "s3a://")):
+            raise MissingDependencyError("s3fs", "s3") from error
+        raise ConfigurationError(f"{url}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{url}: storage_options: {error}; {OWN_OPTIONS}") from error
+    return fs, path.rstrip("/") + "/"
