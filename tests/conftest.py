@@ -96,6 +96,22 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not breaches, "\n\n".join(breaches)
 
 
+VERL = (ROOT / "tests" / "verl_plugin", ROOT / "tests" / "trainer_hooks" / "verl" / "plane")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by what they start, which their folder or a fixture says; a test has one of these marks."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if any(folder in item.path.parents for folder in VERL):
+            item.add_marker("verl")
+        elif "small_ray" in fixtures or item.path.name == "test_ray.py":
+            item.add_marker("ray")
+        elif "driver" in fixtures:
+            item.add_marker("browser")
+
+
 def pytest_collection_finish() -> None:
     """Let what was imported and collected stay for good: else every collection of garbage looks through all of it."""
     gc.collect()

@@ -35,7 +35,7 @@ from trajstore.core.sampling.tree import SumTree
 from trajstore.testing.witness import check_batch, witness
 
 assert "numba" not in sys.modules
-with trajstore.core.base.machine_code.MachineCode._lock:  # as if loading took for ever: making a buffer does not wait for it
+with trajstore.core.base.machine_code.MachineCode._lock:  # as if loading never ended
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
 interrupted = 0
 sent = threading.Event()
@@ -102,7 +102,7 @@ def test_kernels_can_be_used_after_an_interrupt_while_they_were_loaded() -> None
     assert bombarded(0, 0.02, 60, None) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_can_be_used_whenever_the_interrupt_comes(seed: int, tmp_path: Path) -> None:

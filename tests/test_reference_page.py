@@ -19,9 +19,15 @@ from trainer_hooks.replay.entry import Departure
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 
 ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
-PACKAGES = tuple(
-    f"trajstore{name}"
-    for name in ("", ".distributed", ".experience", ".feeding", ".guidance", ".rlinf", ".sampling", ".view")
+PACKAGES = (
+    "trajstore",
+    "trajstore.core.feeding",
+    "trajstore.core.sampling",
+    "trajstore.distributed",
+    "trajstore.interop.rlinf",
+    "trajstore.view",
+    "trainer_hooks.guidance",
+    "trainer_hooks.replay",
 )
 
 

@@ -16,7 +16,7 @@ from trajstore.core.buffer.sink import StoreSink
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.testing.witness import witness
 
 
@@ -29,7 +29,7 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number, (steps, version) in enumerate(sizes):
         flat = flatten(step(steps, version))
-        columns = columns_of(NewEntries.of([flat]), [number], bytes(16), index.texts) | {"shard": np.zeros(1)}
+        columns = dict(NewEntries.of([flat], [number], bytes(16), index.texts).columns) | {"shard": np.zeros(1)}
         index.append(columns | starts_of([flat.extent], flat.schema.kind))
     return index
 

@@ -149,7 +149,7 @@ def test_weights_of_one_change_nothing_and_errors_are_those_of_the_loss() -> Non
     assert learner().update(made, torch.full((8,), 0.5)).loss == pytest.approx(plain.loss / 2)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
 def test_cartpole_is_learned(run: Run, tmp_path: Path, sampler: str) -> None:
     out = run.out("demo", "--task", "cartpole", "--path", tmp_path / "run", "--sampler", sampler)

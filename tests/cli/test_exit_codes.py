@@ -16,7 +16,7 @@ from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
 from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
-from trajstore.cli import COMMANDS, DAMAGED, FAILED
+from trajstore.cli import DAMAGED, FAILED, commands
 from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.errors import CorruptStoreError
 
@@ -127,7 +127,7 @@ def messages(root: Path) -> list[tuple[str, str]]:
 
 
 def test_every_command_that_a_message_names_exists(project_root: Path) -> None:
-    names = {command.name for command in COMMANDS}
+    names = {command.name for command in commands()}
     named = 0
     for place, text in messages(project_root):
         for command in re.findall(r"`trajstore ([^`\s]*)", text):

@@ -15,11 +15,11 @@ from tests.cli.stores import Run, write_store
 from tests.experience.conftest import build
 from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from tests.stores import files_of, stored
+from trainer_hooks.cli.pool import _LEFT, _REFUSED
 from trainer_hooks.replay import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules, Refusal
 from trainer_hooks.replay.entry import Departure
 from trainer_hooks.replay.persistence import read_pool
 from trajstore.cli import DAMAGED, FAILED
-from trajstore.cli.pool import _LEFT, _REFUSED
 
 RULES = PoolRules(n_rollout=4)
 

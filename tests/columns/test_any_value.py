@@ -275,7 +275,7 @@ def test_any_value_is_refused_or_comes_back() -> None:
     assert min(taken.values()) > 16
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("form", list(FORMATS))
 @settings(max_examples=1500, derandomize=False, deadline=None, suppress_health_check=list(HealthCheck))

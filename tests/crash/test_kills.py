@@ -26,7 +26,7 @@ from trajstore.core.sampling import EpochSampler
 from trajstore.core.sampling.base import Additions, IntArray
 from trajstore.testing.witness import witness
 
-LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
+LONG = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(("kills", "promises"), [(12, 25), pytest.param(200, 1000, marks=LONG)])
@@ -99,7 +99,7 @@ def test_nothing_on_the_mirror_is_lost_with_the_node(tmp_path: Path) -> None:
     assert result.counts["compared in all"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_nothing_on_a_mirror_in_s3_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
     pytest.importorskip("s3fs")
@@ -113,7 +113,7 @@ def test_nothing_on_a_mirror_in_s3_is_lost_in_a_long_campaign(tmp_path: Path) ->
 # -- writers that are frozen and lose their store --
 
 
-@pytest.mark.parametrize("freezes", [1, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("freezes", [1, pytest.param(100, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])])
 def test_a_frozen_writer_overwrites_nothing(tmp_path: Path, freezes: int) -> None:
     pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
     pytest.importorskip("moto.server", reason="needs moto[server]")
@@ -126,7 +126,7 @@ def test_a_frozen_writer_overwrites_nothing(tmp_path: Path, freezes: int) -> Non
 # -- Ctrl-C at random moments --
 
 
-@pytest.mark.parametrize("kills", [9, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("kills", [9, pytest.param(300, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])])
 def test_nothing_is_lost_and_nothing_hangs_when_the_writer_is_interrupted(tmp_path: Path, kills: int) -> None:
     result = run_campaign(tmp_path, kills=kills, seed=7, sent="INT")
     assert result.problems == []

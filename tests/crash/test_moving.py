@@ -90,7 +90,7 @@ def _found(path: Path) -> dict[bytes, tuple[int, float]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
 def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name: str, kills: int) -> None:
     words, draw = COMMANDS[name], random.Random(name)
     before = {path: _found(stores / path) for path in ("a", "b", "run")}
@@ -119,7 +119,7 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
 def test_an_export_that_was_killed_completes(tmp_path: Path, form: str, kills: int) -> None:
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     with opened(tmp_path / "store") as store:

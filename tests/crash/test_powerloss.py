@@ -29,7 +29,7 @@ def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
     assert result.counts["trajectories compared"] > 300
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
     result = run_campaign(tmp_path, states=2000, sessions=range(8), seed=4)

@@ -41,7 +41,7 @@ def test_readers_stand_that_contents_are_replaced(tmp_path: Path, replacer: str)
     _check(tmp_path, replacer, form, _SHORT)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(_LONG + 300)
 @pytest.mark.parametrize("replacer", REPLACERS)
 @pytest.mark.parametrize("form", FORMATS)

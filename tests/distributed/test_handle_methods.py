@@ -21,6 +21,10 @@ LEFT_OUT = {
     "load_checkpoint": "stores go on with their directories; a handle shows these alone",
     "points.take_back": "what a rollback sets aside has a name of its own in each store",
     "clear_cache": "a handle has no cache",
+    "trajectory_uuids": "each store has those of its own",
+    "trajectory_counter": "each store counts its own",
+    "store_id": "store_ids has that of each store",
+    "retention": "each store has its own",
 }
 """Public names of a buffer that a handle lacks, and why; docs/design/many-machines.md has the same list."""
 

@@ -69,7 +69,7 @@ def _run(folder: Path, world: int, begins: bool) -> list[list[float]]:
     return [heard.recv() for _ in range(4)]
 
 
-@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 8))])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.campaign) for world in (1, 2, 8))])
 def test_ranks_that_talk_over_gloo_resume_from_a_saved_point_on_another_number_of_them(
     tmp_path: Path, world: int
 ) -> None:

@@ -16,7 +16,7 @@ from tests.guidance.rollouts import rollout
 from tests.guidance.stub_model import StubModel
 from trainer_hooks.guidance import MakerError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from .test_members import BATCH, STEPS, collect
 CHECKOUT = os.environ.get("TRAJSTORE_RLINF", "")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.campaign,
     pytest.mark.skipif(not CHECKOUT, reason="needs TRAJSTORE_RLINF, the path of a checkout of RLinf (commit a3816b5)"),
 ]
 

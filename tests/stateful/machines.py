@@ -26,7 +26,7 @@ def long(machine: type[RuleBasedStateMachine], examples: int) -> Any:
     """Return the slow test, which goes other ways each time."""
     usual = settings.get_profile("stateful")
 
-    @pytest.mark.slow
+    @pytest.mark.campaign
     @pytest.mark.timeout(1800)
     class Long(machine.TestCase):  # type: ignore[name-defined,misc]
         settings = settings(usual, max_examples=examples, stateful_step_count=60, derandomize=False)

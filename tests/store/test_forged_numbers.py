@@ -121,7 +121,7 @@ def test_forged_numbers_never_crash_a_reader(path: Path) -> None:
     assert outcomes["read"] > 10
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_forged_numbers_never_crash_a_reader_in_a_long_campaign(tmp_path: Path, form: str) -> None:

@@ -16,7 +16,7 @@ from trajstore.core.columns.schema import Extent
 from trajstore.core.store.entry_checks import in_blocks, shape_faults
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.core.store.index_file import index_from_json, index_to_json
-from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore.core.store.row_location import RowLocation
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
@@ -82,7 +82,7 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         flat = flatten(witness(number))
-        columns = columns_of(NewEntries.of([flat]), [number], number.to_bytes(16, "big"), index.texts)
+        columns = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), index.texts).columns)
         index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
     return index
 

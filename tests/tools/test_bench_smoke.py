@@ -20,7 +20,7 @@ LONG = ("t21", "t22")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
+        pytest.param(name, marks=pytest.mark.campaign) if name in LONG else name
         for name in BENCHMARKS
         if name not in NOT_TRIED
     ],

@@ -33,7 +33,7 @@ def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
     assert {level for _, level, _ in result.outcomes} >= {Level.DAMAGE.value, Level.FORGED.value, Level.NOTHING.value}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_damage_is_reported_or_without_effect_in_a_long_campaign(tmp_path: Path) -> None:
     result = run_campaign(tmp_path, KINDS, 5000, seed=5)

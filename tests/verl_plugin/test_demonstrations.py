@@ -16,7 +16,7 @@ from .assets import TRAIN_ROWS, Assets, make_rows
 from .runs import GROUP, REPLAY, Train, log_probs_of
 from .witness import LossRow
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.campaign]
 
 
 @pytest.mark.parametrize("longest", [16, 3])

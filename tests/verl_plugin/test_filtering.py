@@ -10,7 +10,7 @@ import pytest
 from .recount import check_loss_rows
 from .runs import GROUP, PROMPTS, REPLAY, Train, check_replay_metrics, table
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.campaign]
 
 STEPS = 5
 

@@ -17,7 +17,7 @@ from .assets import make_assets
 from .recount import check_loss_rows
 from .runs import GROUP, Train, log_probs_of
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.campaign]
 
 SOURCE = "house"
 OPTION = "+exp_manager.experience_replay."

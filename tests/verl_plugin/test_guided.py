@@ -80,7 +80,7 @@ def test_guided_and_replayed_rows_side_by_side(train: Train, verl_assets: Assets
 # ---- campaigns ----
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_path: Path) -> None:
     """Also in validation, where the configuration says so; of the validation before training experience is made."""
     done = train(
@@ -107,7 +107,7 @@ def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_pat
     assert all(MARK in text for text in validated(tmp_path, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("mode", ["hang", "503", "drip headers", "garbage", "error as answer"])
 def test_training_goes_on_beside_a_service_in_trouble(
     train: Train, caplog: pytest.LogCaptureFixture, tmp_path: Path, mode: str
@@ -122,7 +122,7 @@ def test_training_goes_on_beside_a_service_in_trouble(
         assert len([one for one in caplog.records if f"{what} failed" in one.getMessage()]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_path: Path) -> None:
     """Control tokens, half a character and parts of other types; kept in the prompt, where it would do most harm."""
     tokenizer = make_tokenizer()
@@ -150,7 +150,7 @@ def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_pa
     assert done.steps[-1]["guidance/retrieve/cleaned"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_experience_of_the_real_reme_is_shown_and_not_trained_on(
     train: Train, shared_fixtures: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
@@ -178,7 +178,7 @@ def test_experience_of_the_real_reme_is_shown_and_not_trained_on(
     assert not any(name.startswith("guidance/retrieve/failed") and done.steps[-1][name] for name in done.steps[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_resumed_run_guides_the_rollouts_that_the_whole_one_guided(train: Train, tmp_path: Path) -> None:
     """With a store that does not change, so that the same question has the same answer."""
     seed_experiences(tmp_path)
@@ -202,7 +202,7 @@ def test_a_resumed_run_guides_the_rollouts_that_the_whole_one_guided(train: Trai
     check_guided_rows(resumed.rows, resumed.rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train: Train, tmp_path: Path) -> None:
     seed_experiences(tmp_path)
     loop = tmp_path / "loop.yaml"
@@ -232,7 +232,7 @@ def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train:
     assert discarded > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_several_workers_of_rollouts_and_of_the_actor(train: Train, tmp_path: Path) -> None:
     """Prompts of one step go to two processes, their rows to two others, with all rollouts guided."""
     seed_experiences(tmp_path)

@@ -36,7 +36,7 @@ from trajstore.trajectory import Reward
 from .assets import Assets
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path: Path) -> None:
     """The fixture only skips where verl's trainer cannot run; a campaign makes its own assets."""
@@ -223,7 +223,7 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
     assert "must hold" in problems[0]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path: Path) -> None:
     """One kill before the first checkpoint, one after it."""
@@ -247,7 +247,7 @@ def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
     return next(entry for entry in journal.entries if entry["event"] == "loaded")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Assets, tmp_path: Path) -> None:
     """Checkpoints that were copied without our file: the pool goes back to ``step_N`` of ``pool_path``."""

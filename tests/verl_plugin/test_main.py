@@ -13,7 +13,7 @@ from .assets import Assets
 from .command import run_main
 from .runs import guidance_table, recorded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 
 def test_guided_rollouts(verl_assets: Assets, project_root: Path, tmp_path: Path) -> None:

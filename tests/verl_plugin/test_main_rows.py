@@ -14,7 +14,7 @@ from .recount import OffPolicyLoss, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, check_replay_metrics, recorded
 from .witness import Witness
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 
 def write_options(project_root: Path, folder: Path) -> Path:

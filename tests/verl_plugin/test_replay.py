@@ -109,7 +109,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
     assert len(resumed.rollouts) == before + made, "what was recorded before the checkpoint and after it is still there"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train) -> None:
     """verl's own checkpoint of a model belongs to a number of ranks, so the model begins anew; stores do not."""
     resumed = train(

@@ -16,7 +16,7 @@ from .assets import TRAIN_ROWS, Assets, make_assets, make_rows
 from .recount import OffPolicyLoss, check_against_checkpoints, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, REPLAY, Train
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.campaign]
 
 OPTION = "+exp_manager.experience_replay."
 TWO_MINI_BATCHES = (

@@ -113,7 +113,7 @@ def test_texts_of_lock_and_lease_that_find_no_room_are_told(tmp_path: Path, capl
             assert caplog.text.count("cannot say what is read here") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("kind", KINDS)

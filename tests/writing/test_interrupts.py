@@ -92,7 +92,7 @@ def interrupted_at(path: Path, name: str, at: int) -> None:
     check(path, buffer, added)
 
 
-EVERY = pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+EVERY = pytest.param(None, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])
 
 
 @pytest.mark.parametrize("name", list(CALLS))

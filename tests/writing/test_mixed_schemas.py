@@ -117,14 +117,14 @@ def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
 ) -> None:
     from trajstore.core.writing import commits
 
-    real = commits.columns_of
+    real = commits.manifest_to_json
 
-    def columns(records: Any, ids: Sequence[int], *others: Any) -> Any:
-        if 1 in ids:
+    def refused(manifest: Any, schema: int) -> Any:
+        if manifest.schema.columns[0].dtype == "float64":
             raise ValueError("no such value")
-        return real(records, ids, *others)
+        return real(manifest, schema)
 
-    monkeypatch.setattr(commits, "columns_of", columns)
+    monkeypatch.setattr(commits, "manifest_to_json", refused)
     with opened(tmp_path / "live") as buffer:
         for number, dtype in enumerate((torch.float32, torch.float64, torch.float16)):
             buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), number, dtype=dtype))])

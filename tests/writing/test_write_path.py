@@ -19,6 +19,7 @@ from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.reading.contents import Contents
+from trajstore.core.store.new_entries import NewEntries
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.core.writing.queue import WriteQueue
 from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
@@ -35,7 +36,7 @@ STEPS = [
     "trajstore.core.reading.contents.Contents._trim",
     "trajstore.core.writing.queue.WriteQueue.submit",
     "trajstore.core.buffer.sink.copied",
-    "trajstore.core.reading.contents.columns_of",
+    "trajstore.core.store.new_entries.columns_of",
 ]
 
 
@@ -62,10 +63,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> 
 
     real = publishing.entries_to_json
 
-    def entries(records: Any, ids: Sequence[int], uuids: bytes) -> Any:
-        if bad.intersection(ids):
+    def entries(some: NewEntries) -> Any:
+        if bad.intersection(some.ids):
             raise error
-        return real(records, ids, uuids)
+        return real(some)
 
     monkeypatch.setattr(publishing, "entries_to_json", entries)
 
@@ -191,6 +192,7 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
 EXIT = """
 import sys, threading
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.store.new_entries import NewEntries
 from trajstore.testing.witness import witness
 path, how = sys.argv[1:]
 kinds = {"pt": {}, "pkl": {}, "zarr": {}}
@@ -218,7 +220,7 @@ if how == "thread":
 
 
 @pytest.mark.parametrize(
-    "how", ["thread", "exit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("raise", "end"))]
+    "how", ["thread", "exit", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("raise", "end"))]
 )
 def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]

@@ -16,6 +16,7 @@ from trajstore.core.columns.memory import Arena
 from trajstore.core.columns.owned import copied
 from trajstore.core.columns.schema import Schema
 from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.packing import StringTable
 from trajstore.core.writing.groups import Batch, Group, Run, random_uuids
 from trajstore.core.writing.options import WriterOptions
 from trajstore.core.writing.queue import WriteQueue
@@ -43,7 +44,7 @@ def queue(**options: object) -> WriteQueue:
 def add(target: WriteQueue, items: list[FlatTrajectory]) -> list[int]:
     batch = reserve(target, sum(item.nbytes for item in items))
     ids, uuids = target.take_ids(len(items))
-    target.submit(batch, copied(items, Arena(0)), NewEntries.of(items), ids, uuids)
+    target.submit(batch, copied(items, Arena(0)), NewEntries.of(items, ids, uuids, StringTable()))
     return ids
 
 
@@ -75,13 +76,13 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
     groups = drain(target)
     assert [number for group in groups for number in group.ids] == ids
     parts = [part for group in groups for part in group.parts]
-    assert [part.shard for part in parts] == list(range(len(parts)))
+    assert [part.number for part in parts] == list(range(len(parts)))
     runs = [run for part in parts for run in part.runs]
-    placed = {number: content for run in runs for number, content in zip(run.ids, content_of(run), strict=True)}
+    placed = {number: content for run in runs for number, content in zip(run.entries.ids, content_of(run), strict=True)}
     assert [placed[number] for number in ids] == [
         (item.schema, bytes(item.column_bytes(0))) for call in items for item in call
     ]
-    uuids = [part.uuids[at : at + 16] for part in parts for at in range(0, len(part.uuids), 16)]
+    uuids = [uuid for part in parts for uuid in part.entries.columns["uuid"].tolist()]
     assert len(set(uuids)) == len(uuids) == len(ids)
     for number, group in enumerate(groups):
         assert (group.ticket, group.last) == (number, group.ids[-1])
@@ -101,10 +102,11 @@ def test_the_halves_of_a_part_have_all_that_it_has(sizes: list[int]) -> None:
         add(target, [flat(1 + at) for at in range(size)])
     ((part,),) = [group.parts for group in drain(target)]
     halves = part.split(7)
-    assert [half.shard for half in halves] == [part.shard, 7]
+    assert [half.number for half in halves] == [part.number, 7]
     assert [len(half.ids) for half in halves] == [sum(sizes) // 2, -(-sum(sizes) // 2)]
     assert [number for half in halves for number in half.ids] == part.ids
-    assert b"".join(half.uuids for half in halves) == part.uuids
+    uuids = [half.entries.columns["uuid"].tobytes() for half in halves]
+    assert b"".join(uuids) == part.entries.columns["uuid"].tobytes()
     assert sum(half.nbytes for half in halves) == part.nbytes
     contents = [content for half in halves for run in half.runs for content in content_of(run)]
     assert contents == [content for run in part.runs for content in content_of(run)]
@@ -195,7 +197,7 @@ def test_room() -> None:
         reserve(target, 1)
     ids, uuids = target.take_ids(1)
     with pytest.raises(StoreClosedError):
-        target.submit(last, copied([flat(1)], Arena(0)), NewEntries.of([flat(1)]), ids, uuids)
+        target.submit(last, copied([flat(1)], Arena(0)), NewEntries.of([flat(1)], ids, uuids, StringTable()))
 
 
 def test_an_adder_waits_for_room() -> None:

@@ -31,7 +31,7 @@ from trajstore.core.formats import get_format
 from trajstore.core.formats.base import ShardContent, ShardManifest
 from trajstore.core.formats.checksums import manifest_of
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.core.store.shard_table import shard_name
@@ -123,7 +123,8 @@ def write_store(folder: Path, total: int, packed: int, facts: Facts | None = Non
         catalog.shards.add(number, _renamed(manifest, name))
         with open(folder / "shards" / f"{name}.pt", "wb") as file:
             file.truncate(manifest.files[0].size)  # nothing is stored of it
-    columns = columns_of(NewEntries.of(flats), range(packed), random_uuids(packed), catalog.index.texts)
+    entries = NewEntries.of(flats, range(packed), random_uuids(packed), catalog.index.texts)
+    columns = dict(entries.columns)
     columns |= starts_of([flat.extent for flat in flats], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}
     repeated["trajectory_id"] = np.arange(total)

@@ -1,7 +1,5 @@
 """Small training runs that show a store at work. ``trajstore demo`` starts them.
 
-Floor 7 of ``docs/design/house.md``: imports from lower floors only.
-
 A task is a module with a function ``run(settings, say, progress) -> Path`` which trains, says in words
 what it does and returns the directory of the store that it wrote. Tasks are named here, so that
 listing them imports none.

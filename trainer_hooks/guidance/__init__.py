@@ -1,7 +1,5 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
-Floor 7 of ``docs/design/house.md``: imports from lower floors only.
-
 Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` →
 ``summary`` → ``maker``, ``experience`` → ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.

@@ -1,7 +1,5 @@
 """Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
 
-Floor 7 of ``docs/design/house.md``: imports from lower floors only.
-
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` →
 ``ledger``, ``notices`` → ``journal`` → ``store``, ``selection``, ``compact`` →
 ``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` and ``message_rows`` make rows of conversations,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, token_digest
@@ -43,6 +43,21 @@ class SeenPool:
 
     def __len__(self) -> int:
         return self.state.count()
+
+    def overview(self) -> dict[str, Any]:
+        """Return figures of the pool: tasks per difficulty now and by step, demonstrations, skipped tasks."""
+        buckets = self.state.buckets.sizes()
+        steps = sorted(self.difficulties)
+        known = sorted({*buckets, *(key for sizes in self.difficulties.values() for key in sizes)})
+        return {
+            "histories": len(self),
+            "tasks": len(self.state.entries),
+            "demonstrations": self.state.demonstrations(),
+            "skipped": len(self.state.skip),
+            "difficulties": [[key, buckets.get(key, 0)] for key in known],
+            "steps": steps,
+            "by_step": [[self.difficulties[step].get(key, 0) for step in steps] for key in known],
+        }
 
     def query(self) -> Query:
         """Ask about the histories; see :meth:`ExperienceManager.query`."""

@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 from trainer_hooks.replay.contract import fingerprint_of
@@ -17,7 +16,7 @@ from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.wellformed import field_problem
 from trajstore.core.base.arguments import one_of
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -153,26 +152,3 @@ def tokenized(histories: Sequence[AgentTrajectory], tokenizer: MessageTokenizer)
             made.append(one)
     changed = [new for new, old in zip(made, histories, strict=True) if new is not old]
     return Tokenized(made, len(changed), sum(one.old_log_probs is None for one in changed), problems)
-
-
-def tokenizer_at(path: str | Path) -> Any:
-    """Return the tokenizer in a folder, or of a name in the cache of a model hub. Nothing is fetched.
-
-    Raises:
-        ConfigurationError: it cannot be loaded.
-        MissingDependencyError: transformers is not installed.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingDependencyError("transformers", "demo") from error
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers raises nearly anything for what holds none
-        if not Path(path).is_dir():
-            raise ConfigurationError(
-                f"tokenizer: {path}: no such folder, and no name in the cache of the model hub on this machine; give"
-                " the folder of the run's model, or fetch it first (`hf download`)"
-            ) from error
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"tokenizer: {path}: cannot be loaded from this folder: {said[:300]}") from error

@@ -39,7 +39,7 @@ from trainer_hooks.replay.conversation import (
 )
 from trainer_hooks.replay.entry import DEMONSTRATION, token_refusal
 from trainer_hooks.replay.exchange import Exchanged, check_is_pool
-from trainer_hooks.replay.message_rows import MessageTokenizer, tokenizer_at
+from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.outcomes import is_success, outcome_of
 from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.replay.rows import turns_as_rows
@@ -52,6 +52,7 @@ from trajstore.errors import (
     InvalidTrajectoryError,
     StoreNotFoundError,
 )
+from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import AgentTrajectory, Reward
 
 AT_ONCE = 64

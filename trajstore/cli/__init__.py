@@ -1,7 +1,5 @@
 """The command line: ``trajstore inspect``, ``verify``, ``copy``, ``repair``, ``restore``, ``rollback`` and others.
 
-Floor 10 of ``docs/design/house.md``: imports from lower floors only.
-
 Each command is one thin file over a function that can be imported and called without it. Commands
 import what they need when they run, so that ``trajstore --help`` loads neither torch nor numpy.
 
@@ -15,17 +13,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points, version
+from typing import cast
 
 from trajstore.cli import (
     annotate,
     copy,
-    demo,
     diff,
     export,
     inspect,
     mend,
     move,
-    pool,
     query,
     restore,
     rollback,
@@ -41,7 +39,7 @@ DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
 
-COMMANDS: tuple[Command, ...] = (
+_BUILT_IN: tuple[Command, ...] = (
     inspect.COMMAND,
     query.LIST,
     query.QUERY,
@@ -60,9 +58,13 @@ COMMANDS: tuple[Command, ...] = (
     move.MERGE,
     move.SPLIT,
     move.CONVERT,
-    pool.COMMAND,
-    demo.COMMAND,
 )
+
+
+def commands() -> tuple[Command, ...]:
+    """Return all commands: those of this package, then those registered under ``trajstore.commands``, by name."""
+    others = sorted(entry_points(group="trajstore.commands"), key=lambda point: point.name)
+    return (*_BUILT_IN, *(cast(Command, point.load()) for point in others))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,9 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in COMMANDS:
-        child = commands.add_parser(command.name, help=command.summary, description=command.description)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in commands():
+        child = subparsers.add_parser(command.name, help=command.summary, description=command.description)
         command.configure(child)
         child.set_defaults(run=command.run)
     return parser
@@ -92,8 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         if options.version:
-            from importlib.metadata import version  # takes longer than all the rest
-
             out.line(version("trajstore"))
             return 0
         if options.run is None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from trajstore.cli import COMMANDS, DAMAGED, FAILED, INTERRUPTED
+from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, commands
 
 _HEAD = """# Command line
 
@@ -33,7 +33,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 def reference() -> str:
     """Return ``docs/cli.md``."""
     lines = [_HEAD]
-    for command in COMMANDS:
+    for command in commands():
         parser = argparse.ArgumentParser(prog=f"trajstore {command.name}")
         command.configure(parser)
         lines += [

@@ -1,7 +1,5 @@
 """Stores on many machines: actors of Ray that own them, a handle for producers and learners, a channel, Ray Data.
 
-Floor 8 of ``docs/design/house.md``: imports from lower floors only.
-
 Needs the extra ``ray``. Names are loaded on first use, so that nothing of Ray is imported before it is needed.
 """
 

@@ -390,7 +390,7 @@ class DrawingHandle:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOfHandle:
-    """Facts of trajectories by arrays of ids, as :class:`~trajstore.core.buffer.sampling.Sampling` of a buffer has them.
+    """Facts of trajectories by arrays of ids, like :class:`~trajstore.core.buffer.sampling.Sampling`.
 
     Args:
         _handle: whose.

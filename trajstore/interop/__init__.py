@@ -1,1 +1,1 @@
-""""""
+"""Other projects' directories and names."""

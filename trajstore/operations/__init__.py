@@ -1,4 +1,1 @@
-"""Looking at directories: what lies there, what it holds, whether it is whole.
-
-Floor 8 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""Looking at directories: what lies there, what it holds, whether it is whole."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
-from trajstore.core.buffer.reader import Reader
+from trajstore.core.buffer.reader import load_reader
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.files.base import Directory
 from trajstore.core.files.opening import nested, open_directory
@@ -237,7 +237,7 @@ def _copy(
     """
     directory = open_directory(source)  # without ranks beside it: they are copied one by one
     request = LoadRequest(directory, None, strict, None, united={0: directory}, quiet=strict is False)
-    with Reader.of(request, verify_shards=True, cache=False) as reader:
+    with load_reader(request, verify_shards=True, cache=False) as reader:
         before = reader.left_out
         reader.live.forget(lost)
         shards = damaged_shards(directory, damaged)

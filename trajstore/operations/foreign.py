@@ -1,10 +1,8 @@
-"""Looking into directories that other programs wrote: RLinf's replay buffers and experience pools."""
+"""Reports on directories written by RLinf."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,10 @@ from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.files.base import Directory
 from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.operations.measure import row_keys, seam_names, turns_of
+from trajstore.operations.measure import row_keys, seam_names
 from trajstore.operations.statistics import (
     RewardStatistics,
     Seam,
-    agents_report,
     columns_report,
     ids_report,
     policy_report,
@@ -114,50 +111,6 @@ def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], number: int) -
         for field, at in (("curr_obs", 0), ("next_obs", -1))
     )
     return Seam(row_keys([*firsts]), row_keys([*lasts]), number)
-
-
-def inspect_pool(directory: Directory) -> Report:
-    """Return the report of :func:`trajstore.operations.inspect.inspect` on the three files of an experience pool."""
-    from trainer_hooks.replay.entry import Refusal, new_entry
-    from trainer_hooks.replay.persistence import read_pool
-
-    contents = read_pool(Path(directory.url))
-    refused: Counter[str] = Counter()
-    held = [item for items in contents.task2trajectories.values() for item in items]
-    malformed = Refusal.MALFORMED.value
-    refused[malformed] = len(contents.unreadable)
-    trajectories = []  # of which something can be told
-    sizes = directory.sizes()
-    for item in held:
-        found = new_entry(item, 0)
-        if isinstance(found, Refusal):
-            refused[found.value] += 1
-        if found is not Refusal.MALFORMED:
-            trajectories.append(item)
-    total = len(trajectories) + refused[malformed]
-    versions = [item.policy_version for item in trajectories if item.policy_version is not None]
-    lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
-    outcomes = [
-        item.reward.outcome for item in trajectories if item.reward is not None and item.reward.outcome is not None
-    ]
-    turns = [count for item in trajectories if (count := turns_of(item)) is not None]
-    messages = sum(bool(item.messages) for item in trajectories)
-    return {
-        "kind": "experience_pool",
-        "path": directory.url,
-        "trajectories": total,
-        "samples": total,
-        "files": len(sizes),
-        "size_on_disk": sum(sizes.values()),
-        "measured": len(trajectories),
-        "tokens": range_of(lengths),
-        "replayable": total - refused.total(),
-        "refused": dict(+refused),
-        "agents": agents_report(len(trajectories), len(contents.task2trajectories), 0, outcomes, turns, messages),
-        "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
-        "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
-        "skipped_tasks": len(contents.skip_uid_set),
-    }
 
 
 def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, FlatTrajectory | CorruptStoreError | UnsafeContentError]]:

@@ -29,7 +29,7 @@ from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import measure as measure_trajectories
 from trajstore.operations.mirrors import mirror_report
 from trajstore.operations.points import points_report, run_points_report
-from trajstore.operations.pools import pool_report
+from trajstore.operations.pools import pool_support, pool_support_for
 from trajstore.operations.statistics import (
     columns_report,
     ids_report,
@@ -90,9 +90,7 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Rep
 
         return inspect_rlinf(place.directory, measure, progress)
     if place.kind == "experience_pool":
-        from trajstore.operations.foreign import inspect_pool
-
-        return inspect_pool(place.directory)
+        return pool_support_for(place.directory.url).inspect_files(place.directory)
     return _inspect_run(place, measure, progress)
 
 
@@ -184,8 +182,9 @@ def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.ND
 
     Of a pool's store these are its trajectories. Damage to its journal is added to ``damage``.
     """
+    support = pool_support()
     try:
-        found = pool_report(catalog)
+        found = None if support is None else support.report(catalog)
     except CorruptStoreError as error:
         damage.append(Damage(str(error)))
         found = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trajstore.core.base.arguments import one_of, whole
 from trajstore.core.buffer.checkpoint import CheckpointState, check_target, save_checkpoint
 from trajstore.core.buffer.loading import LoadRequest
-from trajstore.core.buffer.reader import Reader
+from trajstore.core.buffer.reader import Reader, load_reader
 from trajstore.core.files.base import Directory
 from trajstore.core.files.folders import publish_folder
 from trajstore.core.files.local import LocalDirectory
@@ -189,7 +189,9 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
     first = next(iter(united.values()))
-    with Reader.of(LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True), cache=False) as reader:
+    with load_reader(
+        LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True), cache=False
+    ) as reader:
         reader.live.forget(lost)
         reader.live.locked(lambda contents: contents.forget_rows(damaged))
         sources = [source for source in reader.live.contents.sources if isinstance(source, StoreSource)]

@@ -1,99 +1,111 @@
-"""The store of an experience pool: what of its records the pool is, read from their documents alone."""
+"""The extension point for experience pools, whose records only packages above the store understand.
+
+A package registers one object under the entry point group ``trajstore.pools``; see :class:`PoolSupport`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer_hooks.replay.entry import PoolEntry, Refusal
-from trainer_hooks.replay.journal import JOURNAL_KEY, recover
-from trainer_hooks.replay.rules import PoolRules
-from trajstore.core.columns.schema import DOCUMENT
-from trajstore.core.reading.shard_access import ShardAccess
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.files.base import Directory
 from trajstore.core.store.catalog import Catalog
-from trajstore.errors import StoreError
+from trajstore.errors import ConfigurationError
+from trajstore.operations.verification import Progress, Verification
 from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
 
 Report = dict[str, Any]
 
-_LOOKED_AT = 64
-"""Records that are tried where the newest ones cannot be read."""
+
+class Pool(Protocol):
+    """The contents of a pool at one moment."""
+
+    @property
+    def buffer(self) -> Reader:
+        """Has the pool's histories, perhaps among other records."""
+
+    def __len__(self) -> int:
+        """Return the number of histories."""
+
+    def query(self) -> Query:
+        """Return a query over the histories."""
+
+    def get(self, shown: str) -> AgentTrajectory:
+        """Return a history by its id as shown.
+
+        Raises:
+            TrajectoryUnavailableError: the pool has none with this id.
+            CorruptStoreError: it is damaged.
+        """
+
+    def overview(self) -> dict[str, Any]:
+        """Return figures of the pool: tasks per difficulty now and by step, demonstrations, skipped tasks."""
 
 
-def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
-    """Return what the pool of a store holds, and which of the index's entries are its trajectories.
+class Records(Protocol):
+    """The records of a pool's store, each read once."""
 
-    Returns:
-        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
-        the records besides: ``journal_records``, and ``left_records`` of what left the pool and is not deleted yet; and
-        a mask over the index. None where the store is no pool's.
+    def look(self) -> Pool:
+        """Return the pool as the reader shows it now.
+
+        Raises:
+            CorruptStoreError: its state cannot be read.
+        """
+
+
+class PoolSupport(Protocol):
+    """The functions with which operations and the viewer read pools."""
+
+    facts: Mapping[str, str]
+    """Names and meanings of the facts that only pools have."""
+
+    def report(self, catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
+        """Return figures of a pool's store and a mask of its histories; None if it is not one."""
+
+    def is_pool(self, catalog: Catalog) -> bool:
+        """Return whether a store belongs to a pool."""
+
+    def records(self, reader: Reader) -> Records:
+        """Return the records of a pool's store."""
+
+    def inspect_files(self, directory: Directory) -> Report:
+        """Return the report of ``inspect`` on the three files of a pool."""
+
+    def verify_files(self, directory: Directory, result: Verification, progress: Progress | None) -> None:
+        """Add what ``verify`` finds in the three files of a pool."""
+
+    def newest_files(self, folder: Path) -> Path | None:
+        """Return the newest ``step_N`` folder; None if there is none."""
+
+    def of_files(self, base: Path, newest: Path) -> tuple[Pool, str | None]:
+        """Return the pool in ``newest`` with the difficulties of all steps in ``base``, and what cannot be shown."""
+
+
+@cache
+def pool_support() -> PoolSupport | None:
+    """Return the registered object; None if no installed package registers one."""
+    for point in entry_points(group="trajstore.pools"):
+        return cast(PoolSupport, point.load())
+    return None
+
+
+def pool_support_for(path: str) -> PoolSupport:
+    """Return the registered object for a directory that has a pool's files.
 
     Raises:
-        CorruptStoreError: the pool's journal cannot be understood.
+        ConfigurationError: no installed package registers one.
     """
-    access = ShardAccess(catalog)
-    try:
-        documents = _Documents(catalog, access)
-        if not documents.are_of_a_pool():
-            return None
-        found = recover(documents, PoolRules(n_rollout=1), _entry)
-    finally:
-        access.close()
-    live = [entry.trajectory_id for entry in found.state.all_entries()]
-    report = {
-        "trajectories": len(live),
-        "tasks": len(found.state.entries),
-        "demonstrations": found.state.demonstrations(),
-        "difficulties": {str(key): count for key, count in sorted(found.state.buckets.sizes().items())},
-        "skipped_tasks": len(found.state.skip),
-        "journal_records": len(found.records),
-        "left_records": len(set(found.garbage)),
-    }
-    return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
-
-
-def is_of_a_pool(catalog: Catalog) -> bool:
-    """Return whether a store is a pool's: the newest record that can be read is. No tensor is read."""
-    access = ShardAccess(catalog)
-    try:
-        return _Documents(catalog, access).are_of_a_pool()
-    finally:
-        access.close()
-
-
-def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a record whose tokens were not read: nothing of it is compared."""
-    return PoolEntry.of_record(record, trajectory_id, trajectory_id.to_bytes(8, "big"))
-
-
-class _Documents:
-    """The records of a store without their tensors."""
-
-    def __init__(self, catalog: Catalog, access: ShardAccess) -> None:
-        self._index = catalog.index
-        self._access = access
-
-    def are_of_a_pool(self) -> bool:
-        """Return whether the newest record that can be read, of the newest few, is a pool's, as in a pool's store."""
-        for position in range(self._index.end - 1, max(self._index.first, self._index.end - _LOOKED_AT) - 1, -1):
-            try:
-                if self._access.schema(self._index, position).kind != "agent":
-                    return False
-                return JOURNAL_KEY in self._read(position).metadata
-            except (StoreError, OSError):
-                continue
-        return False
-
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        return self._read(self._index.position_of(trajectory_id))
-
-    def ids(self) -> list[int]:
-        return [int(number) for number in self._index["trajectory_id"]]
-
-    def _read(self, position: int) -> AgentTrajectory:
-        record = self._access.trajectory(self._index, position, (DOCUMENT,))
-        if not isinstance(record, AgentTrajectory):
-            raise StoreError(f"position {position}: a step trajectory, which is no record of a pool")
-        return record
+    support = pool_support()
+    if support is None:
+        raise ConfigurationError(f"{path}: an experience pool, and no installed package reads these; see docs/howto")
+    return support

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_hooks.replay.message_rows import tokenizer_at
 from trajstore.core.store.notes import Note
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.operations.measure import turns_of
 from trajstore.operations.single import read_single
 from trajstore.operations.statistics import sampled_rows, tensor_report
+from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import AgentTrajectory
 
 Report = dict[str, Any]

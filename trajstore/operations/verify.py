@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import orjson
-
 from trajstore.core.files.base import Directory
 from trajstore.core.reading.places import Place, find_place, mixed_sentence
 from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
@@ -18,6 +16,7 @@ from trajstore.core.store.sealed import METADATA_NAME
 from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, listed
 from trajstore.operations.foreign import MISSING, iterate_rlinf
 from trajstore.operations.points import absent_ranks, incomplete_points
+from trajstore.operations.pools import pool_support_for
 from trajstore.operations.store_damage import check_state, check_store
 from trajstore.operations.verification import Problem, Progress, Verification, problem_of
 
@@ -128,23 +127,4 @@ def _wrong_totals(found: RLinfSource) -> list[Problem]:
 
 
 def _verify_pool(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    from trainer_hooks.replay.persistence import (
-        BUCKETS_FILE,
-        TRAJECTORIES_FILE,
-        read_pool,
-    )  # loads the experience package, needed only here
-
-    contents = read_pool(Path(directory.url))
-    sizes = directory.sizes()
-    result.files, result.nbytes = len(sizes), sum(sizes.values())
-    result.trajectories = sum(map(len, contents.task2trajectories.values()))
-    result.problems += [Problem(TRAJECTORIES_FILE, told) for told in contents.unreadable]
-    bucket_of: dict[str, str] = {}
-    for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # read_pool has seen that it is one
-        for task in tasks:
-            if task in bucket_of:
-                told = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}; the later one counts"
-                result.notes.append(f"{BUCKETS_FILE}: {told}")
-            bucket_of[task] = difficulty
-    if progress is not None:
-        progress(1, 1)
+    pool_support_for(directory.url).verify_files(directory, result, progress)

@@ -1,7 +1,4 @@
-"""Questions about trajectories: facts, messages, tokens and steps, filtered, grouped and sorted by expressions of SQL.
-
-Floor 5 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""Queries over trajectories: facts, messages, tokens and steps, with SQL expressions."""
 
 from trajstore.query.facts import FACTS, Facts
 from trajstore.query.query import Query

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer_hooks.replay.ledger import POOL_FACTS
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.store.run_ids import shown_id
+from trajstore.operations.pools import pool_support
 from trajstore.query import FACTS
 from trajstore.query.engine import polars
 
@@ -34,11 +34,13 @@ def columns_of(table: DataFrame) -> list[Answer]:
     Which kind a trajectory is, is known from the others where there is only one.
     """
     kinds = set(table["kind"].unique())
+    support = pool_support()
+    pool_facts = {} if support is None else support.facts
     return [
         {
             "name": name,
             "type": "id" if name == "trajectory_id" else _type(kind),
-            "note": FACTS.get(name) or POOL_FACTS.get(name) or _note_of_others(name),
+            "note": FACTS.get(name) or pool_facts.get(name) or _note_of_others(name),
             "known": table[name].null_count() < len(table) and not (name in _OF_KINDS and not _OF_KINDS[name] <= kinds),
         }
         for name, kind in table.schema.items()

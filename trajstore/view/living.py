@@ -24,7 +24,7 @@ from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
 from trajstore.view.late import late_values
-from trajstore.view.overview import Sample, overview, pool_overview, sampled
+from trajstore.view.overview import Sample, overview, sampled
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
 
@@ -179,7 +179,7 @@ class Living:
         Raises:
             ConfigurationError: the condition is wrong; says where.
         """
-        pool = None if self._shown.pool is None else pool_overview(self._shown.pool)
+        pool = None if self._shown.pool is None else self._shown.pool.overview()
         told = {"pool": pool, "limits": list(self._shown.limits), "state": self.state.name}
         return {**overview(self.table(where)), **told}
 

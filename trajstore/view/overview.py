@@ -12,8 +12,6 @@ from trajstore.view.answers import plain
 if TYPE_CHECKING:
     from polars import DataFrame
 
-    from trainer_hooks.replay.looking import SeenPool
-
 Answer = dict[str, Any]
 
 SPANS = 60
@@ -82,22 +80,6 @@ def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
     told = {name: [plain(value) for value in chosen[name]] for name in ("x", "first", "last")}
     samples = [sorted((one["trajectory_id"], one["committed"]) for one in some) for some in chosen["rollouts"]]
     return {**told, "of": len(found)}, samples
-
-
-def pool_overview(pool: SeenPool) -> Answer:
-    """Return what a pool holds, whatever the condition: tasks per difficulty now and by step, and what is left out."""
-    buckets = pool.state.buckets.sizes()
-    steps = sorted(pool.difficulties)
-    known = sorted({*buckets, *(key for sizes in pool.difficulties.values() for key in sizes)})
-    return {
-        "histories": len(pool),
-        "tasks": len(pool.state.entries),
-        "demonstrations": pool.state.demonstrations(),
-        "skipped": len(pool.state.skip),
-        "difficulties": [[key, buckets.get(key, 0)] for key in known],
-        "steps": steps,
-        "by_step": [[pool.difficulties[step].get(key, 0) for step in steps] for key in known],
-    }
 
 
 def _over(table: DataFrame, over: str) -> DataFrame:

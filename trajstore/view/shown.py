@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
-from trainer_hooks.replay.persistence import read_buckets, saved_pools
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.files.opening import open_directory
 from trajstore.core.reading.places import kind_of, ranks_of
@@ -29,7 +27,7 @@ from trajstore.errors import (
     UnsupportedVersionError,
     listed,
 )
-from trajstore.operations.pools import is_of_a_pool
+from trajstore.operations.pools import Pool, PoolSupport, pool_support, pool_support_for
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class Shown(Protocol):
         """Sentences on what the page cannot tell of it."""
 
     @property
-    def pool(self) -> SeenPool | None:
+    def pool(self) -> Pool | None:
         """The experience pool that it is; None if it is none."""
 
     def __len__(self) -> int:
@@ -101,11 +99,16 @@ def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
     """
     if "://" not in str(path):
         directory = open_directory(path)
-        kind = kind_of(directory)
-        if kind == "experience_pool" or (kind is None and saved_pools(path) and not ranks_of(directory).directories):
+        kind, support = kind_of(directory), pool_support()
+        if kind == "experience_pool" or (
+            kind is None
+            and support is not None
+            and support.newest_files(Path(path)) is not None
+            and not ranks_of(directory).directories
+        ):
             if pin is not None:
                 raise ConfigurationError(f"pin: {pin!r}: {path} has files of a pool, which have no pins")
-            return PoolFiles(Path(path))
+            return PoolFiles(Path(path), pool_support_for(str(path)))
     return OfReader(path, pin)
 
 
@@ -113,7 +116,7 @@ class _OfBuffer:
     """What a buffer shows, or the pool in it."""
 
     _reader: Reader
-    pool: SeenPool | None = None
+    pool: Pool | None = None
     limits: Sequence[str] = ()
 
     def __len__(self) -> int:
@@ -143,7 +146,8 @@ class OfReader(_OfBuffer):
     def __init__(self, path: str | Path, pin: str | None) -> None:
         self.path = str(path)
         self._reader, self.damage = _opened(path, pin)
-        self._records = Records(self._reader)
+        self._support = pool_support()
+        self._records = None if self._support is None else self._support.records(self._reader)
         self._is_pool: bool | None = None
         """None: nothing is there that would say it."""
         self._is_seen = False
@@ -157,8 +161,8 @@ class OfReader(_OfBuffer):
     def _look(self) -> None:
         if self._is_pool is None and len(self._reader):
             catalogs = list(self.catalogs().values())
-            self._is_pool = len(catalogs) == 1 and is_of_a_pool(catalogs[0])
-        self.pool = self._records.look() if self._is_pool else None
+            self._is_pool = len(catalogs) == 1 and self._support is not None and self._support.is_pool(catalogs[0])
+        self.pool = self._records.look() if self._is_pool and self._records is not None else None
         self._is_seen = True
 
     def refresh(self) -> bool:
@@ -199,6 +203,7 @@ class PoolFiles(_OfBuffer):
 
     Args:
         path: of the files or of the folder.
+        support: reads them.
 
     Raises:
         StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool cannot be read.
@@ -206,23 +211,19 @@ class PoolFiles(_OfBuffer):
 
     limits = ("These are a pool's files: they do not record when a rollout was added or how often it was replayed.",)
 
-    def __init__(self, path: Path) -> None:
-        self._base = path
+    def __init__(self, path: Path, support: PoolSupport) -> None:
+        self._base, self._support = path, support
         self._files: tuple[Path, int, int] | None = None
         self.refresh()
 
     def refresh(self) -> bool:
-        pools = saved_pools(self._base)
-        newest = pools[max(pools)] if pools else self._base
+        newest = self._support.newest_files(self._base) or self._base
         there = newest.stat()
         files = newest, there.st_ino, there.st_mtime_ns
         if files == self._files:
             return False
-        pool, self.damage = pool_of_files(newest)
-        told = {step: read_buckets(folder) for step, folder in pools.items()}
-        difficulties = {step: {key: len(tasks) for key, tasks in buckets.items()} for step, buckets in told.items()}
-        self.pool = replace(pool, difficulties=difficulties)
-        self._reader = pool.buffer
+        pool, self.damage = self._support.of_files(self._base, newest)
+        self.pool, self._reader = pool, pool.buffer
         self.path, self._files = str(newest), files
         return True
 
@@ -247,7 +248,7 @@ class OfHandle:
     """
 
     damage: str | None = None
-    pool: SeenPool | None = None
+    pool: Pool | None = None
     limits = (
         "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
         "giving some, takes `trajstore view` on a machine that has the directories.",

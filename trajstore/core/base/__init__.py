@@ -1,1 +1,1 @@
-""""""
+"""Foundations without trajectories: arguments, locks, threads, machine code."""

@@ -1,4 +1,4 @@
-"""The machine code that moves rows, compiled when this is imported, which :mod:`trajstore.core.base.machine_code` does."""
+"""Kernels that move rows, compiled on import by :mod:`trajstore.core.base.machine_code`."""
 
 from __future__ import annotations
 

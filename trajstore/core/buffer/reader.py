@@ -126,34 +126,7 @@ class Reader(Closing):
         seed = whole_or_none("seed", seed, -(1 << 63), (1 << 64) - 1)
         window, verify = whole("sample_window_size", sample_window_size, 0), truth("verify_shards", verify_shards)
         request = LoadRequest(open_directory(path, **options), share, strict, pin)
-        return Reader.of(request, seed, window, verify_shards=verify, storage_options=options)
-
-    @staticmethod
-    def of(
-        request: LoadRequest,
-        seed: int | None = None,
-        sample_window_size: int = 0,
-        *,
-        verify_shards: bool = False,
-        cache: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Reader:
-        """Return a reader of what a request names; for other packages of trajstore.
-
-        Args:
-            request: what to load.
-            seed: as for :meth:`open`.
-            sample_window_size: as for :meth:`open`.
-            verify_shards: as for :meth:`open`.
-            cache: keep decoded trajectories in memory.
-            storage_options: passed on to the fsspec file system.
-        """
-        reader = _unloaded(seed, sample_window_size, verify_shards, cache, dict(storage_options or {}))
-        state = reader.state_dict()
-        reader._load(request)
-        if seed is not None:
-            reader.load_state_dict(state)
-        return reader
+        return load_reader(request, seed, window, verify_shards=verify, storage_options=options)
 
     @property
     def sample_window_size(self) -> int:
@@ -550,6 +523,33 @@ class Reader(Closing):
         # As bytes: torch would send a tensor as an open file, of which there are few.
         state = pickle.dumps(self.state_dict())
         return unpickled, (partial(_unloaded, None, *options), self.live.request, self.live.store_ids, state)
+
+
+def load_reader(
+    request: LoadRequest,
+    seed: int | None = None,
+    sample_window_size: int = 0,
+    *,
+    verify_shards: bool = False,
+    cache: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Reader:
+    """Return a reader of the directories that a request names.
+
+    Args:
+        request: what to load.
+        seed: as for :meth:`Reader.open`.
+        sample_window_size: as for :meth:`Reader.open`.
+        verify_shards: as for :meth:`Reader.open`.
+        cache: keep decoded trajectories in memory.
+        storage_options: passed on to the fsspec file system.
+    """
+    reader = _unloaded(seed, sample_window_size, verify_shards, cache, dict(storage_options or {}))
+    state = reader.state_dict()
+    reader._load(request)
+    if seed is not None:
+        reader.load_state_dict(state)
+    return reader
 
 
 def _unloaded(

@@ -32,7 +32,6 @@ from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.given import Said
 from trajstore.core.store.log_records import ids_in_words
-from trajstore.core.store.new_entries import NewEntries
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
 from trajstore.core.writing.groups import Batch, random_uuids
@@ -101,12 +100,12 @@ class Sink:
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories, one or more, whose tensors are copied; ``uuids``: 16 bytes each, None = random ones."""
-        blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+        blocks = copied(flats, self._arena)
         with self.lock:
             ids = [self._next_id + i * self._stride for i in range(len(flats))]
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
             self.counter = ids[-1] + 1
-            self._view.contents.add(blocks, entries, ids, uuids or random_uuids(len(flats)), pending=False)
+            self._view.contents.add(blocks, flats, ids, uuids or random_uuids(len(flats)), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
         return ids
 
@@ -306,12 +305,10 @@ class StoreSink(Sink):
         queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
         try:
             queue.reserve(batch, total)
-            blocks, entries = copied(flats, self._arena), NewEntries.of(flats)
+            blocks = copied(flats, self._arena)
             with self.lock:
                 ids, uuids = queue.take_ids(len(flats))
-                uuids = given or uuids
-                self._view.contents.add(blocks, entries, ids, uuids, pending=True)
-                queue.submit(batch, blocks, entries, ids, uuids)
+                queue.submit(batch, blocks, self._view.contents.add(blocks, flats, ids, given or uuids, pending=True))
                 self.counter = ids[-1] + 1
         except BaseException:
             uninterrupted(partial(self._take_back, batch, blocks, ids))

@@ -1,4 +1,1 @@
-"""A trajectory as columns: its fields, schema, checks, and memory of its own. Imports nothing of the rooms above it.
-
-Floor 1 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""A trajectory as columns: its fields, schema, checks, and memory of its own. Imports nothing of the rooms above it."""

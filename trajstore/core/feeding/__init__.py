@@ -1,7 +1,4 @@
-"""Feeding a learner: batches drawn and read ahead, exact and elastic resume.
-
-Floor 7 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""Feeding a learner: batches drawn and read ahead, exact and elastic resume."""
 
 from __future__ import annotations
 

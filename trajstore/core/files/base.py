@@ -214,8 +214,8 @@ class Directory(ABC):
     def map_rows(self, name: str, size: int) -> FileMap:
         """Return a file mapped, of which some rows will be read.
 
-        It may be a :class:`~trajstore.core.files.partial.PartialMap`, of which nothing is there until it is asked for with
-        :func:`~trajstore.core.files.partial.fetched`.
+        It may be a :class:`~trajstore.core.files.partial.PartialMap`, of which nothing is there until
+        :func:`~trajstore.core.files.partial.fetched` asks for it.
 
         Raises:
             CorruptStoreError: it is absent, has another size, or is no file (of a partial one, once it is read).

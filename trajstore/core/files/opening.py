@@ -6,8 +6,9 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trajstore.core.files.base import Directory
 from trajstore.core.files.local import LocalDirectory
@@ -25,9 +26,8 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
     """
     text = str(url)
     if is_url(text):
-        from trajstore.remote.directory import RemoteDirectory  # loads fsspec, needed only here
-
-        return RemoteDirectory(text, **options)
+        remote = import_module("trajstore.remote.directory")  # loads fsspec; the core does not depend on it
+        return cast(Directory, remote.RemoteDirectory(text, **options))
     return LocalDirectory(Path(text.removeprefix("file://")))
 
 

@@ -1,7 +1,4 @@
-"""Shard formats by name.
-
-Floor 2 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""Shard formats by name."""
 
 from __future__ import annotations
 

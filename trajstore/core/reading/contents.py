@@ -22,7 +22,7 @@ from trajstore.core.base.clock import microseconds
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import parse_document, trajectory_of
 from trajstore.core.columns.facts import facts_of
-from trajstore.core.columns.flat import Block
+from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
 from trajstore.core.reading.address_table import AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
@@ -39,7 +39,7 @@ from trajstore.core.store.committed import Change, Evicted
 from trajstore.core.store.facts import NOTE_ROWS, TOLD
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
-from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.core.store.run_ids import shown_id
@@ -203,23 +203,29 @@ class Contents:
         self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
     def add(
-        self, blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes, *, pending: bool
-    ) -> None:
-        """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
+        self,
+        blocks: Sequence[Block],
+        flats: Sequence[FlatTrajectory],
+        ids: Sequence[int],
+        uuids: bytes,
+        *,
+        pending: bool,
+    ) -> NewEntries:
+        """Append trajectories that are in memory, and return their entries; ``pending`` ones stay until committed.
 
-        All of them are shown at once. If this raises, call :meth:`retract`.
+        All of them become visible at once. If this raises, call :meth:`retract`.
 
         Args:
-            blocks: have the trajectories, those of each follow those of the one before.
-            entries: what is shown of all of them.
-            ids: theirs.
+            blocks: the trajectories copied, in order.
+            flats: the trajectories.
+            ids: their ids.
             uuids: 16 bytes for each.
             pending: whether they are to be written.
         """
         with self.lock:
-            columns = columns_of(entries, ids, uuids, self.index.texts, microseconds())
+            entries = NewEntries.of(flats, ids, uuids, self.index.texts, microseconds())
             slots = [slot for block in blocks for slot in [self.addresses.add_memory(block, len(block))] * len(block)]
-            columns |= {"slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
+            columns = {**entries.columns, "slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
             if pending:
                 self._pending.update(ids)
             if self.cache is not None:
@@ -228,6 +234,7 @@ class Contents:
             self._append(columns)
             self.added += len(ids)
             self._trim()
+            return entries
 
     def retract(self, blocks: Sequence[Block], ids: Sequence[int]) -> None:
         """Forget trajectories, however far :meth:`add` came with them."""

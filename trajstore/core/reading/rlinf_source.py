@@ -27,7 +27,7 @@ from trajstore.core.reading.sources import Source
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.lost_records import Damage
-from trajstore.core.store.new_entries import NewEntries, columns_of
+from trajstore.core.store.new_entries import columns_of
 from trajstore.core.store.rlinf_layout import RLinfEntry
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.errors import (
@@ -282,10 +282,10 @@ def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfE
         return index
     unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
     numbers = [(e.num_samples, *e.shape[:2], 0, 0, 0, e.max_episode_length, *unknown) for e in entries]
-    told = NewEntries(np.array(numbers, np.int64), [e.model_weights_id for e in entries], [None] * len(entries))
+    weights = [e.model_weights_id for e in entries]
     ids = [e.trajectory_id for e in entries]
     uuids = b"".join(uuid.uuid5(uuid.NAMESPACE_URL, f"{directory.url}/{number}").bytes for number in ids)
     rows = np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD)
     starts = dict.fromkeys(STARTS, np.zeros(len(entries), np.int64))
-    index.append({**columns_of(told, ids, uuids, index.texts), "shard": rows, **starts})
+    index.append({**columns_of(np.array(numbers, np.int64), weights, ids, uuids, index.texts), "shard": rows, **starts})
     return index

@@ -1,7 +1,4 @@
-"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows.
-
-Floor 4 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows."""
 
 from __future__ import annotations
 

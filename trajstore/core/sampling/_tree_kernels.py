@@ -1,4 +1,4 @@
-"""The machine code of trees and orders, compiled when this is imported, which :mod:`trajstore.core.base.machine_code` does."""
+"""Kernels of trees and orders, compiled on import by :mod:`trajstore.core.base.machine_code`."""
 
 from __future__ import annotations
 

@@ -21,21 +21,17 @@ from trajstore.core.store.packing import StringTable
 from trajstore.errors import CorruptStoreError
 
 
-def entries_to_json(entries: NewEntries, ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
-    """Return what a record says of the trajectories of a shard, as JSON values.
-
-    Args:
-        entries: of the trajectories.
-        ids: their ids, ascending.
-        uuids: 16 bytes for each.
-    """
+def entries_to_json(entries: NewEntries) -> dict[str, Any]:
+    """Return the part of a log record on the trajectories of a shard, whose ids ascend, as JSON values."""
+    columns = entries.columns
+    bounds = zip(columns["version_low"].tolist(), columns["version_high"].tolist(), strict=True)
     return {
-        "ids": ranges_of(ids),
+        "ids": ranges_of(entries.ids),
         "extents": entries.extents.tolist(),
-        "max_episode_length": entries.max_episode_lengths,
-        "versions": entries.versions,
+        "max_episode_length": columns["max_episode_length"].tolist(),
+        "versions": [None if low == UNKNOWN_VERSION else [low, high] for low, high in bounds],
         "weights": entries.weights,
-        "uuids": uuids.hex(),
+        "uuids": columns["uuid"].tobytes().hex(),
         **({"facts": facts_to_json([facts or {} for facts in entries.facts])} if entries.facts[0] is not None else {}),
     }
 

@@ -67,7 +67,7 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays that every index has, as a directory has them; those of facts (:mod:`trajstore.core.store.facts`) come besides.
+"""Arrays that every index has, as a directory has them; facts (:mod:`trajstore.core.store.facts`) come besides.
 
 ``nbytes`` are those of the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` where nothing says it),
 ``shard`` is a row of the shard table, ``start_*`` are first rows within it.
@@ -349,7 +349,7 @@ class TrajectoryIndex:
 
     @property
     def row_notes(self) -> list[str]:
-        """Names of values that came late and are rows: :data:`~trajstore.core.store.facts.NOTE_ROWS` says of which table."""
+        """Names of late values by row; :data:`~trajstore.core.store.facts.NOTE_ROWS` has their table."""
         return [name.removeprefix(NOTE_ROWS) for name in self._arrays if name.startswith(NOTE_ROWS)]
 
     def given(self, position: int) -> dict[str, float | str]:
@@ -420,9 +420,7 @@ class TrajectoryIndex:
 
     def translated(self, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
         """Return columns of another index, which number its texts, with the numbers that the texts have here."""
-        numbered = (name for name in columns if name == "weights" or is_text(name))
-        numbers = {name: self.texts.extend(texts, columns[name]) for name in numbered}
-        return {**columns, **numbers}
+        return renumbered(columns, texts, self.texts)
 
     def _shed_texts(self) -> None:
         """Forget the texts that no entry names, if they are more than half of all."""
@@ -534,6 +532,14 @@ class TrajectoryIndex:
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
+
+
+def renumbered(
+    columns: Mapping[str, npt.NDArray[Any]], source: StringTable, target: StringTable
+) -> dict[str, npt.NDArray[Any]]:
+    """Return columns whose texts have numbers of one table with the numbers of another, which takes the texts."""
+    numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
+    return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""What an index says of trajectories that are new. Pure; no I/O."""
+"""Index entries of new trajectories. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.core.columns.schema import Extent, Kind
-from trajstore.core.store.facts import fact_columns, facts_to_json
-from trajstore.core.store.index import COLUMNS
+from trajstore.core.store.facts import fact_columns, facts_to_json, joined
+from trajstore.core.store.index import COLUMNS, renumbered
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.row_location import STARTS
 
@@ -22,71 +22,87 @@ _NUMBERS = (
     *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
     *("max_episode_length", "version_low", "version_high"),
 )
+_EXTENT = _NUMBERS[1:5]
 
 
 @dataclass(slots=True, eq=False)
 class NewEntries:
-    """What an index says of new trajectories, whatever their ids, and wherever they are. Nobody changes it.
+    """Index columns of new trajectories, made once and used by the view, the log and the catalog. Immutable.
 
     Attributes:
-        numbers: columns of the index with these names, ``[trajectories, 9]``.
+        columns: by name, except where the rows are; texts are numbers of ``texts``.
+        texts: the table of the texts.
         weights: ``model_weights_id`` of each.
         facts: of each rollout; None of step trajectories.
     """
 
-    numbers: npt.NDArray[np.int64]
+    columns: Mapping[str, npt.NDArray[Any]]
+    texts: StringTable
     weights: Sequence[str]
     facts: Sequence[Mapping[str, Any] | None]
 
     @staticmethod
-    def of(flats: Sequence[FlatTrajectory]) -> NewEntries:
-        """Return what an index says of these."""
+    def of(
+        flats: Sequence[FlatTrajectory],
+        ids: Sequence[int],
+        uuids: bytes,
+        texts: StringTable,
+        committed: int = UNKNOWN_TIME,
+    ) -> NewEntries:
+        """Return the entries of trajectories.
+
+        Args:
+            flats: the trajectories.
+            ids: their ids.
+            uuids: 16 bytes for each.
+            texts: table that their texts are added to.
+            committed: time in µs since 1970; for trajectories in memory, when they were added.
+        """
         unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
         numbers = [
             (flat.num_samples, *flat.extent, flat.nbytes, flat.max_episode_length, *(flat.versions or unknown))
             for flat in flats
         ]
-        weights = [flat.model_weights_id for flat in flats]
-        return NewEntries(np.array(numbers, np.int64), weights, [flat.facts for flat in flats])
+        weights, facts = [flat.model_weights_id for flat in flats], [flat.facts for flat in flats]
+        columns = columns_of(np.array(numbers, np.int64), weights, ids, uuids, texts, committed)
+        return NewEntries(columns | fact_columns(list(_facts_of(facts)), texts), texts, weights, facts)
 
     @staticmethod
     def joined(parts: Sequence[NewEntries]) -> NewEntries:
-        """Return those of all parts, one after the other."""
+        """Return the entries of all parts, one after the other."""
         if len(parts) == 1:
             return parts[0]
+        texts = parts[0].texts
         return NewEntries(
-            np.concatenate([part.numbers for part in parts]),
+            joined([renumbered(part.columns, part.texts, texts) for part in parts]),
+            texts,
             [text for part in parts for text in part.weights],
             [facts for part in parts for facts in part.facts],
         )
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.weights)
 
     def __getitem__(self, part: slice) -> NewEntries:
-        return NewEntries(self.numbers[part], self.weights[part], self.facts[part])
+        columns = {name: column[part] for name, column in self.columns.items()}
+        return NewEntries(columns, self.texts, self.weights[part], self.facts[part])
+
+    @property
+    def ids(self) -> list[int]:
+        """Trajectory id of each."""
+        ids: list[int] = self.columns["trajectory_id"].tolist()
+        return ids
 
     @property
     def nbytes(self) -> list[int]:
         """Bytes of the columns of each."""
-        nbytes: list[int] = self.numbers[:, 5].tolist()
+        nbytes: list[int] = self.columns["nbytes"].tolist()
         return nbytes
-
-    @property
-    def max_episode_lengths(self) -> list[int]:
-        """``max_episode_length`` of each."""
-        lengths: list[int] = self.numbers[:, 6].tolist()
-        return lengths
 
     @property
     def extents(self) -> npt.NDArray[np.int64]:
         """Steps, batch, extra rows and bytes of the document, ``[trajectories, 4]``."""
-        return self.numbers[:, 1:5]
-
-    @property
-    def versions(self) -> list[list[int] | None]:
-        """Lowest and highest policy version of each; None where it is unknown."""
-        return [None if pair[0] == UNKNOWN_VERSION else pair for pair in self.numbers[:, 7:].tolist()]
+        return np.stack([self.columns[name] for name in _EXTENT], axis=1).astype(np.int64)
 
 
 def starts_of(extents: Sequence[Extent] | npt.NDArray[np.int64], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
@@ -97,28 +113,30 @@ def starts_of(extents: Sequence[Extent] | npt.NDArray[np.int64], kind: Kind) -> 
 
 
 def columns_of(
-    entries: NewEntries,
+    numbers: npt.NDArray[np.int64],
+    weights: Sequence[str],
     ids: Sequence[int],
     uuids: bytes,
     texts: StringTable,
     committed: int = UNKNOWN_TIME,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of new trajectories; where their rows are is the caller's to add.
+    """Return index columns of trajectories, without facts and where the rows are.
 
     Args:
-        entries: of the trajectories.
-        ids: their trajectory ids.
+        numbers: samples, steps, batch, extra rows, document bytes, bytes, longest episode, lowest and highest version
+            of each, ``[trajectories, 9]``.
+        weights: ``model_weights_id`` of each.
+        ids: their ids.
         uuids: 16 bytes for each.
-        texts: table that takes their texts.
-        committed: when, in µs since 1970; of what is in memory, when it was added.
+        texts: table that ``weights`` are added to.
+        committed: time in µs since 1970.
     """
     return {
         "trajectory_id": np.array(ids, np.int64),
-        **{name: entries.numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
-        "committed": np.full(len(entries), committed, np.int64),
-        "weights": np.array([texts.add(text) for text in entries.weights], np.int32),
+        **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
+        "committed": np.full(len(numbers), committed, np.int64),
+        "weights": np.array([texts.add(text) for text in weights], np.int32),
         "uuid": np.frombuffer(uuids, "V16"),
-        **fact_columns(list(_facts_of(entries.facts)), texts),
     }
 
 

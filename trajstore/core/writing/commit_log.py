@@ -30,12 +30,12 @@ from trajstore.core.store.saved_points import pin_name
 from trajstore.core.writing.commits import (
     AddLines,
     CommitListener,
-    NewShard,
     add_lines,
     annotate_line,
     evict_line,
     rewrite_line,
 )
+from trajstore.core.writing.groups import ShardDraft
 from trajstore.core.writing.log_end import LogEnd, TakeIn
 from trajstore.core.writing.opening import open_store
 from trajstore.core.writing.snapshots import Snapshots
@@ -65,7 +65,7 @@ class Turn:
         keep_house: see :meth:`CommitLog.keep_house`.
     """
 
-    commit: Callable[[Sequence[Sequence[NewShard]]], None]
+    commit: Callable[[Sequence[Sequence[ShardDraft]]], None]
     keep_house: Callable[[], None]
 
 
@@ -139,7 +139,7 @@ class CommitLog:
 
     # -- commits ----------------------------------------------------------------------------------
 
-    def _commit(self, commits: Sequence[Sequence[NewShard]]) -> None:
+    def _commit(self, commits: Sequence[Sequence[ShardDraft]]) -> None:
         """Append commits to the log in one go, take them into the catalog, and tell the listener.
 
         Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
@@ -163,7 +163,7 @@ class CommitLog:
         self._append(make)
         self._taken_in.difference_update(shards[0].number for shards in commits)
 
-    def _take_in(self, commits: Sequence[Sequence[NewShard]], lines: AddLines) -> None:
+    def _take_in(self, commits: Sequence[Sequence[ShardDraft]], lines: AddLines) -> None:
         catalog = self.catalog
         with self._durable():
             for shards, entries in zip(commits, lines.entries, strict=True):

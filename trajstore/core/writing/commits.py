@@ -19,23 +19,9 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import Said
 from trajstore.core.store.log_records import encode_line, manifest_to_json
 from trajstore.core.store.moves import Moved, move_to_json
-from trajstore.core.store.new_entries import NewEntries, columns_of, starts_of
+from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Noted
-
-
-@dataclass(frozen=True, slots=True)
-class NewShard:
-    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
-
-    ``record`` is what the log says of the trajectories, as JSON.
-    """
-
-    number: int
-    manifest: ShardManifest
-    entries: NewEntries
-    ids: Sequence[int]
-    uuids: bytes
-    record: bytes
+from trajstore.core.writing.groups import ShardDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +85,7 @@ class AddLines:
     told: list[Commit]
 
 
-def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]], now: int) -> AddLines:
+def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> AddLines:
     """Return the lines of commits that follow the catalog's generation, one or more shards in each.
 
     Args:
@@ -137,8 +123,9 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]], now: int)
         )
         of_shards = []
         for shard in shards:
-            columns = columns_of(shard.entries, shard.ids, shard.uuids, catalog.index.texts, time)
-            columns["shard"] = np.full(len(shard.ids), row, np.int32)
+            columns = catalog.index.translated(shard.entries.columns, shard.entries.texts)
+            columns["committed"] = np.full(len(shard.entries), time, np.int64)
+            columns["shard"] = np.full(len(shard.entries), row, np.int32)
             columns |= starts_of(shard.entries.extents, shard.manifest.schema.kind)
             of_shards.append(columns)
             told.append(Commit(tuple(shard.ids), row, columns))

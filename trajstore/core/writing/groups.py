@@ -1,4 +1,4 @@
-"""What is written together: trajectories cut out of the queue into groups, a group into shards of one schema each.
+"""Groups of trajectories that are written together, divided into shards of one schema each.
 
 Batches are guarded by ``WriteQueue._lock``, with which :func:`fill` is called. A group belongs to the one thread that
 took it from the queue.
@@ -18,8 +18,6 @@ import numpy as np
 from trajstore.core.columns.flat import Block
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.new_entries import NewEntries
-from trajstore.core.writing.commits import NewShard
-from trajstore.errors import StoreWriteError
 
 
 def random_uuids(count: int) -> bytes:
@@ -32,46 +30,42 @@ def random_uuids(count: int) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Trajectories of one block that follow each other, which nobody changes.
+    """Consecutive trajectories of one block. Immutable.
 
     Attributes:
-        block: has them, and perhaps others.
-        first: place of the first one in it.
-        entries: what an index says of them.
-        ids: theirs.
-        uuids: 16 bytes for each.
+        block: the block, which may have others too.
+        first: position of the first one in it.
+        entries: index entries of the trajectories.
         nbytes: bytes that they take in memory.
     """
 
     block: Block
     first: int
     entries: NewEntries
-    ids: Sequence[int]
-    uuids: bytes
-    nbytes: int
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.entries.columns["nbytes"].sum())
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.entries)
+
+    @property
+    def last(self) -> int:
+        """Highest id."""
+        return int(self.entries.columns["trajectory_id"][-1])
 
     def part(self, start: int, stop: int) -> Run:
-        """Return the trajectories ``start <= i < stop`` of it."""
-        return _run(self.block, self.first + start, self.entries, self.ids, self.uuids, slice(start, stop))
+        """Return the trajectories ``start <= i < stop``."""
+        return Run(self.block, self.first + start, self.entries[start:stop])
 
 
-def _run(
-    block: Block, first: int, entries: NewEntries, ids: Sequence[int], uuids: bytes, these: slice[int, int, None]
-) -> Run:
-    some = entries[these]
-    return Run(block, first, some, ids[these], uuids[16 * these.start : 16 * these.stop], sum(some.nbytes))
-
-
-def runs_of(blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes) -> list[Run]:
-    """Return the trajectories of some blocks, each of which has the next of them."""
+def runs_of(blocks: Sequence[Block], entries: NewEntries) -> list[Run]:
+    """Return the trajectories of consecutive blocks."""
+    if len(blocks) == 1:
+        return [Run(blocks[0], 0, entries)]
     ends = accumulate(map(len, blocks))
-    return [
-        _run(block, 0, entries, ids, uuids, slice(end - len(block), end))
-        for block, end in zip(blocks, ends, strict=True)
-    ]
+    return [Run(block, 0, entries[end - len(block) : end]) for block, end in zip(blocks, ends, strict=True)]
 
 
 class Batch:
@@ -95,7 +89,12 @@ class Batch:
     @property
     def ids(self) -> list[int]:
         """Ids of what has not been taken out of it."""
-        return [number for run in self.runs for number in run.ids]
+        return [number for run in self.runs for number in run.entries.ids]
+
+    @property
+    def first(self) -> int:
+        """Lowest id of the trajectories that are left."""
+        return int(self.runs[0].entries.columns["trajectory_id"][0])
 
     @property
     def bytes_left(self) -> int:
@@ -104,57 +103,52 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ShardDraft:
     """Trajectories of one schema that become one shard.
 
     Attributes:
-        shard: the shard's number.
-        manifest: set when its files are durable.
-        record: what the log says of the trajectories, as JSON; set with the manifest.
+        number: the shard's number.
+        runs: the trajectories.
+        manifest: set when the files are durable.
+        record: the part of the log record on the trajectories, as JSON; set with the manifest.
+        is_published: True once the files are durable.
     """
 
-    shard: int
-    runs: list[Run] = field(default_factory=list)
-    manifest: ShardManifest | None = None
+    number: int
+    runs: list[Run]
+    manifest: ShardManifest = field(init=False)
     record: bytes = b""
+    is_published: bool = False
+    _entries: NewEntries | None = None
+
+    @property
+    def entries(self) -> NewEntries:
+        """Index entries of its trajectories."""
+        if self._entries is None:
+            self._entries = NewEntries.joined([run.entries for run in self.runs])
+        return self._entries
 
     @property
     def ids(self) -> list[int]:
         """Ids of its trajectories, ascending."""
-        return [number for run in self.runs for number in run.ids]
-
-    @property
-    def uuids(self) -> bytes:
-        """UUIDs of its trajectories, 16 bytes each."""
-        return b"".join([run.uuids for run in self.runs])
-
-    @property
-    def entries(self) -> NewEntries:
-        """What an index says of its trajectories."""
-        return NewEntries.joined([run.entries for run in self.runs])
+        return self.entries.ids
 
     @property
     def nbytes(self) -> int:
         """Bytes that its trajectories take in memory."""
         return sum([run.nbytes for run in self.runs])
 
-    def split(self, other: int) -> list[Part]:
+    def split(self, other: int) -> list[ShardDraft]:
         """Return two halves; the second one is the shard ``other``."""
-        first, second, left = Part(self.shard), Part(other), len(self.ids) // 2
+        first, second, left = [], [], len(self.entries) // 2
         for run in self.runs:
             at = min(left, len(run))
             left -= at
             if at:
-                first.runs.append(run.part(0, at))
+                first.append(run.part(0, at))
             if at < len(run):
-                second.runs.append(run.part(at, len(run)))
-        return [first, second]
-
-    def new_shard(self) -> NewShard:
-        """Return what is to be recorded of this part once it is published."""
-        if self.manifest is None:
-            raise StoreWriteError(f"shard {self.shard} was not written")  # a bug if ever
-        return NewShard(self.shard, self.manifest, self.entries, self.ids, self.uuids, self.record)
+                second.append(run.part(at, len(run)))
+        return [ShardDraft(self.number, first), ShardDraft(other, second)]
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +165,7 @@ class Group:
 
     ticket: int
     flushes: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ShardDraft] = field(default_factory=list)
     nbytes: int = 0
     last: int = -1
     failures: int = 0
@@ -208,8 +202,8 @@ def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
         left.append((batch, runs))
         if runs:
             break
-    group.parts = [Part(shard + number, runs) for number, runs in enumerate(taken.values())]
-    group.nbytes, group.last = nbytes, max(part.runs[-1].ids[-1] for part in group.parts)
+    group.parts = [ShardDraft(shard + number, runs) for number, runs in enumerate(taken.values())]
+    group.nbytes, group.last = nbytes, max([part.runs[-1].last for part in group.parts])
     for batch, rest_of_it in left:
         if not rest_of_it:
             waiting.popleft()

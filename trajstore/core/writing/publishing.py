@@ -14,7 +14,7 @@ from trajstore.core.formats.checksums import encoded_shard
 from trajstore.core.store.additions import entries_to_json
 from trajstore.core.store.shard_table import shard_name
 from trajstore.core.writing.assembly import Scratch, content_of
-from trajstore.core.writing.groups import Part
+from trajstore.core.writing.groups import ShardDraft
 from trajstore.errors import StoreLockedError
 
 _CONTENT = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
@@ -63,7 +63,7 @@ class Publisher:
         self._new_shard = new_shard
         self._scratch = Scratch()
 
-    def publish(self, parts: Sequence[Part], failures: int) -> tuple[list[Part], list[Unwritable]]:
+    def publish(self, parts: Sequence[ShardDraft], failures: int) -> tuple[list[ShardDraft], list[Unwritable]]:
         """Make parts durable; return those that are, perhaps split into more, and what cannot be written.
 
         Args:
@@ -88,7 +88,7 @@ class Publisher:
                 return [], [Unwritable(part.ids, part.nbytes, error)]
         else:
             return list(parts), []
-        durable: list[Part] = []
+        durable: list[ShardDraft] = []
         unwritable: list[Unwritable] = []
         for piece in pieces:
             good, bad = self.publish([piece], failures)
@@ -96,24 +96,23 @@ class Publisher:
             unwritable += bad
         return durable, unwritable
 
-    def _smaller(self, parts: Sequence[Part]) -> list[Part]:
+    def _smaller(self, parts: Sequence[ShardDraft]) -> list[ShardDraft]:
         """Return the parts to try one by one; none if there is a single trajectory."""
         if len(parts) > 1:
             return list(parts)
         return parts[0].split(self._new_shard()) if len(parts[0].ids) > 1 else []
 
-    def _write(self, parts: Sequence[Part]) -> None:
+    def _write(self, parts: Sequence[ShardDraft]) -> None:
         files: list[EncodedFile] = []
         manifests = []
         self._scratch.reset()
         for part in parts:
-            name = shard_name(part.shard)
-            entries = part.entries
-            content = content_of(part.runs, entries.extents, self._scratch)
+            name = shard_name(part.number)
+            content = content_of(part.runs, part.entries.extents, self._scratch)
             encoded, manifest = encoded_shard(self._format, name, content)
             manifests.append(manifest)
             files += encoded
-            part.record = orjson.dumps(entries_to_json(entries, part.ids, part.uuids))
+            part.record = orjson.dumps(entries_to_json(part.entries))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
-            part.manifest = manifest
+            part.manifest, part.is_published = manifest, True

@@ -161,20 +161,18 @@ class WriteQueue:
             self._next_id = ids[-1] + self._stride
             return ids, uuids
 
-    def submit(
-        self, batch: Batch, blocks: Sequence[Block], entries: NewEntries, ids: Sequence[int], uuids: bytes
-    ) -> None:
-        """Queue trajectories whose bytes are reserved, with the ids that were taken for them, in order of ids.
+    def submit(self, batch: Batch, blocks: Sequence[Block], entries: NewEntries) -> None:
+        """Queue trajectories whose bytes are reserved, in order of the ids that were taken for them.
 
         Raises:
             StoreClosedError: the writer was closed meanwhile.
         """
-        batch.runs = runs_of(blocks, entries, ids, uuids)
+        batch.runs = runs_of(blocks, entries)
         batch.since = time.monotonic()
         with self._lock:
             if self._closing:
                 raise StoreClosedError(f"{self._url}: the writer was closed")
-            if ids[0] <= self._newest():  # a signal handler added something in the midst of this
+            if batch.first <= self._newest():  # a signal handler added something in the midst of this
                 raise StoreWriteError(f"{self._url}: later trajectories were queued meanwhile; add these again")
             idle = not self._waiting
             self._waiting.append(batch)  # from here on it will be written
@@ -238,7 +236,7 @@ class WriteQueue:
 
     def _newest(self) -> int:
         """Return the highest id that was queued; -1 if none was."""
-        return self._waiting[-1].runs[-1].ids[-1] if self._waiting else self._last_taken
+        return self._waiting[-1].runs[-1].last if self._waiting else self._last_taken
 
     def begin_flush(self) -> int:
         """Let everything that was submitted be written now, failed writes again; return the last id of it, or -1."""
@@ -303,7 +301,7 @@ class WriteQueue:
         if not self._waiting or (self._closing and self._failure is not None):
             return None
         first = self._waiting[0]
-        flushed = first.runs[0].ids[0] <= self._flush_until
+        flushed = first.first <= self._flush_until
         if self._closing or flushed or self._pending_bytes >= self._options.shard_bytes:
             return 0.0
         return first.since + self._options.commit_interval - time.monotonic()

@@ -230,7 +230,7 @@ class StoreWriter:
 
     def _publish(self, group: Group, publisher: Publisher) -> None:
         """Make a group's files durable; what cannot be written for its own sake leaves the group."""
-        if all(part.manifest is not None for part in group.parts):
+        if all(part.is_published for part in group.parts):
             return  # an earlier attempt did; only the log failed
         group.parts, unwritable = publisher.publish(group.parts, group.failures)
         self._set_aside(group, unwritable)
@@ -284,7 +284,7 @@ class StoreWriter:
             MemoryError: there is none.
         """
         try:
-            turn.commit([[part.new_shard() for part in group.parts] for group in groups if group.parts])
+            turn.commit([group.parts for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
         except Exception as error:  # whatever it is, it must not stop what comes behind

@@ -1,10 +1,8 @@
 """For runs that come from RLinf: its names, on trajstore's store.
 
-Floor 7 of ``docs/design/house.md``: imports from lower floors only.
-
-``from trajstore.interop.rlinf import TrajectoryReplayBuffer, Trajectory, EmbodiedTrajectoryBuilder`` stands in for the imports
-from ``rlinf.data.storage.replay`` and ``rlinf.data.schema``: the classes of trajstore with the members that RLinf's
-workers and tools call besides. The how-to ``docs/howto/rlinf.md`` tells the rest.
+``from trajstore.interop.rlinf import TrajectoryReplayBuffer, Trajectory`` replaces the imports from
+``rlinf.data.storage.replay`` and ``rlinf.data.schema``: trajstore's classes with the other members that RLinf's workers
+and tools call. See ``docs/howto/rlinf.md``.
 
 ``layout`` and ``source`` read and write RLinf's directories; ``guard`` keeps writers out of them.
 """

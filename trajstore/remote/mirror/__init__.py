@@ -1,4 +1,1 @@
-"""A copy of a store that follows its writer to another place, and the way back: see docs/design/mirror.md.
-
-Floor 5 of ``docs/design/house.md``: imports from lower floors only.
-"""
+"""A copy of a store that follows its writer to another place, and the way back: see docs/design/mirror.md."""

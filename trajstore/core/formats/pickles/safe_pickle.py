@@ -4,8 +4,8 @@
 files: the C unpickler sets attributes on anything it is told to, allocates what sizes claim, and hashes
 nested keys until the stack ends. A small interpreter of the same opcodes is used instead
 (:mod:`trajstore.core.formats.pickles.machine`). It knows plain containers, numbers, text, torch tensors and numpy
-arrays (:mod:`trajstore.core.formats.pickles.safe_values`), and the stand-ins that its caller names. Memory is bounded by a
-multiple of the size of the pickle.
+arrays (:mod:`trajstore.core.formats.pickles.safe_values`), and the stand-ins that its caller names. Memory is
+bounded by a multiple of the size of the pickle.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""How operations and the viewer read pools: registered under the entry point group ``trajstore.pools``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry
+from trainer_hooks.replay.journal import JOURNAL_KEY, recover
+from trainer_hooks.replay.ledger import POOL_FACTS
+from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
+from trainer_hooks.replay.persistence import BUCKETS_FILE, TRAJECTORIES_FILE, read_buckets, read_pool, saved_pools
+from trainer_hooks.replay.rules import PoolRules
+from trajstore.core.columns.schema import DOCUMENT
+from trajstore.core.files.base import Directory
+from trajstore.core.reading.shard_access import ShardAccess
+from trajstore.core.store.catalog import Catalog
+from trajstore.errors import StoreError
+from trajstore.operations.measure import turns_of
+from trajstore.operations.statistics import agents_report, policy_report, range_of
+from trajstore.operations.verification import Problem, Progress, Verification
+from trajstore.trajectory import AgentTrajectory
+
+Report = dict[str, Any]
+
+_LOOKED_AT = 64
+"""Records that are tried where the newest ones cannot be read."""
+
+
+def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
+    """Return what the pool of a store holds, and which of the index's entries are its trajectories.
+
+    Returns:
+        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
+        the records besides: ``journal_records``, and ``left_records`` of what left the pool and is not deleted yet; and
+        a mask over the index. None where the store is no pool's.
+
+    Raises:
+        CorruptStoreError: the pool's journal cannot be understood.
+    """
+    access = ShardAccess(catalog)
+    try:
+        documents = _Documents(catalog, access)
+        if not documents.are_of_a_pool():
+            return None
+        found = recover(documents, PoolRules(n_rollout=1), _entry)
+    finally:
+        access.close()
+    live = [entry.trajectory_id for entry in found.state.all_entries()]
+    report = {
+        "trajectories": len(live),
+        "tasks": len(found.state.entries),
+        "demonstrations": found.state.demonstrations(),
+        "difficulties": {str(key): count for key, count in sorted(found.state.buckets.sizes().items())},
+        "skipped_tasks": len(found.state.skip),
+        "journal_records": len(found.records),
+        "left_records": len(set(found.garbage)),
+    }
+    return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
+
+
+def is_of_a_pool(catalog: Catalog) -> bool:
+    """Return whether a store is a pool's: the newest record that can be read is. No tensor is read."""
+    access = ShardAccess(catalog)
+    try:
+        return _Documents(catalog, access).are_of_a_pool()
+    finally:
+        access.close()
+
+
+def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a record whose tokens were not read: nothing of it is compared."""
+    return PoolEntry.of_record(record, trajectory_id, trajectory_id.to_bytes(8, "big"))
+
+
+class _Documents:
+    """The records of a store without their tensors."""
+
+    def __init__(self, catalog: Catalog, access: ShardAccess) -> None:
+        self._index = catalog.index
+        self._access = access
+
+    def are_of_a_pool(self) -> bool:
+        """Return whether the newest record that can be read, of the newest few, is a pool's, as in a pool's store."""
+        for position in range(self._index.end - 1, max(self._index.first, self._index.end - _LOOKED_AT) - 1, -1):
+            try:
+                if self._access.schema(self._index, position).kind != "agent":
+                    return False
+                return JOURNAL_KEY in self._read(position).metadata
+            except (StoreError, OSError):
+                continue
+        return False
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        return self._read(self._index.position_of(trajectory_id))
+
+    def ids(self) -> list[int]:
+        return [int(number) for number in self._index["trajectory_id"]]
+
+    def _read(self, position: int) -> AgentTrajectory:
+        record = self._access.trajectory(self._index, position, (DOCUMENT,))
+        if not isinstance(record, AgentTrajectory):
+            raise StoreError(f"position {position}: a step trajectory, which is no record of a pool")
+        return record
+
+
+def inspect_files(directory: Directory) -> Report:
+    """Return the report of :func:`trajstore.operations.inspect.inspect` on the three files of an experience pool."""
+    contents = read_pool(Path(directory.url))
+    refused: Counter[str] = Counter()
+    held = [item for items in contents.task2trajectories.values() for item in items]
+    malformed = Refusal.MALFORMED.value
+    refused[malformed] = len(contents.unreadable)
+    trajectories = []  # of which something can be told
+    sizes = directory.sizes()
+    for item in held:
+        found = new_entry(item, 0)
+        if isinstance(found, Refusal):
+            refused[found.value] += 1
+        if found is not Refusal.MALFORMED:
+            trajectories.append(item)
+    total = len(trajectories) + refused[malformed]
+    versions = [item.policy_version for item in trajectories if item.policy_version is not None]
+    lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
+    outcomes = [
+        item.reward.outcome for item in trajectories if item.reward is not None and item.reward.outcome is not None
+    ]
+    turns = [count for item in trajectories if (count := turns_of(item)) is not None]
+    messages = sum(bool(item.messages) for item in trajectories)
+    return {
+        "kind": "experience_pool",
+        "path": directory.url,
+        "trajectories": total,
+        "samples": total,
+        "files": len(sizes),
+        "size_on_disk": sum(sizes.values()),
+        "measured": len(trajectories),
+        "tokens": range_of(lengths),
+        "replayable": total - refused.total(),
+        "refused": dict(+refused),
+        "agents": agents_report(len(trajectories), len(contents.task2trajectories), 0, outcomes, turns, messages),
+        "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
+        "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
+        "skipped_tasks": len(contents.skip_uid_set),
+    }
+
+
+def verify_files(directory: Directory, result: Verification, progress: Progress | None) -> None:
+    """Add what ``verify`` finds in the three files of a pool."""
+    contents = read_pool(Path(directory.url))
+    sizes = directory.sizes()
+    result.files, result.nbytes = len(sizes), sum(sizes.values())
+    result.trajectories = sum(map(len, contents.task2trajectories.values()))
+    result.problems += [Problem(TRAJECTORIES_FILE, told) for told in contents.unreadable]
+    bucket_of: dict[str, str] = {}
+    for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # read_pool has seen that it is one
+        for task in tasks:
+            if task in bucket_of:
+                told = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}; the later one counts"
+                result.notes.append(f"{BUCKETS_FILE}: {told}")
+            bucket_of[task] = difficulty
+    if progress is not None:
+        progress(1, 1)
+
+
+class Support:
+    """The functions of :class:`~trajstore.operations.pools.PoolSupport`."""
+
+    facts = POOL_FACTS
+
+    report = staticmethod(pool_report)
+    is_pool = staticmethod(is_of_a_pool)
+    inspect_files = staticmethod(inspect_files)
+    verify_files = staticmethod(verify_files)
+    records = Records
+
+    @staticmethod
+    def newest_files(folder: Path) -> Path | None:
+        pools = saved_pools(folder)
+        return pools[max(pools)] if pools else None
+
+    @staticmethod
+    def of_files(base: Path, newest: Path) -> tuple[SeenPool, str | None]:
+        pool, damage = pool_of_files(newest)
+        buckets = {step: read_buckets(folder) for step, folder in saved_pools(base).items()}
+        difficulties = {
+            step: {key: len(tasks) for key, tasks in tasks_of.items()} for step, tasks_of in buckets.items()
+        }
+        return replace(pool, difficulties=difficulties), damage
+
+
+SUPPORT = Support()
