@@ -96,17 +96,30 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not breaches, "\n\n".join(breaches)
 
 
-VERL = (ROOT / "tests" / "verl_plugin", ROOT / "tests" / "trainer_hooks" / "verl" / "plane")
+TESTS = ROOT / "tests"
+STARTS = {
+    "verl": (TESTS / "verl_plugin", TESTS / "trainer_hooks" / "verl", TESTS / "trainer_hooks" / "test_dataproto.py"),
+    "ray": tuple(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
+}
+"""What files and folders of tests start, by marker; importing them alone takes seconds."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file whose tests ``-m`` leaves out."""
+    chosen = config.getoption("markexpr")
+    return any(f"not {mark}" in chosen and collection_path in paths for mark, paths in STARTS.items()) or None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they start, which their folder or a fixture says; a test has one of these marks."""
+    """Mark each test by what it starts: its file, its folder or a fixture shows that."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if any(folder in item.path.parents for folder in VERL):
-            item.add_marker("verl")
-        elif "small_ray" in fixtures or item.path.name == "test_ray.py":
+        where = {item.path, *item.path.parents}
+        marks = [mark for mark, paths in STARTS.items() if where & set(paths)]
+        if marks:
+            item.add_marker(marks[0])
+        elif "small_ray" in fixtures:
             item.add_marker("ray")
         elif "driver" in fixtures:
             item.add_marker("browser")

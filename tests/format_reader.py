@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-HIGHEST_LAYOUT_VERSION = 7
+LAYOUT_VERSION = 1
 
 _SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -103,7 +103,7 @@ def read_metadata(data: bytes) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(data)
     if values.get("layout") != "trajstore":
         raise FormatError("not a trajstore directory")
-    if not 1 <= values["layout_version"] <= HIGHEST_LAYOUT_VERSION:
+    if values["layout_version"] != LAYOUT_VERSION:
         raise FormatError(f"layout version {values['layout_version']}")
     told = values.pop("crc32")
     compact = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
@@ -205,7 +205,7 @@ def open_store(path: Path) -> Store:
     store.live = _entries(snapshot["live"], table)
     named = _named(store)
     store.pinned = {number: entry for number, entry in _entries(snapshot["pinned"], table).items() if number in named}
-    store.notes = _notes(snapshot["notes"], table) if "notes" in snapshot else {}
+    store.notes = _notes(snapshot["notes"], table)
     for record in read_log(path, store.generation):
         _apply(store, record, named)
     return store
@@ -266,7 +266,7 @@ def _shard_table(value: dict[str, Any]) -> list[Shard]:
 def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
     weights = unpack_texts(value["weights"])
     unpacked = {name: unpack(array) for name, array in value["columns"].items()}
-    facts = {name: unpack(array).tolist() for name, array in value.get("facts", {}).items()}
+    facts = {name: unpack(array).tolist() for name, array in value["facts"].items()}
     found = {}
     for at, number in enumerate(unpacked["trajectory_id"].tolist()):
         low, high = (int(unpacked[name][at]) for name in ("version_low", "version_high"))
@@ -281,7 +281,7 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
             None if low == -(1 << 63) else (low, high),
             table[one["shard"]],
             {0: one["start_samples"], 1: extra, 2: extra, 3: extra, 4: one["start_document"]},
-            one.get("committed", -1),
+            one["committed"],
             _facts({name: column[at] for name, column in facts.items()}, weights),
         )
     return found
@@ -289,7 +289,7 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
 
 def _facts(of_one: dict[str, Any], texts: list[str]) -> dict[str, Any] | None:
     """Return the facts of a rollout, from the numbers that the snapshot has."""
-    if not of_one.pop("told", 0):
+    if not of_one.pop("agent", 0):
         return None
     known = {name: number for name, number in of_one.items() if number not in (-1, None) or name.startswith("reward_")}
     known = {name: number for name, number in known.items() if number == number}  # NaN is not itself
@@ -350,8 +350,8 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
                 entry.shard, entry.starts = shard, starts
         return
     added: dict[int, Entry] = {}
-    for one in record.get("shards", [record]):
-        entries = _added(one["entries"], _manifest(one["shard"], store.schemas), record.get("time", -1))
+    for one in record["shards"]:
+        entries = _added(one["entries"], _manifest(one["shard"], store.schemas), record["time"])
         if list(entries) != sorted(entries) or added.keys() & entries.keys():
             raise FormatError("the ids of a shard do not ascend, or two shards have the same")
         added |= entries

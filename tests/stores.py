@@ -15,6 +15,7 @@ import pytest
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.files.local import LocalDirectory
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import AnyTrajectory
 
@@ -57,6 +58,29 @@ def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:
     with writer_to(path, **options) as writer:
         add_each(writer, keys)
     return path
+
+
+LIVE = {1: 5, 2: 3, 3: 4, 4: 11, 5: 6, 6: 7}
+"""Keys of the live trajectories of :func:`crashed_store`, by id."""
+
+
+def crashed_store(path: Path) -> Path:
+    """Write a store as a crash leaves it; return its path.
+
+    Trajectory 0 is evicted and named by the pin ``start``. The log has a rewrite, and a commit of two shards whose ids
+    interleave.
+    """
+    live = path.with_name(f"{path.name}.live")
+    with writer_to(live) as first:
+        first.add_trajectories([witness(1), witness(LIVE[1])])
+        first.points.pin("start")
+    with writer_to(live, trajectory_format="pkl") as second:
+        add_each(second, (LIVE[2], LIVE[3]))
+        second.evict([0])
+        second.compact()
+        second.add_trajectories([witness(LIVE[number]) for number in (4, 5, 6)])
+        second.flush()
+        return copy_live(live, path, "readers", "writer.lock")
 
 
 def reader_of(path: Path | str) -> TrajectoryReplayBuffer:

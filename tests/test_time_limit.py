@@ -54,7 +54,7 @@ def test_goes_on():
 
 def test_a_test_that_hangs_costs_itself_alone(tmp_path: Path, project_root: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING)
-    options = ["--rootdir", tmp_path, "--timeout", "0.5", "-p", "no:cacheprovider"]
+    options = ["--rootdir", tmp_path, "-n0", "--timeout", "0.5", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", "-c", project_root / "pyproject.toml", *options, tmp_path]
     done = subprocess.run(command, cwd=project_root, capture_output=True, text=True, timeout=200, check=False)
     assert "5 failed, 1 passed" in done.stdout, done.stdout + done.stderr

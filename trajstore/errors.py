@@ -20,7 +20,7 @@ Each message names the file or field at fault and says what to do about it. The 
         ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
         ├── StoreUnreachableError                a store on another machine does not answer
         ├── StoreClosedError                     used after close(), or in a forked child
-        ├── UnsupportedVersionError              the directory was written by a newer layout
+        ├── UnsupportedVersionError              the directory has another layout version
         ├── UnsafeContentError                   a pickle or a name that would leave the sandbox
         └── CorruptStoreError                    damage: truncated, changed or foreign files
             └── IncompleteCheckpointError (FileNotFoundError)   the index names files that are absent
@@ -148,7 +148,7 @@ class StoreClosedError(StoreError):
 
 
 class UnsupportedVersionError(StoreError):
-    """The directory was written by a newer version of the layout."""
+    """The directory has a layout version that this trajstore does not read."""
 
 
 class UnsafeContentError(StoreError):

@@ -207,7 +207,7 @@ def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
     for rank in range(2):
         with writer_to(tmp_path / f"rank_{rank}") as writer:
             writer.add_trajectories([rollout(number) for number in range(2)])
-    annotate(tmp_path, ["1/1", 0], {"score": [7, 8]})
+    annotate(tmp_path, ["1/1", "0/0"], {"score": [7, 8]})
     with TrajectoryReplayBuffer.open(tmp_path) as run:
         found = {row["trajectory_id"]: row["score"] for row in run.query().where("score is not null").rows()}
         assert sorted(found.values()) == [7.0, 8.0]

@@ -334,8 +334,10 @@ def test_a_log_that_became_something_else_is_no_interrupted_commit(crashed: Path
 
 def test_two_different_records_of_one_generation_are_refused(crashed: Path) -> None:
     with forged_log(crashed) as records:
-        told = records[1]["entries"]
-        records.insert(2, {**records[1], "entries": {**told, "uuids": "0" * len(told["uuids"])}})
+        (shard,) = records[1]["shards"]
+        told = shard["entries"]
+        forged = {**shard, "entries": {**told, "uuids": "0" * len(told["uuids"])}}
+        records.insert(2, {**records[1], "shards": [forged]})
     with pytest.raises(errors.CorruptStoreError, match=r"two records of generation \d+"):
         load(crashed)
 

@@ -53,7 +53,7 @@ def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pyt
     assert main(["export", str(store), str(tmp_path / "out.jsonl")]) == 0
     assert "1 step trajectories were left out" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["trajectory_id"] for line in lines] == ["0", "2", "3", "4"]
+    assert [line["trajectory_id"] for line in lines] == [0, 2, 3, 4]
     for line in lines:
         one = rollout(int(line["trajectory_id"]))
         assert one.input_ids is not None
@@ -76,7 +76,7 @@ def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, 
     annotate(store, 0, {"judge": 0.75})
     assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome != 1"]) == 0
     table = pl.read_parquet(target)
-    assert table["trajectory_id"].to_list() == ["0", "2", "4"]
+    assert table["trajectory_id"].to_list() == [0, 2, 4]
     one = rollout(4)
     assert [json.loads(message["json"]) for message in table["messages"][2]] == one.messages
     assert table["messages"][2][2]["content"] == '[{"type":"text","text":"ok"}]'

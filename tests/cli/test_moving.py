@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.stores import contents_of, flip, opened, stored
-from tests.test_golden import GOLDEN, LAYOUTS, keys_of
+from tests.stores import LIVE, contents_of, crashed_store, flip, opened, stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import DAMAGED, main
 from trajstore.operations.verify import verify
@@ -67,12 +66,11 @@ def test_facts_and_values_that_came_late_go_along(agents: Path, tmp_path: Path) 
     assert asked(agents, *FACTS) == before
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_merged_split_and_converted(layout: str, tmp_path: Path) -> None:
-    golden, expected = str(GOLDEN / layout), [*keys_of(layout).values()]
-    assert main(["convert", golden, str(tmp_path / "pkl"), "--format", "pkl"]) == 0
-    assert main(["split", golden, str(tmp_path / "run"), "--ranks", "2"]) == 0
-    assert main(["merge", golden, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
+def test_what_a_crash_left_is_merged_split_and_converted(tmp_path: Path) -> None:
+    crashed, expected = str(crashed_store(tmp_path / "crashed")), [*LIVE.values()]
+    assert main(["convert", crashed, str(tmp_path / "pkl"), "--format", "pkl"]) == 0
+    assert main(["split", crashed, str(tmp_path / "run"), "--ranks", "2"]) == 0
+    assert main(["merge", crashed, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
     for made in ("pkl", "one"):
         assert contents_of(tmp_path / made) == expected
     assert sorted(contents_of(tmp_path / "run")) == sorted(expected)

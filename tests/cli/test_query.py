@@ -12,7 +12,7 @@ import torch
 
 from tests.cli.stores import Run, write_store
 from tests.querying.test_query import rollout
-from tests.stores import stored, writer_to
+from tests.stores import writer_to
 from trajstore import AgentTrajectory, annotate
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -123,16 +123,3 @@ def test_list_says_which_facts_there_are(run: Run, store: Path) -> None:
     annotate(store, [0], {"anna": 1.0})
     _, out, _ = run("list", store, "--facts")
     assert {"reward_judge", "anna"} <= {line.split()[0] for line in out.splitlines()}
-
-
-def test_an_id_that_query_writes_as_one_number_is_understood(run: Run, tmp_path: Path) -> None:
-    for rank in range(2):
-        stored(tmp_path / f"rank_{rank}", [rollout(f"of {rank}")])
-    _, out, _ = run("query", tmp_path, "select trajectory_id from trajectories order by rank", "--json")
-    first, last = (str(row["trajectory_id"]) for row in json.loads(out))
-    assert "rollout 1/0" in run("inspect", tmp_path, "--trajectory", last)[1]
-    assert run("diff", tmp_path, first, last)[0] == 0
-    assert run("annotate", tmp_path, last, "--set", "tag=read")[0] == 0
-    _, out, _ = run("list", tmp_path, "--where", "tag = 'read'", "--columns", "trajectory_id")
-    assert out.split() == ["trajectory_id", "1/0"]
-    assert "too high" in run("diff", tmp_path, first, 1 << 62)[2]

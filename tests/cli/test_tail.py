@@ -22,7 +22,7 @@ from trajstore.testing.witness import witness
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
 
-def tailed(run: Run, *words: Any) -> tuple[list[str], str | None]:
+def tailed(run: Run, *words: Any) -> tuple[list[int | str], str | None]:
     """Return the ids that are shown, and the last cursor."""
     rows = [json.loads(line) for line in run.out("tail", *words, "--json").splitlines()]
     return [row["trajectory_id"] for row in rows], rows[-1]["cursor"] if rows else None
@@ -33,15 +33,15 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run
     with opened(path) as store:
         store.add_trajectories([witness(key) for key in range(4)])
         store.flush()
-        assert tailed(run, path, "--last", 2)[0] == ["2", "3"]
+        assert tailed(run, path, "--last", 2)[0] == [2, 3]
         shown, cursor = tailed(run, path)
-        assert shown == ["0", "1", "2", "3"]
+        assert shown == [0, 1, 2, 3]
         assert tailed(run, path, "--since", cursor) == ([], None)
         store.points.save(0)
         store.add_trajectories([witness(4)])
         store.flush()
         shown, cursor = tailed(run, path, "--since", cursor)
-        assert shown == ["4"]
+        assert shown == [4]
         store.points.rollback(0)
         store.add_trajectories([witness(5), witness(6), witness(7)])
         store.evict([6])
@@ -49,23 +49,23 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run
     filled(path, [8])
     assert not caplog.text.count("have no trajectory")
     shown, cursor = tailed(run, path, "--since", cursor)
-    assert shown == ["5", "7", "8"]
+    assert shown == [5, 7, 8]
     assert "1 ids before the newest have no trajectory" in caplog.text
     assert tailed(run, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
     assert f"--since {cursor}" in run.out("tail", path, "--since", cursor)
     shutil.copytree(path, tmp_path / "older")
     filled(path, [10])
     shown, cursor = tailed(run, path, "--since", cursor)
-    assert shown == ["9"]
+    assert shown == [9]
     shutil.rmtree(path)
     (tmp_path / "older").rename(path)
     cursor = run.out("tail", path, "--since", cursor).split()[-1]
     assert "an older copy of the store lies there" in caplog.text
     filled(path, [11])
-    assert tailed(run, path, "--since", cursor)[0] == ["9"]
+    assert tailed(run, path, "--since", cursor)[0] == [9]
     shutil.rmtree(path)
     filled(path, [9])
-    assert tailed(run, path, "--since", cursor)[0] == ["0"]
+    assert tailed(run, path, "--since", cursor)[0] == [0]
     assert "another store lies there" in caplog.text
 
 
@@ -81,7 +81,7 @@ def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, run: Run) -> N
             first.flush()
             more, cursor = tailed(run, tmp_path, "--since", cursor)
             second.add_trajectories([witness(4)])
-    assert [*shown, *more, *tailed(run, tmp_path, "--since", cursor)[0]] == ["0", "1/0", "1/1", "1", "1/2"]
+    assert [*shown, *more, *tailed(run, tmp_path, "--since", cursor)[0]] == ["0/0", "1/0", "1/1", "0/1", "1/2"]
 
 
 def follow(path: Path, cursor: list[str], told: Connection) -> None:
@@ -90,7 +90,7 @@ def follow(path: Path, cursor: list[str], told: Connection) -> None:
 
 
 def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Path) -> None:
-    path, found = tmp_path / "store", list[str]()
+    path, found = tmp_path / "store", list[int]()
     cursor: list[str] = []
     with opened(path) as store:
         for turn in range(3):
@@ -110,4 +110,4 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
                     cursor = ["--since", line["cursor"]]
                 follower.kill()
                 follower.join()
-        assert found == [str(number) for number in store.trajectory_ids.tolist()]
+        assert found == store.trajectory_ids.tolist()

@@ -273,18 +273,18 @@ def test_numpy_arrays_that_cannot_be_written_to_are_taken_without_a_warning() ->
         flatten(Trajectory(rewards=array))  # type: ignore[arg-type]
 
 
-# -- what earlier versions stored --------------------------------------------------------------------
+# -- entries out of range in a store -----------------------------------------------------------------
 
 
 def damaged(path: Path, clean: bool, name: str, value: int) -> Path:
-    """Make a store of five trajectories, and say of the middle one what an earlier version wrote, in index or log."""
+    """Make a store of five trajectories, and forge a number of the middle one, in index or log."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         buffer.add_trajectories([witness(5)] * 5)
         buffer.flush()
         crashed = copy_live(path, path.with_name("crashed"))
     if not clean:
         with forged_log(crashed) as (record,):
-            record["entries"][name][2] = value
+            record["shards"][0]["entries"][name][2] = value
         return crashed
     with forged_index(path) as body:
         columns = body["live"]["columns"]
@@ -305,7 +305,7 @@ def damaged(path: Path, clean: bool, name: str, value: int) -> Path:
         (False, "max_episode_length", -1),
     ],
 )
-def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
+def test_an_entry_out_of_range_does_not_hide_its_neighbours(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clean: bool, name: str, value: int
 ) -> None:
     path = damaged(tmp_path / "store", clean, name, value)
@@ -319,18 +319,6 @@ def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
     buffer.save_checkpoint(tmp_path / "mended")
     assert verify(tmp_path / "mended").sound
     assert TrajectoryReplayBuffer().load_checkpoint(tmp_path / "mended") == 0
-
-
-def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.core.columns.agents._check_document", lambda values, document: None)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([AgentTrajectory(reward=1.0, task_id="t")])  # type: ignore[arg-type]
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(tmp_path)
-    got = buffer.get(0)
-    assert isinstance(got, AgentTrajectory)
-    assert got.reward == Reward(outcome=1.0)
-    assert verify(tmp_path).sound
 
 
 # -- From a trajectory to its columns: what is taken for a tensor, and what is told of the versions --

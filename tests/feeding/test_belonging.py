@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Pat
     (tmp_path / "rank_0").rename(tmp_path / "old")
     (tmp_path / "rank_1").rename(tmp_path / "rank_0")
     (tmp_path / "old").rename(tmp_path / "rank_1")
-    with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0: "):
+    with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0/0: "):
         ReplayLoader(reader(tmp_path), 8, sampler=OF_LOADERS[name]()).load_state_dict(state)
 
 
@@ -155,22 +155,6 @@ def test_token_batches(tmp_path: Path) -> None:
             loader.load_state_dict(state, changed=True)
             for _ in range(12):
                 next(loader)
-
-
-def test_states_of_an_earlier_version_are_taken_up_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fill(tmp_path, range(10)).close()
-    state, expected = interrupted(reader(tmp_path), EpochSampler())
-    source = state["source"]
-    del source["batches"], source["of"], source["samplers"][0]["sampler"], source["samplers"][0]["names"]
-    for rows, _ in state["under_way"]:
-        del rows["names"]
-    assert going_on(reader(tmp_path), state, EpochSampler()) == expected
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
-        "state of a loader: it does not say which trajectories and batches it is of",
-        "the state of a sampler does not say which trajectories it is of",
-    ]
 
 
 def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: Path) -> None:

@@ -440,10 +440,6 @@ def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
     with pytest.raises(ConfigurationError, match=r"sample_window_size \[4, None\] \(here \[0, None\]\)"):
         other.load_state_dict(state)
     other.load_state_dict(state, changed=True)
-    del state["source"]["batches"]["sample_window_size"]  # as earlier versions wrote it
-    with ReplayLoader(TrajectoryReplayBuffer.open(path), 8) as old:
-        old.load_state_dict(state)
-        next(old)
     next(other)
     other.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from tests.forging import spoil_document
 from tests.querying.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
-from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
 from trajstore.query import RELATIONS, Stream, relations
@@ -340,8 +338,9 @@ def test_no_more_is_read_than_wanted(read: list[int], monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.copytree(GOLDEN / "rollouts_6", tmp_path / "store")
-    spoil_document(next((tmp_path / "store" / "shards").iterdir()), b'"second"')
+    told = [{"role": "user", "content": "?"}]
+    path = stored(tmp_path / "store", [conversation(f"{n}", told) for n in ("first", "second", "third")])
+    spoil_document(next((path / "shards").iterdir()), b'"second"')
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         found = reader.query("messages").where("role is not null").ids().tolist()
         assert found == [0, 2]

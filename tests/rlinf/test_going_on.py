@@ -12,7 +12,6 @@ from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.core.files.opening import open_directory
 from trajstore.core.formats import FORMATS
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.committed import Committed
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import copy_store
@@ -49,25 +48,10 @@ def test_it_knows_how_many_bytes_it_has(shared_fixtures: Path, tmp_path: Path, t
         assert 0 < buffer.get_stats()["live_bytes"] <= before // 2
 
 
-def test_one_of_an_early_version_that_says_no_bytes_is_read_right(
-    shared_fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(TrajectoryIndex, "note_nbytes", lambda *given: None)
-        convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
-        patch.setattr(Committed, "_fill_nbytes", lambda *given: None)
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-            assert buffer.get_stats()["live_bytes"] == 0
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        stats = buffer.get_stats()
-        assert 0.9 * stats["shard_bytes"] < stats["live_bytes"] < stats["shard_bytes"]
-
-
 def test_rewriting_ends_whatever_the_index_says_of_bytes(
     shared_fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(TrajectoryIndex, "note_nbytes", lambda *given: None)
-    monkeypatch.setattr(Committed, "_fill_nbytes", lambda *given: None)
     convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
     with writer_to(tmp_path / "store") as buffer:
         buffer.evict([0])

@@ -91,7 +91,7 @@ class Ranks(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: Any) -> None:
         number = data.draw(st.sampled_from(sorted(self.run_now)))
-        rank, own = (int(part) for part in shown_id(number).split("/")) if "/" in shown_id(number) else (0, number)
+        rank, own = map(int, shown_id(number).split("/"))
         self.writer(rank).evict([own])
         del self.run_now[number]
 
@@ -185,7 +185,7 @@ class Ranks(RuleBasedStateMachine):
     def inspected(self, data: Any) -> None:
         number = data.draw(st.sampled_from(sorted(self.run_now)))
         report = inspect_trajectory(self.path, shown_id(number))
-        assert report["trajectory_id"] == number
+        assert report["trajectory_id"] == shown_id(number)
         assert report == inspect_trajectory(self.path, number)
 
     @invariant()

@@ -98,10 +98,12 @@ def test_records_that_say_nothing_sensible(store: Path, operation: dict[str, Any
         read(store)
 
 
-def test_a_newer_layout(store: Path) -> None:
+@pytest.mark.parametrize("version", [0, 2, 7, 99])
+def test_another_layout_version(store: Path, version: int) -> None:
     with forged_metadata(store) as values:
-        values["layout_version"] = 99
-    refused_to_all(store, errors.UnsupportedVersionError, r"metadata\.json.*version 99.*upgrade")
+        values["layout_version"] = version
+    said = rf"metadata\.json: has layout version {version}, and this trajstore reads version 1 alone"
+    refused_to_all(store, errors.UnsupportedVersionError, said)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "shards/../../x", "shards//x", "a\0b", ""])
@@ -163,7 +165,7 @@ def test_an_index_that_somebody_forged_is_refused(store: Path, forge: Callable[[
 def test_a_shard_of_a_format_that_does_not_exist(tmp_path: Path) -> None:
     store = build(tmp_path / "store", "pkl")
     with forged_log(store) as records:
-        records[0]["shard"]["format"] = "tape"
+        records[0]["shards"][0]["shard"]["format"] = "tape"
     with pytest.raises(errors.CorruptStoreError, match="'tape', which does not exist"):
         read(store)
     assert not verify(store).sound
@@ -411,7 +413,7 @@ def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
 
 
 def added(*ranges: list[int]) -> dict[str, Any]:
-    return {"operation": "add", "entries": {"ids": list(ranges)}}
+    return {"operation": "add", "shards": [{"entries": {"ids": list(ranges)}}]}
 
 
 def settled(*steps: Any, present: list[int], next_id: int = 0, counter: int = 0) -> Damage:

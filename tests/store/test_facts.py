@@ -68,7 +68,7 @@ def facts_in(index: TrajectoryIndex) -> list[dict[str, Any] | None]:
     found: list[dict[str, Any] | None] = []
     for at in range(len(index)):
         one = {name: index.fact(name)[at].item() for name in index.facts}
-        told = one.pop("told", 0)
+        told = one.pop("agent", 0)
         known = {name: value for name, value in one.items() if value == value and (value != -1 or "reward_" in name)}
         known |= {name: index.texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
         found.append(known if told else None)
@@ -128,12 +128,12 @@ def test_facts_of_the_wrong_kind_are_refused(facts: dict[str, Any]) -> None:
 
 
 def test_facts_of_a_later_version_are_passed_over() -> None:
-    columns = fact_columns([({"mood": ["good"], "told": [0], "turns": [2]}, 1)], StringTable())
-    assert {name: column.tolist() for name, column in columns.items()} == {"told": [1], "turns": [2]}
+    columns = fact_columns([({"mood": ["good"], "agent": [0], "turns": [2]}, 1)], StringTable())
+    assert {name: column.tolist() for name, column in columns.items()} == {"agent": [1], "turns": [2]}
     assert not is_fact("mood")
 
 
-@pytest.mark.parametrize(("name", "value"), [("task", 7), ("terminated", 2), ("told", -1)])
+@pytest.mark.parametrize(("name", "value"), [("task", 7), ("terminated", 2), ("agent", -1)])
 def test_damaged_facts_of_an_index_are_refused(name: str, value: int) -> None:
     index = index_of([{"task": "a", "terminated": True}])
     index._arrays[name][0] = value

@@ -39,7 +39,10 @@ def _shards_in(path: Path) -> Any:
     with suppress(*forgery._SPOILT):
         (log,) = (path / "log").iterdir()
         records = decode_lines(log.read_bytes(), log.name).records
-        said = [{name: value for name, value in record.items() if name != "entries"} for record in records]
+        said = [
+            [{name: value for name, value in shard.items() if name != "entries"} for shard in record.get("shards", ())]
+            for record in records
+        ]
         return unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")["shards"], said
     return None
 
@@ -150,7 +153,7 @@ def test_an_index_that_claims_more_entries_than_fit_is_refused_before_it_is_unpa
         name: {"dtype": np.dtype(dtype).str, "shape": [rows], "data": data[16 if name == "uuid" else 8]}
         for name, dtype in COLUMNS.items()
     }
-    value = {"columns": columns, "weights": StringTable().to_json()}
+    value = {"columns": columns, "facts": {}, "weights": StringTable().to_json()}
     _refused_before_unpacking(lambda: index_from_json(value, 1), "claims 10000000 entries")
     columns["steps"]["shape"] = [3]
     _refused_before_unpacking(lambda: index_from_json(value, 1), "index column steps has 3 entries, not 10000000")
@@ -219,7 +222,7 @@ def test_ids_in_ranges_agree_with_a_loop() -> None:
 )
 def test_entries_of_the_log_of_the_wrong_kind(path: Path, change: dict[str, Any]) -> None:
     with forged_log(path) as (record, *_):
-        record["entries"].update(change)
+        record["shards"][0]["entries"].update(change)
     with pytest.raises(errors.CorruptStoreError, match=rf"\.log: generation {record['generation']}: "):
         TrajectoryReplayBuffer().load_checkpoint(path)
     assert not verify(path).sound

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.limits import UNKNOWN_TIME
 from trajstore.core.columns.schema import Extent
 from trajstore.core.store.entry_checks import in_blocks, shape_faults
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
@@ -118,11 +117,8 @@ def test_columns_that_disagree(name: str) -> None:
     with pytest.raises(CorruptStoreError):
         index_from_json(value, 1)
     del value["columns"][name]
-    if name == "committed":  # which earlier layouts do not have
-        assert index_from_json(value, 1)[name].tolist() == [UNKNOWN_TIME] * 3
-    else:
-        with pytest.raises(CorruptStoreError):
-            index_from_json(value, 1)
+    with pytest.raises(CorruptStoreError):
+        index_from_json(value, 1)
     if np.dtype(COLUMNS[name]).kind == "i" and not name.startswith("version"):
         value["columns"][name] = pack(np.full(3, -5, COLUMNS[name]))
         with pytest.raises(CorruptStoreError, match=name):
@@ -256,7 +252,6 @@ def test_a_table_that_is_continued_knows_what_it_holds() -> None:
 
 
 def test_a_table_with_one_string_many_times_is_read() -> None:
-    """Earlier versions wrote such: the empty string once more each time that a store was opened."""
     for text, times in ((b"", 5000), (b"a name of weights that is as long as a name may be", 5000)):
         blob = np.frombuffer(text * times, "V1")
         again = StringTable.from_json({"bytes": pack(blob), "ends": pack(np.arange(1, times + 1) * len(text))})

@@ -50,7 +50,7 @@ def rows_of(index: TrajectoryIndex) -> list[tuple[Any, ...]]:
     tasks = [index.texts[number] for number in index.fact("task").tolist()]
     uuids = [one.tobytes() for one in index["uuid"]]
     scores = np.nan_to_num(index.fact("reward_x"), nan=-1.0).tolist()
-    return list(zip(index["trajectory_id"].tolist(), uuids, tasks, scores, index["told"].tolist(), strict=True))
+    return list(zip(index["trajectory_id"].tolist(), uuids, tasks, scores, index["agent"].tolist(), strict=True))
 
 
 _STEPS = st.sampled_from(["append", "append scored", "oldest", "drop", "slice", "slots", "ask", "renumber", "many"])

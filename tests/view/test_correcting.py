@@ -110,7 +110,7 @@ def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) ->
         (wish("1", "list"), "kind 'list', must be number, text or nothing"),
         (wish("1", shown="../0"), "must be an id"),
         (wish("1", shown="7"), "no trajectory has the id 7"),
-        (wish("1", shown="1/0"), "there is no rank 1 here"),
+        (wish("1", shown="1/0"), "in a single store an id is a number"),
         ({**wish("1"), "ids": [0]}, "a list of one text or more"),
         ({**wish("1"), "ids": []}, "a list of one text or more"),
         ({**wish("1"), "ids": ["0", "7"]}, "no trajectory has the id 7"),
@@ -216,7 +216,7 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
             writer.evict([0])
     run = serve(tmp_path / "run", who="anna")
     assert post(run, wish("0.5", shown="1/1"))[0] == 200
-    assert (told(run, "1/1"), told(run, "1")) == ([("judge", 0.5, "store")], [])
+    assert (told(run, "1/1"), told(run, "0/1")) == ([("judge", 0.5, "store")], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
     pinned = serve(tmp_path / "run" / "rank_1", who="bob", pin="kept")
     assert post(pinned, wish("7"))[0] == 200  # evicted, and kept by the pin

@@ -170,7 +170,7 @@ def pins_beyond(files: Files, records: int) -> list[str]:
 def next_id(files: Files, records: int) -> int:
     """Return the first id that is not given out after so many records of the log."""
     adds = [record for record in map(_record, _records(files)[:records]) if record["operation"] == "add"]
-    parts = [part for record in adds for part in record.get("shards", [record])]
+    parts = [part for record in adds for part in record["shards"]]
     ids = [last for part in parts for _, last in part["entries"]["ids"]]
     begin: int = orjson.loads(files["trajectory_index.json"])["snapshot"]["next_id"]
     return max([begin, *(last + 1 for last in ids)])

@@ -18,12 +18,15 @@ logger = logging.getLogger(__name__)
 REPLAY_MODES = ("sync_replay", "colocate_async_replay")
 """Values of ``trainer.v1.trainer_mode`` that read the block ``exp_manager``."""
 
+_CHECKS = "checks_exp_manager"
+"""Attribute of a ``validate_config`` that checks our block. ``__wrapped__`` would also mean anybody else's wrapper."""
+
 
 def install() -> None:
     """Let verl's ``validate_config``, which its command line calls first, check our block as well."""
     module: Any = importlib.import_module("verl.utils.config")
     verls = module.validate_config
-    if hasattr(verls, "__wrapped__"):
+    if getattr(verls, _CHECKS, False):  # ours, or one that wraps ours: functools.wraps copies the mark
         return
 
     @functools.wraps(verls)
@@ -31,6 +34,7 @@ def install() -> None:
         check_options(config)  # first: verl ends with the words that all checks passed
         return verls(config, *args, **named)
 
+    setattr(validate_config, _CHECKS, True)
     module.validate_config = validate_config
 
 

@@ -26,7 +26,7 @@ MOST_REFUSED = 10
 
 
 def _id(text: str) -> int:
-    """Return the id of a trajectory, given as a number or as it is shown (``3/17``)."""
+    """Return the id of a trajectory, given as it is shown."""
     from trajstore.core.store.run_ids import id_from
     from trajstore.errors import ConfigurationError
 

@@ -75,11 +75,15 @@ def _query(options: Namespace) -> Query:
 
 
 def _run_query(options: Namespace, out: Output) -> int:
+    from trajstore.query.ids import spelled
+    from trajstore.query.naming import id_columns
+
     if options.csv:
         for number, part in enumerate(_query(options).stream(options.sql)):
-            out.data(part.write_csv(include_header=number == 0))
+            out.data(spelled(part, id_columns(options.sql, part.columns)).write_csv(include_header=number == 0))
     else:
-        _write(_query(options).sql(options.sql), options, out)
+        found = _query(options).sql(options.sql)
+        _write(found, id_columns(options.sql, found.columns), options, out)
     return 0
 
 
@@ -104,7 +108,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         found = found.select(*_known(names, found))
     else:
         found = found.select(name for name in SHOWN if name == SHOWN[0] or found[name].null_count() < len(found))
-    _write(found, options, out)
+    _write(found, {"trajectory_id"} & {*found.columns}, options, out)
     if not (options.json or options.csv) and len(found) < total:
         end = passed + len(found)
         which = f"{passed + 1:,} to {end:,}" if passed and len(found) else f"{len(found):,}"
@@ -122,17 +126,18 @@ def _known(names: list[str], table: DataFrame) -> list[str]:
     return names
 
 
-def _write(table: DataFrame, options: Namespace, out: Output) -> None:
+def _write(table: DataFrame, ids: set[str], options: Namespace, out: Output) -> None:
+    from trajstore.query.ids import spelled
+
+    numbers = [at for at, kind in enumerate(table.dtypes) if kind.is_numeric()]
+    table = spelled(table, ids)
     if options.json:
         out.json([{name: plain(value) for name, value in row.items()} for row in table.to_dicts()])
         return
     if options.csv:
         out.data(table.write_csv())
         return
-    numbers = [at for at, kind in enumerate(table.dtypes) if kind.is_numeric()]
-    rows = [
-        [shown_fact(name, value) for name, value in zip(table.columns, row, strict=True)] for row in table.iter_rows()
-    ]
+    rows = [[shown_fact(value) for value in row] for row in table.iter_rows()]
     out.table([table.columns, *([shortened(cell, _WIDTH) for cell in row] for row in rows)], right=numbers)
 
 
@@ -141,16 +146,12 @@ def plain(value: Any) -> Any:
     return value.isoformat() if isinstance(value, datetime) else value
 
 
-def shown_fact(name: str, value: Any) -> str:
+def shown_fact(value: Any) -> str:
     """Return a fact as a table shows it."""
     if value is None:
         return ""
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
-    if name == "trajectory_id":
-        from trajstore.core.store.run_ids import shown_id
-
-        return shown_id(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -62,8 +62,8 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _show(news: News, options: Namespace, out: Output, last: int | None) -> None:
-    from trajstore.core.store.run_ids import shown_id
     from trajstore.query import Query
+    from trajstore.query.ids import spelled
 
     for rank in news.replaced:
         logger.warning(
@@ -87,14 +87,13 @@ def _show(news: News, options: Namespace, out: Output, last: int | None) -> None
         table = Query(lambda: news.table.with_row_index("_at")).where(options.where).table()
     if last is not None:
         table = table.tail(last)
-    for row in table.iter_rows(named=True):
+    for row in spelled(table, {"trajectory_id"}).iter_rows(named=True):
         at = row.pop("_at")
         if options.json:
             facts = {name: plain(value) for name, value in row.items()}
-            facts |= {"trajectory_id": shown_id(row["trajectory_id"]), "cursor": str(news.cursors[at])}
-            out.json(facts, indent=None)
+            out.json({**facts, "cursor": str(news.cursors[at])}, indent=None)
         else:
-            out.line("  ".join(f"{name} {shown_fact(name, row[name])}" for name in SHOWN if row[name] is not None))
+            out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in SHOWN if row[name] is not None))
     out.flush()
 
 

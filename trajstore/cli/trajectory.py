@@ -21,10 +21,8 @@ PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was 
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
     """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory``."""
-    from trajstore.core.store.run_ids import shown_id
-
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
-    out.heading(f"{report['path']}: {words} {shown_id(report['trajectory_id'])}")
+    out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
     if "token" in report:
         _write_token(report, out)
     elif "values" in report:
@@ -49,7 +47,7 @@ def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
         for note in notes:
             given = "taken back" if note["value"] is None else shown_value(note["value"])
             when = datetime.fromtimestamp(note["time"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
-            gone = "" if note["in_force"] else "  (taken back by a rollback)"
+            gone = "  (taken back by a rollback)" if note["rolled_back"] else ""
             out.line(f"  {when}  {note['name']}  {given}  {note['who']}{gone}")
 
 

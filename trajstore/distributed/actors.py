@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from types import ModuleType
 from typing import Any
 
+from trajstore.distributed.asking import Round
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import (
     ConfigurationError,
@@ -28,8 +28,6 @@ NAMESPACE = "trajstore"
 
 _NOTES = b"trajstore"  # namespace of Ray's key-value store
 
-_PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
-_LONGEST_PAUSE = 2.0
 _LOOK_AGAIN = 2.0  # seconds after which it is asked whether a silent actor has ended
 
 
@@ -238,70 +236,19 @@ class Stores:
         Returns:
             What stores have answered, by rank; and, of the others, what they raised, or a StoreUnreachableError.
         """
-        until = time.monotonic() + seconds
-        found: dict[int, Any] = {}
-        failed: dict[int, Exception] = {}
-        due = dict.fromkeys(arguments, 0.0)
-        pauses = dict.fromkeys(arguments, _PAUSE)
-        asked: dict[Any, tuple[int, Any]] = {}
+        asking = Round(self, ray(), away(), method, arguments, pieces or {}, seconds)
+        asking.run()
+        return asking.found, asking.failed
 
-        def unanswered(rank: int, error: Exception) -> None:
-            """Ask again after a pause, if time is left."""
-            self.forget(rank)
-            again = time.monotonic() + pauses[rank]
-            if again >= until:
-                failed[rank] = self.unreachable(rank, seconds, error)
-                return
-            if rank not in self._told:
-                self._told.add(rank)
-                logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
-            due[rank], pauses[rank] = again, min(2 * pauses[rank], _LONGEST_PAUSE)
+    def answered(self, rank: int) -> None:
+        """Note that a store answers."""
+        self._told.discard(rank)
 
-        while due or asked:
-            for rank in [rank for rank, at in due.items() if at <= time.monotonic()]:
-                del due[rank]
-                try:
-                    begun = self.submit(rank, method, *arguments[rank], pieces=pieces[rank] if pieces else 1)
-                    asked[begun[0] if isinstance(begun, list) else begun] = rank, begun
-                except StoreUnreachableError as error:
-                    unanswered(rank, error)
-            pause = max(0.001, min([until, *due.values()]) - time.monotonic())
-            if not asked:
-                time.sleep(pause if due else 0)
-                continue
-            if not due and self._all_at_once(asked, found, until):
-                break
-            ray().wait(list(asked), num_returns=1, timeout=pause)
-            for answer in ray().wait(list(asked), num_returns=len(asked), timeout=0)[0]:  # all that are there by now
-                rank, begun = asked.pop(answer)
-                try:
-                    found[rank] = ray().get(begun, timeout=max(0.001, until - time.monotonic()))
-                    self._told.discard(rank)
-                except away() as error:
-                    unanswered(rank, error)
-                except Exception as error:  # what the store raised
-                    failed[rank] = error
-            if time.monotonic() >= until:
-                for rank, _ in asked.values():
-                    self.forget(rank)
-                    failed[rank] = self.unreachable(rank, seconds, TimeoutError("no answer"))
-                break
-        return found, failed
-
-    def _all_at_once(self, asked: Mapping[Any, tuple[int, Any]], found: dict[int, Any], until: float) -> bool:
-        """Take all answers with one call, which is quicker; False where one is an error, or does not come in time."""
-        try:
-            answers = ray().get(
-                [answer for _, begun in asked.values() for answer in (begun if isinstance(begun, list) else [begun])],
-                timeout=max(0.001, until - time.monotonic()),
-            )
-        except Exception:  # whose it is, is told where each is taken by itself
-            return False
-        left = iter(answers)
-        for rank, begun in asked.values():
-            found[rank] = list(islice(left, len(begun))) if isinstance(begun, list) else next(left)
-            self._told.discard(rank)
-        return True
+    def silent(self, rank: int, error: Exception) -> None:
+        """Note that a store did not answer, with one warning until it does; it is asked again."""
+        if rank not in self._told:
+            self._told.add(rank)
+            logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
 
     def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
         """Make a call to several stores at once; return their answers by rank.

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trajstore.core.base import locks
+from trajstore.core.base.arguments import whole
 from trajstore.core.buffer.checkpoint import check_target
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.buffer.runs import save_rank_point
 from trajstore.core.columns.fields import unnest
+from trajstore.core.columns.limits import MAX_ID
 from trajstore.core.files.folders import put_in_place
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import directories_above, open_directory
@@ -126,7 +128,12 @@ class StoreServer:
     # -- adding -----------------------------------------------------------------------------------
 
     def tick(self, clock: int) -> int:
-        """Give out no id below ``clock`` from now on; return the lowest that may be given out."""
+        """Give out no id below ``clock`` from now on; return the lowest that may be given out.
+
+        Raises:
+            ConfigurationError: the clock is out of range; another process sent it.
+        """
+        whole("clock", clock, 0, MAX_ID // 2)
         return self._buffer.sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
     def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:

@@ -16,6 +16,7 @@ from trajstore.core.reading.places import Place, find_place, is_of_rank, mixed_s
 from trajstore.core.reading.rlinf_source import RLinfSource
 from trajstore.core.store.log_records import ranges_of
 from trajstore.core.store.lost_records import lost_in_words
+from trajstore.core.store.run_ids import ALONE
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import without_advice
 from trajstore.core.store.shard_table import shard_name, shard_number
@@ -236,7 +237,7 @@ def _copy(
     ``unwritten`` trajectories are left out of it without a loss: RLinf lists them, but draws none either.
     """
     directory = open_directory(source)  # without ranks beside it: they are copied one by one
-    request = LoadRequest(directory, None, strict, None, united={0: directory}, quiet=strict is False)
+    request = LoadRequest(directory, None, strict, None, united={ALONE: directory}, quiet=strict is False)
     with load_reader(request, verify_shards=True, cache=False) as reader:
         before = reader.left_out
         reader.live.forget(lost)

@@ -24,7 +24,7 @@ from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.portions import portions
 from trajstore.core.reading.late import COLUMNS
-from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.run_ids import ID_LIMIT, shown_id, written_id
 from trajstore.errors import ConfigurationError, TrajstoreError
 from trajstore.query.engine import polars
 from trajstore.query.facts import FACTS
@@ -113,10 +113,11 @@ def export_rollouts(
         given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
         columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
         rows = question.select(*columns).rows()
+        is_run = bool((reader.trajectory_ids >= ID_LIMIT).any())
         done = Exported(str(target), steps=sum(row["kind"] != "agent" for row in rows))
         rows = [row for row in rows if row["kind"] == "agent"]
         with _appearing(target) as folder:
-            write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late)
+            write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late, is_run)
             for some, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
                 write(list(_read(reader, some, late, done)))
                 progress(done.rollouts + len(done.problems), len(rows))
@@ -156,7 +157,11 @@ def _read(
         done.rollouts += 1
         given = {one: row[one] for one in late if row.get(one) is not None}
         given |= {one: _list(one, rows) for one, rows in rollout.notes.items() if one in late}
-        yield {"trajectory_id": name, "committed": row["committed"], **_fields(rollout, given)}
+        yield {
+            "trajectory_id": written_id(row["trajectory_id"]),
+            "committed": row["committed"],
+            **_fields(rollout, given),
+        }
 
 
 def _fields(rollout: AgentTrajectory, late: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,14 +192,15 @@ def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
     return write
 
 
-def _parts(path: Path, late: Mapping[str, DataType]) -> Callable[[Sequence[dict[str, Any]]], None]:
+def _parts(path: Path, late: Mapping[str, DataType], is_run: bool) -> Callable[[Sequence[dict[str, Any]]], None]:
     """Return what writes rollouts to the next file of a folder."""
     pl = polars()
     path.mkdir()
     texts = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
     message = pl.Struct({"role": pl.String, "content": pl.String, "json": pl.String})
     schema = {
-        **dict.fromkeys(("trajectory_id", *texts), pl.String),
+        "trajectory_id": pl.String if is_run else pl.Int64,
+        **dict.fromkeys(texts, pl.String),
         "committed": pl.Datetime("us", "UTC"),
         **dict.fromkeys(("policy_version", "response_start"), pl.Int64),
         **dict.fromkeys(("outcome", "success_rate", "entropy"), pl.Float64),

@@ -77,7 +77,7 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         StoreNotFoundError: nothing there.
         CorruptStoreError: damaged beyond a report; ``trajstore.operations.verify`` says more.
         UnsafeContentError: a name leaves the directory, or a pickle would run code; nothing of it was run.
-        UnsupportedVersionError: written by a newer trajstore.
+        UnsupportedVersionError: it has another layout version.
     """
     return _inspect_place(find_place(path), measure, progress)
 

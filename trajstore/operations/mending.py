@@ -10,7 +10,7 @@ from typing import Any
 
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.reading.places import Place, find_place, rank_number
-from trajstore.core.store.run_ids import own_id, rank_of_id
+from trajstore.core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore.operations.points import stores_of
 
 
@@ -79,7 +79,7 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
     with ExitStack() as held:
         writers = {}
         for one in () if dry_run else stores:  # all, before any is changed
-            rank = rank_number(one.directory, place.directory) if place.kind == "run" else 0
+            rank = rank_number(one.directory, place.directory) if place.kind == "run" else ALONE
             writers[rank] = held.enter_context(_written(one))
         with TrajectoryReplayBuffer.open(path) as reader:
             leaving = reader.query().where(where)

@@ -27,7 +27,7 @@ from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.reading.sources import StoreSource
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.partition import share_of
-from trajstore.core.store.run_ids import in_run
+from trajstore.core.store.run_ids import ALONE, in_run
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
 from trajstore.operations.copying import Copied, damaged_shards, verified
 from trajstore.operations.points import absent_ranks
@@ -134,7 +134,7 @@ def convert(source: str | Path, target: str | Path, trajectory_format: str, prog
     parts: dict[str, _Part] = {}
     with ExitStack() as shown:
         for number, store in _stores(places, result).items():
-            reader = shown.enter_context(_shown({0: store}, result, progress))
+            reader = shown.enter_context(_shown({ALONE: store}, result, progress))
             name = "" if store is places[0] else f"rank_{number}" if is_of_rank(store.name) else store.name
             parts[name] = _snapshot(reader), _state(reader, trajectory_format=trajectory_format)
         return _write(result, parts, progress, trajectory_format)
@@ -164,6 +164,8 @@ def _stores(places: Sequence[Place], result: Copied) -> dict[int, Place]:
             result.problems += [f"{place.url}: {text}" for text in absent]
             result.uncounted = result.uncounted or bool(absent)
         stores += [(place, store) for store in _leaves(place)]
+    if len(places) == len(stores) == 1 and places[0].kind != "run":
+        return {ALONE: places[0]}
     if len(places) == 1 and all(is_of_rank(store.name) for _, store in stores):
         return {rank_of(store.directory): store for _, store in stores}
     return {number: store for number, (_, store) in enumerate(stores)}

@@ -18,7 +18,7 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import OVER_FACTS
 from trajstore.core.store.index import TrajectoryEntry
 from trajstore.core.store.notes import Note
-from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore.core.store.run_ids import ALONE, id_from, own_id, rank_of_id, shown_id, spelling_hint
 from trajstore.core.store.salvage import open_leniently
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
 from trajstore.operations.live import announced, needed_now
@@ -67,7 +67,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
 
     Args:
         path: local path or URL.
-        trajectory_id: its id; of a run directory as a number, or as it is shown (``"3/17"``: 17 of rank 3).
+        trajectory_id: its id as it is shown: 17, or ``"3/17"`` of a run directory.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id.
@@ -76,16 +76,18 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
     """
     number = id_from("trajectory_id", trajectory_id)
     run = find_place(path)
-    ranks = {rank_of(part.directory): part for part in run.parts if is_of_rank(part.name)}
-    place = ranks.get(rank_of_id(number)) if ranks else run
+    ranks = {rank_of(part.directory): part for part in run.parts if is_of_rank(part.name)} or {ALONE: run}
+    place = ranks.get(rank_of_id(number))
     if place is None:
-        raise TrajectoryUnavailableError(f"{path}: trajectory {shown_id(number)} is of a rank that it does not have")
+        other = (rank_of_id(number) == ALONE) != (ALONE in ranks)
+        why = spelling_hint(number) if other else f"there is no rank_{rank_of_id(number)}"
+        raise TrajectoryUnavailableError(f"{path}: no trajectory has the id {shown_id(number)}; {why}")
     if place.kind != "store":
         what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
         folder = "a run directory" if place.rank_names else "a folder"
         found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
-    catalog, position, trajectory, columns = _read(place.directory, own_id(number) if ranks else number, number)
+    catalog, position, trajectory, columns = _read(place.directory, own_id(number), number)
     entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
     return Single(
         url=run.url,

@@ -42,7 +42,7 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
 
     Raises:
         CorruptStoreError, OSError: nothing more can be told after this damage.
-        UnsupportedVersionError: written by a newer trajstore.
+        UnsupportedVersionError: it has another layout version.
     """
     with announced(directory) as lease:
         catalog = _open(directory, result)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trajstore.core.buffer.reader import Reader
-from trajstore.core.store.run_ids import ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
+from trajstore.core.store.run_ids import ALONE, ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
 from trajstore.errors import ConfigurationError
 from trajstore.query.engine import polars
 
@@ -46,7 +46,7 @@ class Cursor:
             told = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
             stores = {int(rank): (store_id, newest) for rank, (store_id, newest) in told.items()}
             for rank, (store_id, newest) in stores.items():
-                if not (0 <= rank < RANK_LIMIT and isinstance(store_id, str)):
+                if not (ALONE <= rank < RANK_LIMIT and isinstance(store_id, str)):
                     raise ValueError("rank or store")
                 if type(newest) is not int or not -1 <= newest < ID_LIMIT:
                     raise ValueError("id")
@@ -118,11 +118,10 @@ class Tail:
         table = self._reader.query().table()
         ids = table["trajectory_id"].to_numpy()
         ranks, own = rank_of_id(ids), own_id(ids)
-        newest = np.full(int(ranks.max(initial=0)) + 1, -1, np.int64)
+        newest = np.full(len(ids), -1, np.int64)
         for rank, number in known.items():
-            if rank < len(newest):
-                newest[rank] = number
-        fresh = own > newest[ranks]
+            newest[ranks == rank] = number
+        fresh = own > newest
         left = 0
         for rank in stores:
             mine = own[fresh & (ranks == rank)]

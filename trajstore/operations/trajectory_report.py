@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trajstore.core.store.notes import Note
-from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.run_ids import shown_id, written_id
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.operations.measure import turns_of
 from trajstore.operations.single import read_single
@@ -45,7 +45,7 @@ def inspect_trajectory(
 
     Args:
         path: local path or URL.
-        trajectory_id: its id; of a run directory as a number, or as it is shown (``"3/17"``: 17 of rank 3).
+        trajectory_id: its id as it is shown: 17, or ``"3/17"`` of a run directory.
         sample: number of a transition, ``t * B + b`` (step), or of a token (agent).
         tokenizer: folder or name of the tokenizer with which tokens of an agent trajectory are told as text. None: the
             folder that ``metadata["tokenizer"]`` names, if it is on this machine.
@@ -61,7 +61,7 @@ def inspect_trajectory(
     number, entry, trajectory, tensors = found.trajectory_id, found.entry, found.trajectory, found.tensors
     report: Report = {
         "path": found.url,
-        "trajectory_id": number,
+        "trajectory_id": written_id(number),
         "uuid": found.uuid,
         "kind": found.kind,
         "shard": found.shard,
@@ -192,7 +192,8 @@ def _tokens_by_column(
 
 def note_report(note: Note) -> Report:
     """Return a value that came late as JSON values."""
-    return {"name": note.name, "value": note.value, "who": note.who, "time": note.time, "in_force": note.in_force}
+    names = ("name", "value", "who", "time", "in_force", "rolled_back")
+    return {name: getattr(note, name) for name in names}
 
 
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:

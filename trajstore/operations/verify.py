@@ -39,7 +39,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
 
     Raises:
         StoreNotFoundError: nothing there.
-        UnsupportedVersionError: written by a newer trajstore.
+        UnsupportedVersionError: it has another layout version.
     """
     return verify_place(find_place(path), progress)
 

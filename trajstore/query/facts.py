@@ -1,29 +1,26 @@
-"""Facts of all trajectories that are shown, one row each, as a table.
-
-The index has them. Facts of rollouts that an earlier layout did not write are read from the documents once, and noted.
-"""
+"""Facts of all trajectories that are shown, one row each, as a table; the index has them."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.facts import DOCUMENT_FACTS, SCORE, facts_of
+from trajstore.core.columns.facts import DOCUMENT_FACTS, SCORE
 from trajstore.core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.slots import UNAVAILABLE
-from trajstore.core.store.facts import NOTE, NOTE_TEXT, TEXTS, TOLD, is_text
+from trajstore.core.store.facts import AGENT, NOTE, NOTE_TEXT, TEXTS, is_text
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.run_ids import rank_of_id
 from trajstore.query.engine import polars
-from trajstore.query.readable import TOGETHER, Faults, Locked, of_documents, readable, tell
+from trajstore.query.readable import Locked
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -45,7 +42,7 @@ FACTS: Mapping[str, str] = {
     "model_weights_id": "which weights acted",
     "max_episode_length": "as the block says; 0 for none",
     **DOCUMENT_FACTS,
-    "readable": "false where the files are missing, or the facts had to be read and could not",
+    "readable": "false where the files are missing",
 }
 """Names of the facts, and what each is. From ``version_low`` on they are null where they are not known.
 
@@ -74,20 +71,15 @@ class _Shown:
         )
 
 
-KeepFacts = Callable[[IntArray, npt.NDArray[Any], list[dict[str, Any]]], None]
-
-
 class Facts:
     """The facts of what a buffer shows.
 
     Args:
         locked: gives access to the contents.
-        keep: is given what documents told, for the store: ids, UUIDs and facts of rollouts.
     """
 
-    def __init__(self, locked: Locked, keep: KeepFacts) -> None:
+    def __init__(self, locked: Locked) -> None:
         self._locked = locked
-        self._keep = keep
         self._answer: tuple[_Shown, DataFrame] | None = None
         """The last table, and of which entries it is."""
         self._texts: tuple[weakref.ref[StringTable], Series] | None = None
@@ -103,33 +95,19 @@ class Facts:
         before = self._answer
         if before is not None and self._locked(lambda contents: _Shown.of(contents.index).same(before[0])):
             return before[1]
-        untold = self._locked(_untold)
-        failed = self._tell(*untold) if len(untold[0]) else 0
-        shown, table = self._locked(self._of_index)
-        if not failed:
-            self._answer = shown, table
-        return table
-
-    def _tell(self, ids: IntArray, uuids: npt.NDArray[Any]) -> int:
-        """Let the index know what the documents of rollouts tell; return of how many it cannot be read."""
-        found = self._read(ids)
-        there = np.array([one is not None for one in found], np.bool_)
-        facts = [one for one in found if one is not None]
-        if facts:
-            self._locked(lambda contents: contents.index.tell(ids[there], uuids[there], facts))
-            self._keep(ids[there], uuids[there], facts)
-        return len(ids) - len(facts)
+        self._answer = self._locked(self._of_index)
+        return self._answer[1]
 
     def _of_index(self, contents: Contents) -> tuple[_Shown, DataFrame]:
         """Return which entries are shown and what the index says of them, with the lock of the contents held."""
         pl = polars()
         index = contents.index
         ids, texts = index["trajectory_id"].copy(), self._texts_of(index.texts)
-        agents = _agents(contents)
+        agents = index.fact(AGENT) != 0
         readable = (index["slot"] != UNAVAILABLE) & (np.arange(index.first, index.end) >= contents.start)
         columns = {
             "trajectory_id": pl.Series(ids),
-            "rank": pl.Series(rank_of_id(ids)),
+            "rank": pl.Series(np.maximum(rank_of_id(ids), 0)),
             "kind": pl.Series(["step", "agent"]).gather(agents.astype(np.uint32)),
             "samples": pl.Series(index["num_samples"].copy()),
             "steps": pl.Series(index["steps"].copy()),
@@ -163,7 +141,7 @@ class Facts:
                 found = [one.cast(pl.String) for one in found]
             columns[plain] = found[0].fill_null(found[-1])
         columns["terminated"] = columns["terminated"].cast(pl.Boolean)
-        columns["readable"] = pl.Series(readable & ((index.fact(TOLD) != 0) | ~agents))
+        columns["readable"] = pl.Series(readable)
         return _Shown.of(index), pl.DataFrame(columns)
 
     def _texts_of(self, table: StringTable) -> Series:
@@ -177,17 +155,6 @@ class Facts:
         texts: Series = pl.concat([known, pl.Series([None], dtype=pl.String)])
         return texts
 
-    def _read(self, ids: IntArray) -> list[dict[str, Any] | None]:
-        """Return what the documents of rollouts tell; None of those that cannot be read, which a warning names."""
-        found: dict[int, dict[str, Any]] = {}
-        faults: Faults = []
-        for first in range(0, len(ids), TOGETHER):
-            some = ids[first : first + TOGETHER]
-            for numbers, facts in readable(some, lambda ids: of_documents(self._locked, ids, facts_of), faults):
-                found |= zip(numbers.tolist(), facts, strict=True)
-        tell(faults, "the facts of %d trajectories cannot be read and are null in this question")
-        return [found.get(number) for number in ids.tolist()]
-
 
 def _known(column: npt.NDArray[Any], unknown: int) -> Series:
     """Return a column with null where a number stands for what is not known."""
@@ -195,25 +162,3 @@ def _known(column: npt.NDArray[Any], unknown: int) -> Series:
     values = pl.Series("known", column.copy())
     known: Series = values.set(values == unknown, None)
     return known
-
-
-def _untold(contents: Contents) -> tuple[IntArray, npt.NDArray[Any]]:
-    """Return ids and UUIDs of the rollouts whose facts the index does not know; with the lock held."""
-    index = contents.index
-    untold = (index.fact(TOLD) == 0) & (index["document"] > 0) & (index["slot"] != UNAVAILABLE)
-    if untold.any():
-        untold &= _agents(contents)
-    return index["trajectory_id"][untold], index["uuid"][untold]
-
-
-def _agents(contents: Contents) -> npt.NDArray[np.bool_]:
-    """Return which trajectories are rollouts, without reading any: of those with a document, the schema says it."""
-    index = contents.index
-    slots = index["slot"]
-    told: npt.NDArray[np.bool_] = index.fact(TOLD) != 0
-    asked = ~told & (index["document"] > 0) & (slots != UNAVAILABLE)
-    if not asked.any():
-        return told
-    agents = [slot for slot in np.unique(slots[asked]).tolist() if contents.addresses.schema(slot).kind == "agent"]
-    told |= asked & np.isin(slots, agents)
-    return told

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trajstore.query.engine import polars
+from trajstore.query.ids import ID
 from trajstore.query.words import parts
 
 if TYPE_CHECKING:
@@ -13,6 +15,12 @@ if TYPE_CHECKING:
 
 _OF_TABLE = re.compile(r'[^\W\d]\w*\."?\w+"?')
 """A column that is named with its table."""
+
+_ID_ITEM = re.compile(
+    r"""(?:(?:min|max|first|last|any_value)\s*\(\s*)?(?:\w+\.)?["`]?trajectory_id["`]?\s*\)?(?:\s+(?:as\s+)?["`]?\w+["`]?)?""",
+    re.IGNORECASE,
+)
+"""An item of a SELECT whose values are ids."""
 
 _ENDS = {"from", "where", "group", "having", "order", "limit", "union", "intersect", "except"}
 """Words that end the list of a SELECT."""
@@ -34,6 +42,13 @@ def named_columns(table: LazyFrame, statement: str) -> LazyFrame:
         return table
     called = [_called(item) or name for item, name in zip(items, names, strict=True)]
     return table if len(set(called)) < len(called) else table.rename(dict(zip(names, called, strict=True)))
+
+
+def id_columns(statement: str, names: Sequence[str]) -> set[str]:
+    """Return which columns of the answer to a statement are ids."""
+    items = _items(statement)
+    items = items if len(items) == len(names) else [""] * len(names)
+    return {name for name, item in zip(names, items, strict=True) if name == ID or _ID_ITEM.fullmatch(item)}
 
 
 def _written(text: str) -> str:

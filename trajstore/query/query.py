@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.base.arguments import whole
+from trajstore.core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, listed
 from trajstore.query.engine import polars
+from trajstore.query.ids import ID, checked_ids, with_numbers
 from trajstore.query.naming import named, named_columns
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, shown_columns
 from trajstore.query.stream import Stream
@@ -148,6 +150,7 @@ class Query:
     def _statement(self, text: str) -> LazyFrame:
         if not _SELECT.match(_text("sql", text)):
             raise ConfigurationError(f"sql: {text!r}: it must be a SELECT, perhaps after WITH")
+        checked_ids("sql", text, _is_run(self.facts()))
         plan = self._plan(every=True)
         frames = {self.relation: plan}
         if self.relation == TRAJECTORIES and self.scan is not None and not self._groups:
@@ -155,7 +158,7 @@ class Query:
             frames |= {name: self.scan(name, shown) for name in RELATIONS}
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
-        statement = for_polars("sql", text)
+        statement = for_polars("sql", with_numbers(text))
         try:
             answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
             return named_columns(answer, text)
@@ -204,6 +207,14 @@ class Query:
     def _kept(self) -> LazyFrame:
         """Return the rows of which all conditions hold."""
         facts = self.facts()
+        for where, texts in (
+            ("where", self._conditions),
+            ("select", self._columns),
+            ("group_by", self._groups),
+            ("order_by", self._order),
+        ):
+            for text in texts:
+                checked_ids(where, text, _is_run(facts))
         table = facts.lazy() if self.scan is None or self.relation == TRAJECTORIES else self.scan(self.relation, facts)
         for text in self._conditions:
             table = table.filter(_mask(text, table))
@@ -230,6 +241,11 @@ class Query:
     def _collected(self, plan: LazyFrame) -> DataFrame:
         texts = (*self._conditions, *self._groups, *self._columns, *self._order)
         return _answered("query", texts, plan, lambda: plan.collect(engine="streaming"))
+
+
+def _is_run(facts: DataFrame) -> bool | None:
+    """Return whether ids are those of a run; None where there is no trajectory."""
+    return bool(facts[ID][0] >= ID_LIMIT) if len(facts) else None
 
 
 def _name_of(column: Expr) -> str | None:
@@ -303,7 +319,7 @@ def _parsed(where: str, text: str) -> Expr:
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
         raise ConfigurationError(f"{where}: {text!r}: these are several; give each as an argument of its own")
-    text = for_polars(where, text)
+    text = for_polars(where, with_numbers(text))
     try:
         parsed: Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:

@@ -28,7 +28,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> An
         waiting: what the inbox had a moment before, also what was set aside there, the oldest first.
     """
     history = notes.history(trajectory_id)
-    counts = {note.name: at for at, note in enumerate(history) if note.in_force}
+    counts = {note.name: at for at, note in enumerate(history) if not note.rolled_back}
     values = [_of_store(note, counts.get(note.name) == at) for at, note in enumerate(history)]
     told = values[-MOST_VALUES:]
     _, refused = notes.foreseen(said for said in waiting if not said.refused)
@@ -40,7 +40,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> An
 
 
 def _of_store(note: Note, latest: bool) -> Answer:
-    place = "store" if note.in_force else "rollback"
+    place = "rollback" if note.rolled_back else "store"
     return _told(note.name, note.value, note.who, note.time, place) | {"latest": latest}
 
 

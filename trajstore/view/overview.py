@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.run_ids import compared_id, shown_id
 from trajstore.query.engine import polars
 from trajstore.view.answers import plain
 
@@ -62,7 +62,8 @@ def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
         over: ``version`` or ``time``.
 
     Returns:
-        ``{"x", "first", "last", "of"}``, ``of`` being among how many points those were chosen, and the rollouts.
+        ``{"x", "first", "last", "of"}``, with the lowest and highest id as conditions compare them and ``of`` being
+        among how many points those were chosen, and the rollouts.
     """
     pl = polars()
     agents = _over(table.filter(pl.col("readable") & (pl.col("kind") == "agent") & (pl.col("response") > 0)), over)
@@ -77,7 +78,7 @@ def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
     )
     wanted = {at * (len(found) - 1) // (SPANS - 1) for at in range(SPANS)}
     chosen = found[sorted(wanted)] if len(found) else found
-    told = {name: [plain(value) for value in chosen[name]] for name in ("x", "first", "last")}
+    told = _by_name(chosen.select("x", "first", "last"))
     samples = [sorted((one["trajectory_id"], one["committed"]) for one in some) for some in chosen["rollouts"]]
     return {**told, "of": len(found)}, samples
 
@@ -119,7 +120,13 @@ def _curves(table: DataFrame) -> Answer:
         )
         .sort("x")
     )
-    return {name: [plain(value) for value in found[name]] for name in found.columns}
+    return _by_name(found)
+
+
+def _by_name(table: DataFrame) -> Answer:
+    """Return columns as JSON values; ids as conditions compare them."""
+    ids = ("first", "last")
+    return {name: [compared_id(v) if name in ids else plain(v) for v in table[name]] for name in table.columns}
 
 
 def _tasks(table: DataFrame) -> list[Answer]:

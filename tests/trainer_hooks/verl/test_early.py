@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.verl.config import naming
 from trainer_hooks.verl.cuts import MODEL_FOLDER, Cut, write_cut
-from trainer_hooks.verl.early import check_options
+from trainer_hooks.verl.early import check_options, install
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import RolloutRecorder
 from trajstore import TrajectoryReplayBuffer
@@ -36,6 +39,32 @@ def test_contradictions_are_told_as_early(override_verl: Compose) -> None:
     config = override_verl([*BASE, "trainer.v1.trainer_mode=sync_replay", ON, "+exp_manager.outcome.sucess=1"])
     with pytest.raises(ConfigurationError, match=r"exp_manager\.outcome: sucess: unknown key"):
         check_options(config)
+
+
+def test_the_check_is_installed_once_also_where_others_wrap_verls(
+    override_verl: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("verl.utils.config")
+    called = []
+
+    def verls(config: Any) -> None:
+        called.append("verl")
+
+    @functools.wraps(verls)
+    def others(config: Any) -> None:
+        called.append("others")
+        verls(config)
+
+    monkeypatch.setattr(module, "validate_config", others)
+    install()
+    ours = module.validate_config
+    install()
+    assert module.validate_config is ours
+    with pytest.raises(ConfigurationError, match=r"experience_replay\.enable: true, but"):
+        ours(override_verl([*BASE, "trainer.v1.trainer_mode=sync", ON]))
+    assert called == []
+    ours(override_verl(BASE))
+    assert called == ["others", "verl"]
 
 
 @pytest.mark.parametrize(("text", "what"), [("", "is empty"), ("abc", "is not a number: 'abc'")])

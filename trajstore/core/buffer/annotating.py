@@ -24,7 +24,7 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import OVER_FACTS, Said, Value, check_given, check_name, check_names, check_same_kinds
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
-from trajstore.core.store.run_ids import ids_from, own_id, rank_of_id, shown_id
+from trajstore.core.store.run_ids import ALONE, id_from, ids_from, own_id, rank_of_id, shown_id, spelling_hint
 from trajstore.core.writing.inbox import Inbox, kinds_to_come, put, waiting
 from trajstore.core.writing.unattended import held_log
 from trajstore.errors import (
@@ -33,6 +33,7 @@ from trajstore.errors import (
     StoreError,
     StoreLockedError,
     StoreNotFoundError,
+    listed,
     written,
 )
 from trajstore.query.facts import FACTS
@@ -94,8 +95,7 @@ def annotate(
     parts, known = [], {}
     for rank in sorted({rank_of_id(number) for number in said.ids}):
         if rank not in stores:
-            there = ", ".join(map(str, sorted(stores)))
-            raise StoreNotFoundError(f"{store}: there is no rank {rank} here (there are: {there})")
+            raise _no_rank(store, next(number for number in said.ids if rank_of_id(number) == rank), stores)
         part = said.without({number for number in said.ids if rank_of_id(number) != rank})
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
@@ -153,15 +153,24 @@ def notes_of(
         StoreError: the buffer has no store.
         CorruptStoreError: it is damaged.
     """
-    (number,) = ids_from("trajectory_id", [trajectory_id])
+    number = id_from("trajectory_id", trajectory_id)
     if isinstance(store, TrajectoryReplayBuffer):
         return store.sink.history(number)
-    directory = _stores(store, storage_options or {}).get(rank_of_id(number))
-    if directory is None:
-        raise StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here")
-    catalog = Catalog.open(directory)
+    stores = _stores(store, storage_options or {})
+    if rank_of_id(number) not in stores:
+        raise _no_rank(store, number, stores)
+    catalog = Catalog.open(stores[rank_of_id(number)])
     catalog.check_known([own_id(number)])
-    return catalog.notes.history(own_id(number))
+    asked = trajectory_id if isinstance(trajectory_id, str) and "/" in trajectory_id else number
+    return [replace(note, trajectory_id=asked) for note in catalog.notes.history(own_id(number))]
+
+
+def _no_rank(store: str | Path | TrajectoryReplayBuffer, number: int, stores: Mapping[int, Directory]) -> Exception:
+    """Return the error for an id of a rank that is not among the stores of a path."""
+    if (rank_of_id(number) == ALONE) != (ALONE in stores):
+        return StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here; {spelling_hint(number)}")
+    there = listed(f"rank {rank}" for rank in sorted(stores))
+    return StoreNotFoundError(f"{store}: there is no rank {rank_of_id(number)} here (there are: {there})")
 
 
 def _take_in(directory: Directory) -> None:
@@ -242,7 +251,7 @@ def _listed(value: Any, count: int) -> list[Any]:
 
 
 def _stores(path: str | Path, storage_options: Mapping[str, Any]) -> dict[int, Directory]:
-    """Return the store at a path, or those of a run, by rank.
+    """Return the store at a path (by ``ALONE``), or those of a run, by rank.
 
     Raises:
         StoreNotFoundError: there is none.
@@ -250,7 +259,7 @@ def _stores(path: str | Path, storage_options: Mapping[str, Any]) -> dict[int, D
     check_options(path, storage_options)
     directory = open_directory(path_or_url("store", path), **storage_options)
     if kind_of(directory) == "store":
-        return {0: directory}
+        return {ALONE: directory}
     stores = {rank_of(one): one for one in ranks_of(directory).directories if kind_of(one) == "store"}
     if not stores:
         raise nothing_at(path, directory)

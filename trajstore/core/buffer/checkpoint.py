@@ -50,7 +50,7 @@ from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.rlinf_layout import INDEX_NAMES
 from trajstore.core.store.row_location import STARTS
-from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore.core.store.run_ids import ID_LIMIT, own_id, rank_of_id
 from trajstore.core.store.sealed import METADATA_NAME
 from trajstore.core.store.shard_table import shard_name
 from trajstore.errors import (
@@ -130,7 +130,8 @@ def save_checkpoint(
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
     ids = snapshot.index["trajectory_id"]
     if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are those of that run alone
-        snapshot.index.renumber(np.arange(len(ids)))
+        one_rank = (rank_of_id(ids) == rank_of_id(ids[:1])).all()
+        snapshot.index.renumber(own_id(ids) if one_rank else np.arange(len(ids)))
     write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:

@@ -29,7 +29,7 @@ from trajstore.core.reading.sources import Source, StoreSource
 from trajstore.core.store.catalog import Catalog, ReadersCatalog, oldest_generation
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.partition import share_of
-from trajstore.core.store.run_ids import in_run, own_id
+from trajstore.core.store.run_ids import ALONE, in_run, own_id
 from trajstore.core.store.salvage import open_leniently
 from trajstore.core.store.sealed import METADATA_NAME
 from trajstore.errors import (
@@ -52,7 +52,7 @@ class LoadRequest:
         share: (local_rank, world_size), or None to load everything.
         strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a pin of the store.
-        united: load these in place of what ``directory`` holds, under the ids of a run, by the number of the rank.
+        united: load these in place of what ``directory`` holds, by rank, with ids of a run; one store by ``ALONE``.
         quiet: who asks tells of all damage; no warnings.
     """
 
@@ -126,7 +126,7 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
     leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
     try:
         whole_place = united is None and directories != [place]
-        ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [0])
+        ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
         found, kept, errors = _open_all(directories, ranks, leases, strict, request.pin)
         lacking += _absent_above(place, [item.source for item in found]) if whole_place else []
         if (strict is not False and (lacking or errors)) or not found:
@@ -170,7 +170,7 @@ def _open_all(
     for directory, rank, lease in zip(directories, ranks, leases, strict=True):
         try:
             opened = _open(directory, strict, pin)
-            if rank and len(opened.index):
+            if rank != ALONE and len(opened.index):
                 opened.index = opened.index.slice(0, len(opened.index))
                 opened.index.renumber(in_run(rank, opened.index["trajectory_id"]))
         except _UNREADABLE as error:

@@ -44,7 +44,6 @@ from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.core.store.run_ids import id_from
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
 from trajstore.query import RELATIONS, Facts, Query
-from trajstore.query.facts import KeepFacts
 from trajstore.query.relations import TRAJECTORIES, late_columns, read_rows, scan
 from trajstore.trajectory import AnyTrajectory
 
@@ -57,7 +56,6 @@ class Reader(Closing):
         draws: the generator.
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
         storage_options: passed on to the fsspec file system.
-        keep_facts: called with facts that a question has read from documents: ids, UUIDs and facts.
 
     Attributes:
         trajectory_format: name of the format of new shards and checkpoints.
@@ -71,7 +69,6 @@ class Reader(Closing):
         draws: Draws,
         sample_window_size: int,
         storage_options: Mapping[str, Any],
-        keep_facts: KeepFacts = lambda ids, uuids, facts: None,
     ) -> None:
         self.live = live
         self.sampling = Sampling(live, draws)
@@ -81,7 +78,7 @@ class Reader(Closing):
         self._draws = draws
         self._format = get_format(self.trajectory_format)
         self._storage_options = storage_options
-        self._facts = Facts(live.locked, keep_facts)
+        self._facts = Facts(live.locked)
         self._counter = 0
 
     @staticmethod
@@ -291,7 +288,7 @@ class Reader(Closing):
     def query(self, relation: str = "trajectories") -> Query:
         """Ask about the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
 
-        The index has the facts of rollouts; those of earlier layouts are read with the first question, and kept.
+        The index has the facts of rollouts.
         Messages, tokens and steps are read from the trajectories of which the conditions on facts hold.
         Needs Polars (extra ``query``).
 

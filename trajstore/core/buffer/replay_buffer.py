@@ -140,7 +140,7 @@ class TrajectoryReplayBuffer(Reader):
             check_no_store_above(directory, directories_above(directory, **options))
             writer, target = writer or WriterOptions(), as_mirror(mirror)
             self.sink = StoreSink(live, draws, directory, new_format, writer, on_commit, target)
-        super().__init__(live, draws, window_size, options, self.sink.keep_facts)
+        super().__init__(live, draws, window_size, options)
         self.trajectory_format, self._format = trajectory_format, new_format
 
     # -- adding -----------------------------------------------------------------------------------

@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
@@ -177,9 +173,6 @@ class Sink:
 
     def unpin(self, name: str) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside."""
-
-    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
-        """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
 
     def annotate(self, said: Said, rows: Rows) -> None:
         """Give trajectories of the store values, and values by row, a tensor for each of them.
@@ -366,10 +359,6 @@ class StoreSink(Sink):
     def unpin(self, name: str) -> None:
         uninterrupted(partial(self.writer.points.unpin, name))
         self.writer.rewriter.note()
-
-    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
-        with self.writer.log.standing_still() as catalog:
-            catalog.index.tell(ids, uuids, facts)
 
     def annotate(self, said: Said, rows: Rows) -> None:
         others = [number for number in said.ids if not self._view.is_own(number)]

@@ -21,9 +21,10 @@ from trajstore.core.reading.places import is_of_rank, rank_number, ranks_of
 from trajstore.core.reading.sources import Source, StoreSource
 from trajstore.core.sampling.states import names_of
 from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.committed import change_in_run
 from trajstore.core.store.moves import Moved
 from trajstore.core.store.notes import Noted
-from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore.core.store.run_ids import ALONE, ID_LIMIT
 from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class View:
         return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
 
     def stores_by_rank(self) -> dict[int, tuple[str, int]]:
-        """Return UUID and next id of the stores that were loaded, by rank; a directory of RLinf has neither."""
+        """Return UUID and next id of the stores that were loaded, by rank (or ``ALONE``); RLinf's have neither."""
         return {
             rank: (source.catalog.store_id, source.catalog.next_id)
             if isinstance(source, StoreSource)
@@ -156,7 +157,7 @@ class View:
         if request is None:
             return {}
         run = self._ranks is not None
-        return {rank_number(source.directory, request.directory) if run else 0: source for source in self.loaded()}
+        return {rank_number(source.directory, request.directory) if run else ALONE: source for source in self.loaded()}
 
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
@@ -267,11 +268,11 @@ class View:
         source = loaded[0] if len(loaded) == 1 else None
         if request is None or request.share is not None or request.pin is not None or contents.added:
             return None
-        if self._half_followed or self._ranks not in (None, {"rank_0"}) or self._has_joined():
+        if self._half_followed or len(self._ranks or ()) > 1 or self._has_joined():
             return None
         if not isinstance(source, StoreSource):
             return None
-        catalog = source.catalog
+        catalog, (rank,) = source.catalog, self._loaded_by_rank()
         for lease in self._leases:
             lease.look()
         try:
@@ -286,7 +287,7 @@ class View:
             while True:
                 with contents.lock:  # else for one commit at a time: whoever samples waits no longer than that
                     for change in changes:
-                        contents.follow(number, change)
+                        contents.follow(number, change_in_run(change, rank))
                         if not at_once:
                             break
                     else:

@@ -158,8 +158,6 @@ def agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any
         TypeError: the document has names that are no fields, or values that are no objects.
     """
     reward = document.pop("reward", None)
-    if isinstance(reward, int | float):  # earlier versions took a bare number for a reward
-        reward = {"outcome": reward}
     given: dict[str, Any] = {**values, **document}
     trajectory = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
     if not isinstance(trajectory.metadata, dict) or not isinstance(trajectory.messages, list):

@@ -38,8 +38,6 @@ def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
         document: fields of an agent trajectory that are no tensors, as they were given or as they are stored.
     """
     reward, messages = document.get("reward") or {}, document.get("messages")
-    if isinstance(reward, int | float):  # earlier versions took a bare number for a reward
-        reward = {"outcome": reward}
     start, terminated = document.get("response_start"), document.get("is_terminated")
     facts: dict[str, Any] = {}
     for name, field in _TEXTS:

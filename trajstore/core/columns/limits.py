@@ -20,7 +20,7 @@ UNKNOWN_VERSION = int(_INT64.min)
 """Stands for "no version known" inside the index; entries show None."""
 
 UNKNOWN_TIME = -1
-"""Stands for "nothing says when it was committed" inside the index: stores before layout version 5, and RLinf's."""
+"""Stands for "nothing says when it was committed" inside the index: RLinf's directories do not."""
 
 MAX_ID = 1 << 62
 """Highest trajectory id; a store that says it is beyond half of this is refused, so that ids never end."""

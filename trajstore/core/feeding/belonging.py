@@ -10,7 +10,7 @@ import numpy as np
 
 from trajstore.core.feeding.options import Replay
 from trajstore.core.sampling.base import Drawn, IntArray
-from trajstore.core.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
 from trajstore.errors import ConfigurationError, listed
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     """
     check_state(then, ("stores", "trajectories", "ids", "names"))
     ids, here = np.asarray(then["ids"], np.int64), len(buffer)
-    names = names_in(then, len(ids))
+    names = array_in(then, "names", np.int64, len(ids))
     check_names(what, ids, names, buffer.sampling.names_of(ids))
     left = int(np.count_nonzero(np.isin(ids, buffer.trajectory_ids)))
     shown_now = buffer.store_ids
@@ -82,13 +82,6 @@ def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
-def tell_unnamed() -> list[str]:
-    """Return what is said of a state that does not say what it belongs to."""
-    return [
-        "it does not say which trajectories and batches it is of (an earlier version wrote it), so nothing is compared"
-    ]
-
-
 def tell(sentences: Sequence[str]) -> None:
     """Warn of what is not as it was when a state was taken."""
     for sentence in sentences:
@@ -108,8 +101,8 @@ def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | N
 
 def rows_of(state: Mapping[str, Any]) -> Drawn:
     """Return the rows that :func:`rows_state` described."""
-    weights, names = (None if state.get(name) is None else state[name].numpy() for name in ("weights", "names"))
-    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=names)
+    weights = None if state.get("weights") is None else state["weights"].numpy()
+    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=state["names"].numpy())
 
 
 def check_rows(state: Any, buffer: Replay) -> None:
@@ -118,6 +111,7 @@ def check_rows(state: Any, buffer: Replay) -> None:
     Raises:
         ConfigurationError: an id stands for another trajectory here.
     """
-    check_state(state, ("ids", "samples"))
+    check_state(state, ("ids", "samples", "names"))
     ids: IntArray = np.asarray(state["ids"], np.int64)
-    check_names("a batch under way", ids, names_in(state, len(ids)), buffer.sampling.names_of(ids))
+    names = array_in(state, "names", np.int64, len(ids))
+    check_names("a batch under way", ids, names, buffer.sampling.names_of(ids))

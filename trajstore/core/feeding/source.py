@@ -19,7 +19,6 @@ from trajstore.core.feeding.belonging import (
     check_rows,
     rows_of,
     rows_state,
-    tell_unnamed,
 )
 from trajstore.core.feeding.options import (
     BatchOptions,
@@ -332,7 +331,7 @@ class BatchSource(Source[DrawnBatch]):
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
-        check_state(state, ("replay", "demos", "samplers"))
+        check_state(state, ("batches", "of", "replay", "demos", "samplers"))
         given = [part is not None for part in (state["demos"], *state["samplers"])]
         here = [part is not None for part in (self.demos, *self._samplers)]
         if given != here:
@@ -341,8 +340,6 @@ class BatchSource(Source[DrawnBatch]):
             )
         if state.get("drawn_demos") is not None and self.demos is not None:
             check_rows(state["drawn_demos"], self.demos)
-        if "of" not in state:
-            return tell_unnamed()
         check_batches(state["batches"], self.told)
         told = check_belonging("replay buffer", self.replay, state["of"][0])
         return told if self.demos is None else told + check_belonging("demonstrations", self.demos, state["of"][1])

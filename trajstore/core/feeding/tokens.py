@@ -20,7 +20,6 @@ from trajstore.core.feeding.belonging import (
     check_rows,
     rows_of,
     rows_state,
-    tell_unnamed,
 )
 from trajstore.core.feeding.options import (
     Layout,
@@ -33,7 +32,8 @@ from trajstore.core.feeding.options import (
 from trajstore.core.feeding.packing import Room, lay_out
 from trajstore.core.feeding.source import Source, still_there
 from trajstore.core.sampling.base import Drawn
-from trajstore.core.sampling.states import check_names, check_state, names_in, tensor_of
+from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -179,11 +179,11 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         what = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
         if self._long != "skip":
             raise ConfigurationError(
-                f"trajectory {number}: {what}; allow more tokens, evict it, or say long='skip'"
+                f"trajectory {shown_id(number)}: {what}; allow more tokens, evict it, or say long='skip'"
                 + (" or long='alone'" if length else "")
             )
         if not self._skipped:
-            logger.warning("trajectory %d: %s; it is skipped, as are others like it", number, what)
+            logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), what)
         self._skipped += 1
         return False
 
@@ -239,15 +239,13 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
-        check_state(state, ("buffer", "sampler", "waiting", "skipped", "batches"))
+        check_state(state, ("buffer", "sampler", "waiting", "waiting_names", "skipped", "batches", "of"))
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
                 f" {'none' if self._sampler is None else 'one'}"
             )
         check_batches(state["batches"], self.told)
-        if "of" not in state:
-            return tell_unnamed()
         waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
         then = np.asarray(state["waiting_names"], np.int64)
         check_names("what waits for a pack", waiting, then, self._buffer.sampling.names_of(waiting))
@@ -260,7 +258,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             self._sampler.load_state_dict(state["sampler"])
         self._buffer.load_state_dict(state["buffer"])
         self._skipped = int(state["skipped"])
-        names = names_in({"names": state.get("waiting_names")}, len(state["waiting"])).tolist()
+        names = array_in(state, "waiting_names", np.int64, len(state["waiting"])).tolist()
         rows = zip(state["waiting"], names, strict=True)
         waiting = [_Waiting(int(number), int(tokens), weight, name, None) for (number, tokens, weight), name in rows]
         self._waiting = [one for one in waiting if self._is_fit(one.number, one.tokens)]

@@ -20,10 +20,9 @@ import torch
 from trajstore.core.base import locks
 from trajstore.core.base.clock import microseconds
 from trajstore.core.base.machine_code import kernels
-from trajstore.core.columns.conversion import parse_document, trajectory_of
-from trajstore.core.columns.facts import facts_of
+from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.flat import Block, FlatTrajectory
-from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
+from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.reading.address_table import AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.forks import stop_at_forks
@@ -36,7 +35,7 @@ from trajstore.core.reading.shard_access import rows_of
 from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
 from trajstore.core.store.committed import Change, Evicted
-from trajstore.core.store.facts import NOTE_ROWS, TOLD
+from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
 from trajstore.core.store.new_entries import NewEntries, starts_of
@@ -423,7 +422,12 @@ class Contents:
             CorruptStoreError: a file is missing or damaged.
         """
         with self.lock:
-            schema, tensors = self._read(position, None)
+            positions = np.array([position], np.int64)
+            slots = self.make_resident(positions, cached=False)
+            schema = self.addresses.schema(int(slots[0]))
+            plan = plan_runs(self.addresses, self.index, positions, slots, None)
+            self.forget_decoded()
+            tensors = plan.read()
             entry = self.index.entry(position)
             found = trajectory_of(
                 schema,
@@ -435,15 +439,6 @@ class Contents:
             rows = self._late_rows_of(position, schema)
             found = replace(found, notes=rows) if rows else found
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
-
-    def _read(self, position: int, names: Sequence[str] | None) -> tuple[Schema, dict[str, torch.Tensor]]:
-        """Return the schema of the trajectory at a position, and columns of it, copied: ``[rows, *row_shape]``."""
-        positions = np.array([position], np.int64)
-        slots = self.make_resident(positions, cached=False)
-        schema = self.addresses.schema(int(slots[0]))
-        plan = plan_runs(self.addresses, self.index, positions, slots, names)
-        self.forget_decoded()
-        return schema, plan.read()
 
     def _late_rows_of(self, position: int, schema: Schema) -> dict[str, torch.Tensor]:
         """Return all values by row of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
@@ -461,19 +456,9 @@ class Contents:
         }
 
     def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
-        """Return the task of the trajectory at each position; an empty text for one that names none.
-
-        Raises:
-            TrajectoryUnavailableError, CorruptStoreError: the index does not know it, and the rollout cannot be read.
-        """
+        """Return the task of the trajectory at each position; an empty text for one that names none."""
         with self.lock:
             index, at = self.index, positions - self.index.first
-            untold = positions[index.fact(TOLD)[at] == 0]
-            for position in untold[index.at("document", untold) > 0].tolist():
-                schema, columns = self._read(position, [DOCUMENT])
-                if schema.kind == "agent":
-                    one, facts = np.array([position]), facts_of(parse_document(columns[DOCUMENT]))
-                    index.tell(index.at("trajectory_id", one), index.at("uuid", one), [facts])
             numbers, which = np.unique(index.fact("task")[at], return_inverse=True)
             texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
             return [texts[one] for one in which.tolist()]

@@ -25,6 +25,7 @@ from trajstore.core.sampling.states import (
     tell_gone,
     whole_in,
 )
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 
 _KEY_BITS = 62
@@ -140,7 +141,8 @@ class EpochSampler(Sampler):
         other = there & (np.diff(ends, prepend=0) != self._sizes.values[entries] if len(self._sizes) else there)
         if other.any():
             raise ConfigurationError(
-                f"state: ends: of trajectory {int(ids[other][0])} it says another number of rows than the buffer"
+                f"state: ends: of trajectory {shown_id(int(ids[other][0]))} it says another number of rows than the "
+                "buffer"
             )
         place = whole_in(state, "place", most=int(ends[-1]) if len(ends) else 0)
         key, epoch = whole_in(state, "key", most=(1 << _KEY_BITS) - 1), whole_in(state, "epoch")

@@ -19,6 +19,7 @@ from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.sampling.base import Additions, FloatArray, IntArray
 from trajstore.core.sampling.roster import Growing
 from trajstore.core.sampling.states import array_in, check_state, whole_in
+from trajstore.core.store.run_ids import shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -283,8 +284,8 @@ def warn_unknown(name: str, additions: Additions) -> bool:
     unknown = additions.ids[additions.versions == UNKNOWN_VERSION]
     if len(unknown):
         logger.warning(
-            "%s: trajectory %d says no policy version, so it is not drawn; record versions, or count by trajectories",
+            "%s: trajectory %s says no policy version, so it is not drawn; record versions, or count by trajectories",
             name,
-            int(unknown[0]),
+            shown_id(int(unknown[0])),
         )
     return bool(len(unknown))

@@ -18,6 +18,7 @@ from trajstore.core.base.arguments import texts, whole, whole_or_none
 from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit, uniform
 from trajstore.core.sampling.states import OF_WHOM, check_sampler_state, described, whole_in
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class GroupSampler(Sampler):
                 self._rollouts[task][number] = version
             elif not self._told:
                 self._told = True
-                logger.warning("groups: trajectory %d names no task, so it is in no group", number)
+                logger.warning("groups: trajectory %s names no task, so it is in no group", shown_id(number))
 
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
         self._inside = None

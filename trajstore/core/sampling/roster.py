@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.sampling.base import IntArray
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError
 
 _LARGE = 1 << 16
@@ -115,7 +116,7 @@ class Roster:
         """
         known = self.find(ids)
         if np.any(known >= 0):
-            raise ConfigurationError(f"trajectory {int(ids[known >= 0][0])} was added twice to a sampler")
+            raise ConfigurationError(f"trajectory {shown_id(int(ids[known >= 0][0]))} was added twice to a sampler")
         first = len(self)
         if self._place is None and len(ids):
             before = self.ids[-1] if first else ids[0] - 1

@@ -16,6 +16,7 @@ import torch
 
 from trajstore.core.base.arguments import INT64_MAX, check_instance, whole
 from trajstore.core.columns.limits import shown
+from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError
 
 IntArray = npt.NDArray[np.int64]
@@ -66,15 +67,8 @@ def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[st
     Raises:
         ConfigurationError: it is no state, or that of a sampler of another kind, or with other fixed arguments.
     """
-    check_state(state, ())
-    then = state.get(OF_WHOM)
-    if then is None:
-        check_state(state, needed)
-        logger.warning(
-            "the state of a sampler does not say which trajectories it is of (an earlier version wrote it); it is "
-            "taken up by their ids"
-        )
-        return
+    check_state(state, (OF_WHOM,))
+    then = state[OF_WHOM]
     fixed, free = mapping_in(then, "fixed"), mapping_in(then, "free")
     check_state(then, ("kind",))
     if not isinstance(then["kind"], str) or then["kind"] != here["kind"]:
@@ -122,7 +116,7 @@ def check_names(what: str, ids: IntArray, then: IntArray, here: IntArray) -> Non
         first = int(other[0])
         raise ConfigurationError(
             f"state: {what} is of other trajectories: {len(other)} of {len(ids)} ids that it names are others here "
-            f"(id {int(ids[first])}: the UUID began with {name_text(int(then[first]))}, here with "
+            f"(id {shown_id(int(ids[first]))}: the UUID began with {name_text(int(then[first]))}, here with "
             f"{name_text(int(here[first]))}). It is of another store, or ids were given anew, as happens where the "
             "stores of a run are united; load what the state was taken of, or begin without it"
         )
@@ -192,7 +186,7 @@ _KINDS: Mapping[Any, str] = {np.int64: "iu", np.float64: "iuf"}
 
 
 def ids_in(state: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Return the ids of trajectories that a state tells, and their names; 0 where it was written without.
+    """Return the ids of trajectories that a state has, and their names.
 
     Raises:
         ConfigurationError: they are none, or one comes twice.
@@ -200,7 +194,7 @@ def ids_in(state: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
     ids = array_in(state, "ids", np.int64)
     if len(np.unique(ids)) < len(ids):
         raise ConfigurationError("state: ids: a trajectory comes twice")
-    return ids, names_in(state, len(ids))
+    return ids, array_in(state, "names", np.int64, len(ids))
 
 
 def whole_in(state: Mapping[str, Any], name: str, least: int = 0, most: int = INT64_MAX) -> int:
@@ -223,11 +217,6 @@ def mapping_in(state: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
     check_instance(f"state: {name}", state[name], Mapping, "a dict")
     found: Mapping[Any, Any] = state[name]
     return found
-
-
-def names_in(state: Mapping[str, Any], count: int) -> IntArray:
-    """Return the names that a state tells beside ``count`` ids; unknown ones where it was written without."""
-    return np.zeros(count, np.int64) if state.get("names") is None else array_in(state, "names", np.int64, count)
 
 
 def tensor_of(values: npt.NDArray[Any]) -> torch.Tensor:

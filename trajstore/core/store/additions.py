@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION
+from trajstore.core.columns.limits import RANGES, UNKNOWN_VERSION
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.facts import fact_columns, facts_to_json, joined
 from trajstore.core.store.log_records import integers, parse_ranges, ranges_of
@@ -36,25 +36,13 @@ def entries_to_json(entries: NewEntries) -> dict[str, Any]:
     }
 
 
-def added_to_json(schemas: Sequence[Any], shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a record says of the shards that a commit adds: of several a list, a single one stands for itself.
-
-    Args:
-        schemas: those that are new, as JSON values.
-        shards: ``number``, ``shard`` (its manifest) and ``entries`` of each, as JSON values.
-    """
-    if len(shards) > 1:
-        return {"schemas": schemas, "shards": shards}
-    return {"number": shards[0]["number"], "schemas": schemas, **shards[0]}
-
-
 def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return number, manifest and entries of each shard that a record adds.
 
     Raises:
         CorruptStoreError: it adds none.
     """
-    shards = record.get("shards", [record])
+    shards = record.get("shards")
     if not isinstance(shards, list) or not shards:
         raise CorruptStoreError("a commit without shards")
     return shards
@@ -78,7 +66,7 @@ class AddedShard:
     row: int
     manifest: ShardManifest
     entries: Mapping[str, Any]
-    committed: int = UNKNOWN_TIME
+    committed: int
 
 
 def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
@@ -103,6 +91,8 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
     weights = [text for one in entries for text in one["weights"]]
     if not all(isinstance(text, str) for text in weights):
         raise TypeError("weights must be strings")
+    if any(("facts" in one.entries) == (one.manifest.schema.kind == "step") for one in added):
+        raise CorruptStoreError("facts are told of rollouts, and of nothing else")
     of_steps = np.repeat(np.array([one.manifest.schema.kind == "step" for one in added], np.bool_), counts)
     rows = _rows_of(extents)
     starts, nbytes = _lay_out(added, counts, rows)

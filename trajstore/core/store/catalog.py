@@ -98,7 +98,7 @@ class Catalog(Committed):
 
         Raises:
             StoreNotFoundError: there is no store.
-            UnsupportedVersionError: a newer trajstore wrote it.
+            UnsupportedVersionError: it has another layout version.
             CorruptStoreError: snapshot or log are damaged; names the file.
         """
         for _ in range(_ATTEMPTS):
@@ -232,23 +232,20 @@ class Catalog(Committed):
             self.next_id = natural(value["next_id"], MAX_ID // 2)
             self.next_shard = natural(value["next_shard"], MAX_ID // 2)
             self.store_id = str(value["store_id"])
-            self.fences = [natural(generation, MAX_GENERATION) for generation in value.get("fences", [])]
+            self.fences = [natural(generation, MAX_GENERATION) for generation in value["fences"]]
             entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
-            if "notes" in value:
-                entries += declared_rows(value["notes"]["columns"]["ids"])
+            entries += declared_rows(value["notes"]["columns"]["ids"])
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories, and values of them")
             self.shards = ShardTable.from_json(value.pop("shards"))
             later = source if self._later else None
             self.index = index_from_json(value.pop("live"), len(self.shards), self._gate, later)
             self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._gate)
-            if "notes" in value:
-                self.notes = Notes.from_json(value.pop("notes"), len(self.shards))
+            self.notes = Notes.from_json(value.pop("notes"), len(self.shards))
         except (*NONSENSE, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
         for index in (self.index, self.pinned):
             self._check_rows(index, source)
-            self._fill_nbytes(index)
             self.notes.lay_over(index)
         self._check_given_rows(source)
         self._schemas = list(self.shards.schemas)

@@ -18,7 +18,7 @@ from trajstore.core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore.core.columns.schema import Extent, Kind, Schema
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
+from trajstore.core.store.additions import AddedShard, added_in, entries_from_json
 from trajstore.core.store.entry_checks import (
     Columns,
     EntryGate,
@@ -39,6 +39,7 @@ from trajstore.core.store.notes import Noted, Notes
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.pin_names import aside_name
 from trajstore.core.store.row_notes import RowShard
+from trajstore.core.store.run_ids import ID_LIMIT, in_run
 from trajstore.core.store.saved_points import PinHead, Pins
 from trajstore.core.store.sealed import (
     INDEX_NAME,
@@ -79,6 +80,16 @@ class Evicted:
 
 
 Change = Added | Evicted | Moved | Noted
+
+
+def change_in_run(change: Change, rank: int) -> Change:
+    """Return a commit of a rank's store with the ids that its trajectories have in the run."""
+    if isinstance(change, Added):
+        ids = in_run(rank, change.columns["trajectory_id"])
+        return replace(change, columns={**change.columns, "trajectory_id": ids})
+    if isinstance(change, Evicted):
+        return replace(change, ranges=in_run(rank, np.minimum(change.ranges, ID_LIMIT - 1)))
+    return replace(change, ids=in_run(rank, change.ids))
 
 
 class Committed:
@@ -140,17 +151,6 @@ class Committed:
         except CorruptStoreError as error:
             raise CorruptStoreError(f"{source}: {error}") from error
 
-    def _fill_nbytes(self, index: TrajectoryIndex) -> None:
-        """Work out the bytes of entries that say 0: conversions of RLinf's directories by early versions do."""
-        unknown = np.flatnonzero((index["nbytes"] == 0) & (index["num_samples"] > 0))
-        if not len(unknown):
-            return
-        columns = {name: index[name][unknown].astype(np.float64) for name in ("steps", "batch", "extra", "document")}
-        widths = np.array([schema.axis_nbytes for schema in self.shards.schemas], np.float64)
-        rows = rows_by_axis(*columns.values())
-        nbytes = (np.stack(rows, axis=1) * widths[self.shards.schema_numbers()[index["shard"][unknown]]]).sum(axis=1)
-        index.note_nbytes(index.first + unknown, np.minimum(nbytes, 2.0**62).astype(np.int64))
-
     # -- applying ---------------------------------------------------------------------------------
 
     def apply_all(self, records: Sequence[Mapping[str, Any]], source: str) -> Iterator[Change]:
@@ -191,7 +191,7 @@ class Committed:
         elif operation == "annotate":
             change = self._annotate_recorded(records[0])
         else:
-            raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
+            raise CorruptStoreError(f"unknown operation {operation!r}")
         self.generation = records[-1]["generation"]
         return change
 
@@ -200,7 +200,7 @@ class Committed:
         added: list[AddedShard] = []
         for record in records:
             schemas += [Schema.from_json(item) for item in record["schemas"]]
-            time = natural(record["time"], RANGES["committed"][1]) if "time" in record else UNKNOWN_TIME
+            time = natural(record["time"], RANGES["committed"][1])
             for one in added_in(record):
                 manifest = manifest_from_json(one["shard"], schemas)
                 row, number = len(self.shards) + len(added), natural(one["number"], MAX_ID // 2)
@@ -453,11 +453,11 @@ class Committed:
                 "next_id": self.next_id,
                 "next_shard": self.next_shard,
                 "store_id": self.store_id,
-                **({"fences": self.fences} if self.fences else {}),
+                "fences": self.fences,
                 "shards": shards.to_json(),
                 "live": index_to_json(self.index, rows[self.index["shard"]]),
                 "pinned": index_to_json(self.pinned, rows[self.pinned["shard"]]),
-                **({"notes": self.notes.to_json(there, given, rows)} if len(self.notes) or self.notes.sources else {}),
+                "notes": self.notes.to_json(there, given, rows),
             }
         )
         return EncodedFile(INDEX_NAME, [seal("snapshot", body)])

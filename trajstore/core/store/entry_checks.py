@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.limits import RANGES, UNKNOWN_VERSION
-from trajstore.core.store.facts import TEXTS
+from trajstore.core.store.facts import AGENT, TEXTS
 from trajstore.errors import CorruptStoreError
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -100,7 +100,7 @@ def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
 
 def fact_ranges(texts: int) -> dict[str, tuple[int, int]]:
     """Return lowest and highest value of the facts that are numbered, where there are so many texts."""
-    return {"terminated": (-1, 1), "told": (0, 1), **dict.fromkeys(TEXTS, (-1, texts - 1))}
+    return {"terminated": (-1, 1), AGENT: (0, 1), **dict.fromkeys(TEXTS, (-1, texts - 1))}
 
 
 def out_of_range(columns: Columns, ranges: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:

@@ -15,14 +15,14 @@ import numpy.typing as npt
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.store.packing import StringTable
 
-TOLD = "told"
-"""Name of the column that says of which rollouts the facts are known."""
+AGENT = "agent"
+"""Name of the column that is 1 of rollouts and 0 of step trajectories."""
 
 TEXTS = ("task", "data_id", "rollout_id")
 """Facts that are texts: numbers of a string table."""
 
 _DTYPES: Mapping[str, npt.DTypeLike] = {
-    TOLD: np.int8,
+    AGENT: np.int8,
     **dict.fromkeys(TEXTS, np.int32),
     **dict.fromkeys(("outcome", "success_rate"), np.float64),
     **dict.fromkeys(("turns", "messages", "response_start"), np.int32),
@@ -72,7 +72,7 @@ def fact_dtype(name: str) -> np.dtype[Any]:
 def unknown(name: str, count: int) -> npt.NDArray[Any]:
     """Return the optional column of so many entries of which nothing is known."""
     dtype = fact_dtype(name)
-    return np.full(count, 0 if name == TOLD else np.nan if dtype.kind == "f" else -1, dtype)
+    return np.full(count, 0 if name == AGENT else np.nan if dtype.kind == "f" else -1, dtype)
 
 
 def facts_to_json(facts: Sequence[Facts]) -> dict[str, list[Any]]:
@@ -84,7 +84,7 @@ def fact_columns(told: Sequence[tuple[Any, int]], table: StringTable) -> dict[st
     """Return the columns of facts of the trajectories of several shards; names that no fact has are passed over.
 
     Args:
-        told: of each shard what :func:`facts_to_json` returned, None where nothing is told; and its trajectories.
+        told: of each shard what :func:`facts_to_json` returned, None of step trajectories; and how many there are.
         table: takes the texts.
 
     Raises:
@@ -92,8 +92,8 @@ def fact_columns(told: Sequence[tuple[Any, int]], table: StringTable) -> dict[st
     """
     if all(facts is None for facts, _ in told):
         return {}
-    columns = {TOLD: np.repeat(np.array([facts is not None for facts, _ in told], np.int8), [n for _, n in told])}
-    for name in dict.fromkeys(name for facts, _ in told for name in facts or () if is_fact(name) and name != TOLD):
+    columns = {AGENT: np.repeat(np.array([facts is not None for facts, _ in told], np.int8), [n for _, n in told])}
+    for name in dict.fromkeys(name for facts, _ in told for name in facts or () if is_fact(name) and name != AGENT):
         values: list[Any] = []
         for facts, count in told:
             some = (facts or {}).get(name)

@@ -29,8 +29,6 @@ from trajstore.core.store.facts import (
     NOTE,
     NOTE_ROWS,
     NOTE_TEXT,
-    fact_columns,
-    facts_to_json,
     is_fact,
     is_note,
     is_optional,
@@ -40,7 +38,7 @@ from trajstore.core.store.facts import (
 from trajstore.core.store.log_records import lie_in
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.row_location import STARTS, RowLocation
-from trajstore.core.store.run_ids import shown_id
+from trajstore.core.store.run_ids import ID_LIMIT, shown_id, spelling_hint
 from trajstore.core.store.waiting import Packed, Waiting
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
@@ -267,7 +265,10 @@ class TrajectoryIndex:
         """
         position = self.find(trajectory_id)
         if position is None:
-            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}")
+            ids = self["trajectory_id"]
+            other = len(ids) and (int(ids[0]) >= ID_LIMIT) != (trajectory_id >= ID_LIMIT)
+            hint = f"; {spelling_hint(trajectory_id)}" if other else ""
+            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}{hint}")
         return position
 
     def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
@@ -383,16 +384,6 @@ class TrajectoryIndex:
         """Forget all values that came late."""
         self.noted += 1
         self._arrays = {name: array for name, array in self._arrays.items() if not is_note(name)}
-
-    def tell(self, ids: IntArray, uuids: npt.NDArray[np.void], facts: Sequence[Mapping[str, Any]]) -> None:
-        """Note facts of rollouts that their commit did not tell; where an id stands for another one by now, nothing."""
-        self._unpack()
-        positions = self.find_many(ids)
-        same = positions >= 0
-        same[same] = self._arrays["uuid"][positions[same]] == uuids[same]
-        some = [one for one, there in zip(facts, same.tolist(), strict=True) if there]
-        columns = fact_columns([(facts_to_json(some), len(some))], self.texts)
-        self._set(positions[same], columns)
 
     def _set(self, positions: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Set facts of some entries; those that the index has no room for are passed over."""

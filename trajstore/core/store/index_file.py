@@ -7,10 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.limits import UNKNOWN_TIME
 from trajstore.core.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
 from trajstore.core.store.facts import MOST_SCORES, fact_dtype, is_fact
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
@@ -28,10 +26,9 @@ def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None)
         shard: rows of their shards, where they are to be others than in the index.
     """
     columns = {name: index[name] for name in COLUMNS} | ({} if shard is None else {"shard": shard})
-    facts = {name: pack(index[name]) for name in index.facts}
     return {
         "columns": {name: pack(column) for name, column in columns.items()},
-        **({"facts": facts} if facts else {}),
+        "facts": {name: pack(index[name]) for name in index.facts},
         "weights": index.texts.to_json(),
     }
 
@@ -54,16 +51,12 @@ def index_from_json(
     index = TrajectoryIndex()
     try:
         packed = value["columns"]
-        facts = {name: column for name, column in value.get("facts", {}).items() if is_fact(name)}
+        facts = {name: column for name, column in value["facts"].items() if is_fact(name)}
         _check_declared(packed, facts)
         every = {**packed, **facts}
-        dtypes = {name: dtype for name, dtype in COLUMNS.items() if name in packed}
-        dtypes |= {name: fact_dtype(name) for name in facts}
+        dtypes = {**COLUMNS, **{name: fact_dtype(name) for name in facts}}
         waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
         columns = _unpacked(every, dtypes)
-        columns.setdefault("committed", np.full(len(columns["trajectory_id"]), UNKNOWN_TIME))
-        if lacking := COLUMNS.keys() - columns.keys() - waiting.keys():
-            raise KeyError(*lacking)
         index.texts = StringTable.from_json(value["weights"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not an index: {error}") from error
@@ -123,7 +116,7 @@ def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) ->
 _LONG = 1 << 18
 """Entries from which on a second thread is worth its start."""
 
-_LEAST_NBYTES = 2  # of an entry within a file: its UUID, of which earlier versions chose many with the same beginning
+_LEAST_NBYTES = 2  # of an entry within a file: its UUID, and many may begin alike
 
 _MOST_FACTS = MOST_SCORES + 16
 
@@ -140,7 +133,7 @@ def _check_declared(packed: Mapping[str, Any], facts: Mapping[str, Any]) -> None
         raise CorruptStoreError(
             f"the index has {len(facts)} facts of each rollout, the most that can be is {_MOST_FACTS}"
         )
-    for name, column in (*((name, packed[name]) for name in COLUMNS.keys() & packed.keys()), *facts.items()):
+    for name, column in (*((name, packed[name]) for name in COLUMNS), *facts.items()):
         if declared_rows(column) != count:
             raise CorruptStoreError(f"index column {name} has {declared_rows(column)} entries, not {count}")
     if count * _LEAST_NBYTES > len(packed["uuid"]["data"]) + 1024:

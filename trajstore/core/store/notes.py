@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,6 @@ _COLUMNS: Mapping[str, npt.DTypeLike] = {
     "starts": np.int64,
 }
 
-_ADDED = {"shards": _NO_SHARD, "starts": 0}
-"""What the columns have that layout version 6 lacks."""
-
 _HAS_ROWS = 1.0
 """Stands in ``numbers`` for rows that were given, whether or not they are still kept."""
 
@@ -68,22 +65,24 @@ class Note:
     """A value that a trajectory was given.
 
     Attributes:
-        trajectory_id: of the trajectory.
+        trajectory_id: of the trajectory; of a run asked for as ``"2/1"``, so too.
         name: of the value.
         value: None where an earlier one was taken back; of values by row a text that says what they are.
         who: gave it; an empty text if nothing was said.
         time: when, in µs since 1970, by the clock of who gave it.
         generation: of the commit that brought it.
-        in_force: whether it counts: a rollback to an earlier point takes it back.
+        in_force: whether it counts now: no rollback took it back, and no later value or None replaced it.
+        rolled_back: whether a rollback to an earlier point took it back.
     """
 
-    trajectory_id: int
+    trajectory_id: int | str
     name: str
     value: Value
     who: str
     time: int
     generation: int
     in_force: bool
+    rolled_back: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +214,8 @@ class Notes:
             "times": said.time,
             "generations": generation,
             "void": 0,
-            **_ADDED,
+            "shards": _NO_SHARD,
+            "starts": 0,
             **values,
         }
         part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
@@ -334,7 +334,11 @@ class Notes:
                 value = rows_in_words(kind) if is_rows(kind) and value is not None else value
                 name, who = names[int(part["names"][at])], self._words[int(part["who"][at])]
                 time, generation = int(part["times"][at]), int(part["generations"][at])
-                found.append(Note(trajectory_id, name, value, who, time, generation, not part["void"][at]))
+                gone = bool(part["void"][at])
+                found.append(Note(trajectory_id, name, value, who, time, generation, False, gone))
+        counts = {note.name: at for at, note in enumerate(found) if not note.rolled_back}
+        for at in counts.values():
+            found[at] = replace(found[at], in_force=found[at].value is not None)
         return found
 
     # -- on disk ----------------------------------------------------------------------------------
@@ -375,13 +379,10 @@ class Notes:
         notes = cls()
         try:
             packed, kinds, sources = value["columns"], dict(value["names"]), value["sources"]
-            there = [name for name in _COLUMNS if name in packed or name not in _ADDED]
-            rows = {declared_rows(packed[name]) for name in there}
+            rows = {declared_rows(packed[name]) for name in _COLUMNS}
             if len(rows) != 1:
                 raise ValueError("columns have different lengths")
-            columns = {name: unpack(packed[name], _COLUMNS[name]) for name in there}
-            for name, missing in _ADDED.items():
-                columns.setdefault(name, np.full(len(columns["ids"]), missing, _COLUMNS[name]))
+            columns = {name: unpack(packed[name], dtype) for name, dtype in _COLUMNS.items()}
             notes._words = StringTable.from_json(value["words"])
             for name, kind in kinds.items():
                 if not NAME.fullmatch(name) or not (kind in ("text", "number") or is_kind_of_rows(kind)):

@@ -27,7 +27,7 @@ _PIECE = 1 << 19
 _MAX_TEXT_INFLATION = 256  # of strings of which no two are equal, or not soon after each other
 
 _FEW_BYTES, _FEW_STRINGS = 1 << 20, 1 << 16
-"""What a table may have in any case: earlier versions added a string once more each time a store was opened."""
+"""Bytes and strings that a table may claim whatever its size: a text may be stored again after many others."""
 
 _RECENT = 1024
 """Strings that are known when they come again."""

@@ -1,6 +1,8 @@
-"""Ids of a run directory: rank and the id that the rank's own store gave, in one number. Pure.
+"""Ids of trajectories: how they are numbered, written and read. Pure.
 
-Rank 0's are those of its store, and so are the ids of a store that is read alone.
+A single store numbers its trajectories from 0. In a run directory an id is the rank and the id in the rank's store,
+written ``2/1`` and kept as one number. Numbers of a run are at least :data:`ID_LIMIT`, so each number tells which of
+the two it is.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ ID_LIMIT = 1 << _ID_BITS
 RANK_LIMIT = 1 << 19
 """Ranks are below it."""
 
+ALONE = -1
+"""In place of a rank: a single store."""
+
+SINGLE_EXAMPLE, RUN_EXAMPLE = "17", "0/17"
+
 _T = TypeVar("_T", int, npt.NDArray[np.int64])
 
 
 def in_run(rank: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the ids that trajectories of a rank have in its run, ``[n]``.
+    """Return the ids that trajectories of a rank have in its run, ``[n]``; those of :data:`ALONE` are unchanged.
 
     Raises:
-        CorruptStoreError: the store's ids, or the rank, are too high for it.
+        CorruptStoreError: the store's ids, or the rank, are too high.
     """
     if rank >= RANK_LIMIT or (len(ids) and int(ids.max()) >= ID_LIMIT):
         highest = int(ids.max(initial=0))
@@ -36,12 +43,12 @@ def in_run(rank: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             f"rank_{rank}: ranks of a run are below {RANK_LIMIT:,} and the ids of their stores below {ID_LIMIT:,}, "
             f"here up to {highest:,}; load the rank's folder by its own path"
         )
-    return ids + (rank << _ID_BITS)
+    return ids + (rank + 1 << _ID_BITS)
 
 
 def rank_of_id(number: _T) -> _T:
-    """Return the rank of an id, or of each."""
-    return number >> _ID_BITS
+    """Return the rank of an id, or of each; :data:`ALONE` for ids of a single store."""
+    return (number >> _ID_BITS) - 1
 
 
 def own_id(number: _T) -> _T:
@@ -50,34 +57,62 @@ def own_id(number: _T) -> _T:
 
 
 def shown_id(number: int) -> str:
-    """Return an id as messages and commands say it: ``3/17``; ``17`` for that of rank 0, or of a store read alone."""
+    """Return an id as text: ``2/1`` of a run, ``17`` of a single store."""
     return f"{rank_of_id(number)}/{own_id(number)}" if number >= ID_LIMIT else str(number)
 
 
+def written_id(number: int) -> int | str:
+    """Return an id as JSON, CSV and Parquet have it: ``"2/1"`` of a run, the number 17 of a single store."""
+    return shown_id(number) if number >= ID_LIMIT else number
+
+
+def compared_id(number: int) -> int | str:
+    """Return an id as conditions compare it: ``'2/1'`` with its quotes, or the number 17."""
+    return f"'{shown_id(number)}'" if number >= ID_LIMIT else number
+
+
+def parsed_id(text: str) -> int | None:
+    """Return the number of an id written as text, ``17`` or ``2/1``; None if it is neither."""
+    rank, slash, own = text.rpartition("/")
+    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in (rank or "0", own)) or (
+        slash and (not rank or int(rank) >= RANK_LIMIT or int(own) >= ID_LIMIT)
+    ):
+        return None
+    number = (int(rank) + 1 << _ID_BITS | int(own)) if slash else int(own)
+    return number if number < (RANK_LIMIT + 1) * ID_LIMIT else None
+
+
 def id_from(field: str, value: Any) -> int:
-    """Return an id that a user gave: a whole number, as text too, or what :func:`shown_id` makes of it.
+    """Return the number of an id that a user gave: a whole number, or text as :func:`shown_id` writes it.
 
     Raises:
         ConfigurationError: it is neither.
     """
     if not isinstance(value, str):
         return whole(field, value, -INT64_MAX)
-    rank, _, own = value.rpartition("/") if "/" in value else ("0", "", value)
-    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in (rank, own)):
-        raise ConfigurationError(f"{field}: {value!r}, must be an id (17), or rank and id as they are shown ('3/17')")
-    highest = ID_LIMIT if "/" in value else RANK_LIMIT * ID_LIMIT
-    if int(rank) >= RANK_LIMIT or int(own) >= highest:
-        raise ConfigurationError(f"{field}: {value!r} is too high for an id")
-    return int(rank) << _ID_BITS | int(own)
+    number = parsed_id(value)
+    if number is None:
+        raise ConfigurationError(
+            f"{field}: {value!r}, must be an id as it is shown: {SINGLE_EXAMPLE} in a single store, '{RUN_EXAMPLE}' "
+            f"(rank and id) in a run directory; ranks are below {RANK_LIMIT:,} and their ids below {ID_LIMIT:,}"
+        )
+    return number
 
 
 def ids_from(field: str, values: Any) -> list[int]:
-    """Return ids that a user gave, each as :func:`id_from` takes it.
+    """Return the numbers of ids that a user gave, each as :func:`id_from` takes it.
 
     Raises:
         ConfigurationError: one is no id.
     """
     if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
         return [id_from(field, value) for value in values]
-    found: list[int] = whole_numbers(field, values).tolist()
-    return found
+    numbers: list[int] = whole_numbers(field, values).tolist()
+    return numbers
+
+
+def spelling_hint(number: int) -> str:
+    """Return what to write instead of an id that a place cannot have: a plain one in a run, or the other way round."""
+    if number < ID_LIMIT:
+        return f"in a run directory an id is rank and id, such as '0/{max(number, 0)}'"
+    return f"in a single store an id is a number, such as {SINGLE_EXAMPLE}"

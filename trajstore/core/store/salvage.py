@@ -72,11 +72,11 @@ class SalvagedCatalog(Catalog):
 
         Raises:
             StoreNotFoundError: there is no store.
-            UnsupportedVersionError: a newer trajstore wrote it.
+            UnsupportedVersionError: it has another layout version.
             CorruptStoreError: neither the index nor the log says what is in it.
         """
         catalog = cls(directory)
-        catalog.metadata()  # first: a newer layout is not to be guessed at
+        catalog.metadata()  # first: another layout is refused
         catalog._load_snapshot()
         catalog._lost.begins(catalog.next_id)
         catalog.load_pins()  # first: what is evicted stays where a pin names it
@@ -225,7 +225,8 @@ class SalvagedCatalog(Catalog):
             told = record.get("rows", record) if record["operation"] == "annotate" else record
             if told.get("schemas") and record["operation"] in ("add", "annotate"):
                 # The schemas that a record tells are those of its own shards, and have the highest numbers of these.
-                last = max(natural(one["shard"]["schema"]) for one in added_in(told))
+                shards = [told] if "rows" in record else added_in(told)
+                last = max(natural(one["shard"]["schema"]) for one in shards)
                 number = max(last + 1 - len(told["schemas"]), 0)
                 self._schemas += [_LOST] * (number - len(self._schemas))
                 del self._schemas[number:]
@@ -271,7 +272,7 @@ def open_leniently(directory: Directory) -> tuple[Catalog, list[Damage]]:
 
     Raises:
         StoreNotFoundError: there is no store.
-        UnsupportedVersionError: a newer trajstore wrote it.
+        UnsupportedVersionError: it has another layout version.
         CorruptStoreError: neither the index nor the log says what is in it.
     """
     try:

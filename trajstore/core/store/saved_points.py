@@ -151,8 +151,8 @@ class Pins:
             raise CorruptStoreError(f"{source}: does not name any trajectories; restore it from a copy")
         if any("\udc80" <= character <= "\udcff" for character in file):  # how Python says bytes that it cannot decode
             raise CorruptStoreError(f"{source!a}: this name cannot be read here; {IN_UTF8}")
-        if value.get("name", _name_in(file)) != _name_in(file):  # pins of early versions do not say it
-            raise CorruptStoreError(f"{source}: is the pin {value['name']!r}; restore it from a copy")
+        if value.get("name") != _name_in(file):
+            raise CorruptStoreError(f"{source}: is the pin {value.get('name')!r}; restore it from a copy")
         return value
 
     @property

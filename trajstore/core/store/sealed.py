@@ -42,10 +42,8 @@ _OF_METADATA = (
 """What is lost with a ``metadata.json``, and what to do."""
 
 LAYOUT = "trajstore"
-LAYOUT_VERSION = 7
-"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several.
-5: or say when. 6: or tell facts of rollouts.
-"""
+LAYOUT_VERSION = 1
+"""Version of the layout on disk; directories of other versions are refused."""
 
 _FOR_RLINF = (
     b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '
@@ -59,11 +57,6 @@ def _between(name: str) -> bytes:
     return b'",%b"%b":' % (_FOR_RLINF if name == "snapshot" else b"", name.encode())
 
 
-def _heads(name: str) -> tuple[bytes, bytes]:
-    """Return what may stand there: of this layout, and of layout 1."""
-    return _between(name), b'","%b":' % name.encode()
-
-
 def seal(name: str, body: bytes) -> bytes:
     """Return a JSON file ``{"crc32": ..., name: body}`` whose checksum covers ``body``."""
     return b'{"crc32":"%08x%b' % (zlib.crc32(body), _between(name)) + body + b"}"
@@ -71,7 +64,7 @@ def seal(name: str, body: bytes) -> bytes:
 
 def begins_sealed(name: str, data: bytes) -> bool:
     """Return whether a file begins as :func:`seal` begins it, damaged behind that or not."""
-    return data[:10] == b'{"crc32":"' and any(data.startswith(head, 18) for head in _heads(name))
+    return data[:10] == b'{"crc32":"' and data.startswith(_between(name), 18)
 
 
 def unseal(name: str, data: bytes, source: str) -> Any:
@@ -80,10 +73,9 @@ def unseal(name: str, data: bytes, source: str) -> Any:
     Raises:
         CorruptStoreError: it is no such file, or its checksum does not fit.
     """
-    head = next((18 + len(text) for text in _heads(name) if data.startswith(text, 18)), 0)
-    if data[:10] != b'{"crc32":"' or not head or data[-1:] != b"}":
+    if not begins_sealed(name, data) or data[-1:] != b"}":
         raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
-    body = memoryview(data)[head:-1]
+    body = memoryview(data)[18 + len(_between(name)) : -1]
     if data[10:18] != b"%08x" % zlib.crc32(body):
         raise CorruptStoreError(f"{source}: the checksum does not fit the content{FROM_A_COPY}")
     try:
@@ -117,7 +109,7 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
 
     Raises:
         CorruptStoreError: it is damaged.
-        UnsupportedVersionError: a newer trajstore wrote it.
+        UnsupportedVersionError: it has another layout version.
     """
     try:
         values = decode_document(data)
@@ -138,9 +130,10 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
     version = values.get("layout_version")
     if not isinstance(version, int):
         raise CorruptStoreError(f"{source}: damaged (layout_version {str(version)[:40]!r}); {_OF_METADATA}")
-    if version > LAYOUT_VERSION:
+    if version != LAYOUT_VERSION:
         raise UnsupportedVersionError(
-            f"{source}: written with layout version {version}, this trajstore reads up to {LAYOUT_VERSION}; upgrade it"
+            f"{source}: has layout version {version}, and this trajstore reads version {LAYOUT_VERSION} alone; open it "
+            "with the trajstore that wrote it"
         )
     checksum = values.pop("crc32", None)
     try:

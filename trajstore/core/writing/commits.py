@@ -14,7 +14,7 @@ import orjson
 
 from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.additions import added_to_json, by_id
+from trajstore.core.store.additions import by_id
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import Said
 from trajstore.core.store.log_records import encode_line, manifest_to_json
@@ -107,17 +107,15 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
                     "generation": catalog.generation + 1 + offset,
                     "operation": "add",
                     "time": time,
-                    **added_to_json(
-                        schemas.news(),
-                        [
-                            {
-                                "number": shard.number,
-                                "shard": manifest_to_json(shard.manifest, schema),
-                                "entries": orjson.Fragment(shard.record),
-                            }
-                            for shard, schema in zip(shards, numbers, strict=True)
-                        ],
-                    ),
+                    "schemas": schemas.news(),
+                    "shards": [
+                        {
+                            "number": shard.number,
+                            "shard": manifest_to_json(shard.manifest, schema),
+                            "entries": orjson.Fragment(shard.record),
+                        }
+                        for shard, schema in zip(shards, numbers, strict=True)
+                    ],
                 }
             )
         )

@@ -8,7 +8,6 @@ from trajstore.core.files.base import FULL, Directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, segment_name
 from trajstore.core.store.saved_points import PINS_FOLDER
-from trajstore.core.store.sealed import LAYOUT_VERSION
 from trajstore.core.writing.fencing import fence
 from trajstore.core.writing.maintenance import STORE_FOLDERS, Garbage, check_unused
 from trajstore.core.writing.snapshots import Snapshots
@@ -44,8 +43,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
     if not directory.can_append:
         fence(directory, catalog)  # before anything is judged to be left over
     garbage = Garbage(directory, catalog)
-    older = catalog.metadata()["layout_version"] < LAYOUT_VERSION
-    if older or catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+    if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
         # Behind a fence always: what an earlier writer knows of the index must not be true any more.
         # Start on a clean segment: a torn last record is left behind with its segment.
         segments = directory.names(LOG_FOLDER)
@@ -53,10 +51,9 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
             snapshots.write(catalog, garbage)
         except StoreWriteError as error:
             cause = error.__cause__
-            if older or not (isinstance(cause, OSError) and cause.errno in FULL):
+            if not (isinstance(cause, OSError) and cause.errno in FULL):
                 raise
-            # So that a full disk can be opened, and something be evicted. (A store of an older layout needs a
-            # snapshot first: what reads that layout could not read records of this one.)
+            # So that a full disk can be opened, and something be evicted.
             logger.warning("%s; the log that is there is continued", error)
             _cut_torn_record(directory, catalog)
             return catalog, garbage, catalog.segment

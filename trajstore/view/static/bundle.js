@@ -31,14 +31,14 @@ export function bundle() {
 
 /** Returns the number of an id as it is shown; see store/run_ids.py. */
 function numberOf(shown) {
-  const [own, rank = "0"] = shown.split("/").reverse();
-  return Number(rank) * 2 ** 42 + Number(own);
+  const [own, rank = "-1"] = shown.split("/").reverse();
+  return (Number(rank) + 1) * 2 ** 42 + Number(own);
 }
 
 // Conditions to which the page itself links. Others are SQL, which takes a server.
 const CONDITIONS = [
   [/^version_high = (-?\d+)$/, (row, version) => row.version_high === Number(version)],
-  [/^trajectory_id between (\d+) and (\d+)$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= Number(first) && numberOf(id) <= Number(last)],
+  [/^trajectory_id between '?([\d/]+)'? and '?([\d/]+)'?$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= numberOf(first) && numberOf(id) <= numberOf(last)],
   [/^not readable$/, (row) => row.readable === false],
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],
   [/^difficulty = (\d+)$/, (row, difficulty) => row.difficulty === Number(difficulty)],

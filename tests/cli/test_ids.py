@@ -1,0 +1,245 @@
+"""One spelling of ids: ``2/1`` in a run directory, plain numbers in a single store, the same in every command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.stores import Run
+from tests.stores import opened, stored
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.operations.mending import prune
+from trajstore.operations.trajectory_report import inspect_trajectory
+
+polars = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def rollout(task: str) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.arange(6),
+        task_id=task,
+        messages=[{"role": "user", "content": task}],
+        reward=Reward(outcome=1.0),
+    )
+
+
+RUN = [f"{rank}/{own}" for rank in range(3) for own in range(4)]
+SINGLE = list(range(4))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    """Three ranks with four rollouts each."""
+    for rank in range(3):
+        stored(tmp_path / "run" / f"rank_{rank}", [rollout(f"t{rank}{own}") for own in range(4)])
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return stored(tmp_path / "single", [rollout(f"t{own}") for own in range(4)])
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def csv_of(text: str) -> list[str]:
+    return [row["trajectory_id"] for row in csv.DictReader(StringIO(text))]
+
+
+def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path: Path, run: Run) -> None:
+    every = ("--sort", "trajectory_id", "--limit", "0")
+    table = [line.split()[0] for line in run.out("list", ranks, *every).splitlines()[1:]]
+    assert table == RUN
+    assert [row["trajectory_id"] for row in run.json("list", ranks, *every)] == RUN
+    assert csv_of(run.out("list", ranks, *every, "--csv")) == RUN
+    sql = "select trajectory_id, max(trajectory_id) as newest from trajectories group by trajectory_id order by 1"
+    assert [(row["trajectory_id"], row["newest"]) for row in run.json("query", ranks, sql)] == [(n, n) for n in RUN]
+    assert csv_of(run.out("query", ranks, sql, "--csv")) == RUN
+    assert run.out("query", ranks, "select min(trajectory_id) from trajectories").split()[-1] == "0/0"
+    told = [json.loads(line) for line in run.out("tail", ranks, "--last", "12", "--json").splitlines()]
+    assert sorted(row["trajectory_id"] for row in told) == RUN
+    assert "trajectory_id 0/3" in run.out("tail", ranks, "--last", "12")
+    run.out("export", ranks, tmp_path / "out.jsonl")
+    assert sorted(row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")) == RUN
+    run.out("export", ranks, tmp_path / "parts", "--to", "parquet")
+    assert sorted(polars.read_parquet(tmp_path / "parts")["trajectory_id"].to_list()) == RUN
+    assert run.json("inspect", ranks, "--trajectory", "0/3")["trajectory_id"] == "0/3"
+    assert "rollout 0/3" in run.out("inspect", ranks, "--trajectory", "0/3")
+    assert inspect_trajectory(ranks, "2/1")["trajectory_id"] == "2/1"
+
+
+def test_every_command_writes_ids_of_a_single_store_as_numbers(single: Path, tmp_path: Path, run: Run) -> None:
+    assert [row["trajectory_id"] for row in run.json("list", single, "--sort", "trajectory_id")] == SINGLE
+    told = [json.loads(line) for line in run.out("tail", single, "--json").splitlines()]
+    assert [row["trajectory_id"] for row in told] == SINGLE
+    run.out("export", single, tmp_path / "out.jsonl")
+    assert [row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")] == SINGLE
+    run.out("export", single, tmp_path / "parts", "--to", "parquet")
+    assert polars.read_parquet(tmp_path / "parts")["trajectory_id"].to_list() == SINGLE
+    assert run.json("inspect", single, "--trajectory", 3)["trajectory_id"] == 3
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_an_export_is_joined_with_a_query(ranks: Path, single: Path, tmp_path: Path, run: Run, form: str) -> None:
+    read = polars.read_ndjson if form == "jsonl" else polars.read_parquet
+    for path, count in ((ranks, 12), (single, 4)):
+        target = tmp_path / f"{path.name}.{form}"
+        run.out("export", path, target, "--to", form)
+        facts = polars.DataFrame(run.json("query", path, "select trajectory_id, task from trajectories"))
+        joined = read(target).join(facts, on="trajectory_id")
+        assert len(joined) == count
+        assert (joined["task"] == joined["task_id"]).all()
+        (tmp_path / "facts.csv").write_text(
+            run.out("query", path, "select trajectory_id, task from trajectories", "--csv")
+        )
+        assert len(read(target).join(polars.read_csv(tmp_path / "facts.csv"), on="trajectory_id")) == count
+
+
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ("trajectory_id = '2/1'", ["2/1"]),
+        ("'2/1' = trajectory_id", ["2/1"]),
+        ("\"trajectory_id\" = '0/3'", ["0/3"]),
+        ("trajectory_id in ('2/1','0/3')", ["0/3", "2/1"]),
+        ("trajectory_id NOT IN ( '2/1' , '0/3' ) and rank <> 1", ["0/0", "0/1", "0/2", "2/0", "2/2", "2/3"]),
+        ("trajectory_id != '1/0' and rank = 1", ["1/1", "1/2", "1/3"]),
+        ("trajectory_id between '0/3' and '1/1'", ["0/3", "1/0", "1/1"]),
+        ("trajectory_id >= '2/2'", ["2/2", "2/3"]),
+        ("task = '2/1'", []),
+        ("trajectory_id % 4 = 1 and rank = 2", ["2/1"]),
+    ],
+)
+def test_a_quoted_id_names_a_trajectory_of_a_run(ranks: Path, run: Run, condition: str, found: list[str]) -> None:
+    rows = run.json("list", ranks, "--where", condition, "--sort", "trajectory_id", "--limit", "0")
+    assert [row["trajectory_id"] for row in rows] == found
+    sql = f"select t.trajectory_id from trajectories t where {condition} order by trajectory_id"
+    assert [row["trajectory_id"] for row in run.json("query", ranks, sql)] == found
+    with TrajectoryReplayBuffer.open(ranks) as reader:
+        ids = reader.query().where(condition).ids().tolist()
+        assert len(ids) == len(found)
+        assert sorted(ids) == sorted(
+            number for name in found for number in reader.query().where(f"trajectory_id = '{name}'").ids().tolist()
+        )
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("trajectory_id = 2/1", "trajectory_id = '2/1'"),
+        ("trajectory_id in (2/1, 3/1)", "trajectory_id in ('2/1', '3/1')"),
+        ("2/1 = trajectory_id", "'2/1' = trajectory_id"),
+        ("trajectory_id <> 2 / 1", "trajectory_id <> '2/1'"),
+        ("trajectory_id = 1", "'0/1'"),
+        ("trajectory_id < 2", "'0/2'"),
+        ("trajectory_id = '1'", "'0/1'"),
+        ("trajectory_id = 'newest'", "'0/17'"),
+    ],
+)
+def test_another_spelling_is_refused_in_a_run(ranks: Path, run: Run, condition: str, said: str) -> None:
+    assert said in run.err("list", ranks, "--where", condition)
+    assert said in run.err("prune", ranks, "--where", condition, "--yes")
+    assert said in run.err("query", ranks, f"select task from trajectories where {condition}")
+    assert said in run.err("export", ranks, ranks.parent / "out", "--where", condition)
+    assert said in run.err("tail", ranks, "--where", condition)
+    assert len(run.json("list", ranks, "--limit", "0")) == 12
+
+
+@pytest.mark.parametrize("condition", ["trajectory_id = '2/1'", "trajectory_id in ('1', '3')", "trajectory_id = 2/1"])
+def test_another_spelling_is_refused_in_a_single_store(single: Path, run: Run, condition: str) -> None:
+    for words in (("list",), ("prune", "--yes")):
+        complaint = run.err(*words[:1], single, "--where", condition, *words[1:])
+        assert "trajectory_id = 17" in complaint
+    with TrajectoryReplayBuffer.open(single) as reader, pytest.raises(ConfigurationError, match="trajectory_id = 17"):
+        reader.query().where(condition).ids()
+
+
+def test_prune_evicts_the_trajectory_that_is_named(ranks: Path, run: Run) -> None:
+    assert run.json("prune", ranks, "--where", "trajectory_id in ('2/1', '0/3')", "--yes")["trajectories"] == 2
+    left = [row["trajectory_id"] for row in run.json("list", ranks, "--sort", "trajectory_id", "--limit", "0")]
+    assert left == [name for name in RUN if name not in ("2/1", "0/3")]
+    assert prune(ranks, "trajectory_id = '1/0'").trajectories == 1
+
+
+def test_values_are_given_by_the_ids_that_are_shown(ranks: Path, single: Path, run: Run) -> None:
+    run.out("annotate", ranks, "0/3", "2/1", "--set", "judge=0.5")
+    annotate(ranks, "1/1", {"judge": 0.75})
+    with TrajectoryReplayBuffer.open(ranks) as reader:
+        rows = reader.query().where("judge is not null").select("trajectory_id", "judge").order_by("judge").rows()
+        annotate(ranks, [row["trajectory_id"] for row in rows], {"seen": 1.0})
+    words = ("--where", "seen = 1", "--columns", "trajectory_id,judge", "--sort", "trajectory_id")
+    assert run.out("list", ranks, *words, "--csv").split()[1:] == ["0/3,0.5", "1/1,0.75", "2/1,0.5"]
+    for wrong, said in (("3", "'0/3'"), ("5/1", "rank 5")):
+        assert said.strip("'") in run.err("annotate", ranks, wrong, "--set", "judge=1")
+    with pytest.raises(StoreNotFoundError, match="0/3"):
+        annotate(ranks, 3, {"judge": 1.0})
+    with pytest.raises(StoreNotFoundError, match="17"):
+        annotate(single, "0/3", {"judge": 1.0})
+
+
+def test_the_history_of_values_names_the_id_that_was_asked_for(ranks: Path, single: Path) -> None:
+    for path, name in ((ranks, "1/3"), (ranks, "0/3"), (single, 3)):
+        annotate(path, name, {"judge": 0.5})
+        assert [note.trajectory_id for note in notes_of(path, name)] == [name]
+    with TrajectoryReplayBuffer.open(ranks) as reader:
+        (number,) = reader.query().where("trajectory_id = '1/3'").ids().tolist()
+    assert [note.trajectory_id for note in notes_of(ranks, number)] == [number]
+
+
+def test_only_the_value_that_counts_is_in_force(single: Path) -> None:
+    for value in (0.5, 0.75, None):
+        annotate(single, 0, {"judge": value})
+    assert [(note.value, note.in_force) for note in notes_of(single, 0)] == [(0.5, False), (0.75, False), (None, False)]
+    annotate(single, 0, {"judge": 0.25})
+    assert [note.in_force for note in notes_of(single, 0)] == [False, False, False, True]
+    assert [note["in_force"] for note in inspect_trajectory(single, 0)["notes"]] == [False, False, False, True]
+    with opened(single) as writer:
+        writer.points.save(1)
+        annotate(writer, [0], {"judge": [1.0]})
+        assert [note.in_force for note in notes_of(writer, 0)][-2:] == [False, True]
+        writer.points.rollback(1)
+        assert [(note.in_force, note.rolled_back) for note in notes_of(writer, 0)][-2:] == [
+            (True, False),
+            (False, True),
+        ]
+
+
+def test_messages_about_a_run_name_rank_and_id(ranks: Path, run: Run) -> None:
+    with TrajectoryReplayBuffer.open(ranks) as reader:
+        with pytest.raises(TrajectoryUnavailableError, match="0/17"):
+            reader.get("0/17")
+        with pytest.raises(TrajectoryUnavailableError, match="17"):
+            reader.get(17)
+        assert reader.get("0/3").task_id == "t03"
+    assert "0/17" in run.err("inspect", ranks, "--trajectory", "0/17")
+    with opened(ranks / "rank_0") as writer:
+        writer.evict([3])
+    with TrajectoryReplayBuffer.open(ranks) as reader, pytest.raises(TrajectoryUnavailableError, match="0/3"):
+        reader.get("0/3")
+
+
+def test_a_run_of_one_rank_is_a_run(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "run"
+    with opened(path / "rank_0") as writer, TrajectoryReplayBuffer() as reader:
+        writer.add_trajectories([rollout("a"), rollout("b")])
+        writer.flush()
+        reader.load_checkpoint(path)
+        assert [row["trajectory_id"] for row in run.json("list", path, "--sort", "trajectory_id")] == ["0/0", "0/1"]
+        writer.add_trajectories([rollout("c")])
+        writer.evict([0])
+        annotate(writer, [1], {"judge": 0.5})
+        writer.flush()
+        assert reader.refresh()
+        facts = reader.query().select("trajectory_id", "judge", "task").order_by("trajectory_id").rows()
+        assert [(row["judge"], row["task"]) for row in facts] == [(0.5, "b"), (None, "c")]
+        assert [row["trajectory_id"] for row in run.json("list", path, "--sort", "trajectory_id")] == ["0/1", "0/2"]
+        assert reader.get("0/2").task_id == "c"
