@@ -6,8 +6,9 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +44,11 @@ from trajstore.core.sampling.draws import Draws, Window
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.core.store.run_ids import id_from
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
-from trajstore.query import RELATIONS, Facts, Query
-from trajstore.query.relations import TRAJECTORIES, late_columns, read_rows, scan
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
+    from trajstore.query.reader import Queries
 
 
 class Reader(Closing):
@@ -78,7 +81,7 @@ class Reader(Closing):
         self._draws = draws
         self._format = get_format(self.trajectory_format)
         self._storage_options = storage_options
-        self._facts = Facts(live.locked)
+        self._queries: Queries | None = None
         self._counter = 0
 
     @staticmethod
@@ -299,11 +302,10 @@ class Reader(Closing):
         Raises:
             ConfigurationError: there is no such relation.
         """
-        return Query(
-            self._facts.table,
-            partial(scan, partial(read_rows, self.live.locked), partial(late_columns, self.live.locked)),
-            one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
-        )
+        if self._queries is None:
+            # Queries are above the core, which loads them on first use.
+            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self.live.locked))
+        return self._queries.query(relation)
 
     @property
     def closed(self) -> bool:
