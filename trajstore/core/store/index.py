@@ -191,6 +191,19 @@ class TrajectoryIndex:
         """Return the running total of samples before a position."""
         return int(self.ends[position - 1]) if position else 0
 
+    def find_rows(self, samples: IntArray, first: int, end: int) -> tuple[IntArray, IntArray]:
+        """Return position and row of samples, counted from the first sample of the window ``[first, end)``."""
+        positions, rows = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+        kernels.find_rows(samples, first, end, self.ends, positions, rows)
+        return positions, rows
+
+    def place_rows(self, positions: IntArray, rows: IntArray) -> IntArray:
+        """Return where rows of trajectories are in their tables, on each axis that can be sampled: ``[3, n]``."""
+        places = np.empty((3, len(positions)), np.int64)
+        columns = self.by_position("start_samples", "start_extra", "steps", "batch", "extra")
+        kernels.place_rows(positions, np.ascontiguousarray(rows, np.int64), *columns, places)
+        return places
+
     def append(self, columns: Mapping[str, npt.ArrayLike]) -> range:
         """Add entries, given by column, and return their positions.
 
@@ -345,7 +358,7 @@ class TrajectoryIndex:
         """
         self._own_locations()
         columns = self.by_position(self.table, *STARTS)
-        kernels().set_locations(*columns, positions, np.array(locations, np.int64).reshape(-1, len(columns)))
+        kernels.set_locations(*columns, positions, np.array(locations, np.int64).reshape(-1, len(columns)))
 
     def _own_locations(self) -> None:
         """Have arrays of locations that no index with another table reads, before they are changed."""
