@@ -157,7 +157,7 @@ def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str
         ("s3_url", "pt", {}),
         ("memory_url", "pkl", {}),
         ("s3_url", "zarr", {}),
-        ("memory_url", "zarr", {"codec": "zstd", "chunk_bytes": 64, "shard_chunks": 2}),
+        ("memory_url", "zarr", {"codec": "zstd", "chunk_bytes": 64}),
     ],
 )
 def test_a_buffer_lives_in_an_object_store(
