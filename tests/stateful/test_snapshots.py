@@ -1,6 +1,6 @@
 """Snapshots against a model in plain Python: ids, rows, late values and saved points, through crashes and copies.
 
-For an hour: ``python -m pytest -m campaign tests/stateful/test_snapshots.py`` with ``TRAJSTORE_SNAPSHOT_EXAMPLES=3000``.
+For an hour: ``TRAJSTORE_SNAPSHOT_EXAMPLES=3000 python -m pytest -m campaign tests/stateful/test_snapshots.py``.
 """
 
 from __future__ import annotations
