@@ -13,7 +13,7 @@ import torch
 import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, names_in, state_files
 from tests.stores import flip
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.core.sampling import EpochSampler
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
@@ -266,3 +266,21 @@ def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
             state = buffer.points.rollback(step)
             assert len(buffer) == state["part"]["committed"] + 1
             assert list(keys_of(buffer)) == list(range(len(buffer)))
+
+
+def test_a_point_keeps_its_values_when_other_snapshots_go(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, [0])
+        annotate(buffer, [0], {"adv": [torch.full((4, 2), 1.0)]})
+        buffer.points.save(1)
+        annotate(buffer, [0], {"adv": [torch.full((4, 2), 2.0)]})
+        add(buffer, [1])
+        buffer.points.rollback(1)
+        buffer.points.save(2)
+        buffer.points.go_to(names_in(tmp_path, "aside")[0])
+        assert buffer.get(0).notes["adv"].unique().tolist() == [2.0]
+        buffer.points.remove("step-1")
+        buffer.points.save(3)
+        buffer.compact()
+        buffer.points.go_to("step-2.1")
+        assert buffer.get(0).notes["adv"].unique().tolist() == [1.0]
