@@ -30,3 +30,26 @@ def test_command_line_starts_without_torch(project_root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=project_root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"loaded at start: {done.stderr}"
+
+
+def test_a_local_buffer_loads_only_the_core(project_root: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "from trajstore import Trajectory, TrajectoryReplayBuffer\n"
+        "block = Trajectory(actions=torch.zeros(4, 2, 3), rewards=torch.zeros(4, 2, 1))\n"
+        "with TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1], sample_window_size=0) as buffer:\n"
+        "    buffer.add_trajectories([block])\n"
+        "    buffer.flush()\n"
+        "    buffer.sample(3)\n"
+        "with TrajectoryReplayBuffer.open(sys.argv[1]) as reader:\n"
+        "    reader.sample(3)\n"
+        "ours = [name.split('.') for name in sys.modules if name.startswith(('trajstore', 'trainer_hooks'))]\n"
+        "loaded = {'.'.join(name[:2]) for name in ours}\n"
+        "extras = {'zarr', 'polars', 'ray', 'fsspec', 's3fs', 'duckdb', 'pandas', 'aiohttp'} & set(sys.modules)\n"
+        "print(*sorted(loaded | extras))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "store")],
+        cwd=project_root, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["trajstore", "trajstore.core", "trajstore.errors", "trajstore.trajectory"]

@@ -36,7 +36,7 @@ from trainer_hooks.masks import compute_response_mask, regularizer_masks, replac
 from trainer_hooks.plan import MixedTasks, PlannedTask, prompts_of_rollouts, rows_of_plan
 from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
-from trainer_hooks.replay.ledger import PoolCut
+from trainer_hooks.replay.cut import PoolCut
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts
 from trajstore.core.base.arguments import finite, share, whole

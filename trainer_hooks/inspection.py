@@ -12,8 +12,8 @@ import numpy.typing as npt
 import orjson
 
 from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry
+from trainer_hooks.replay.facts import POOL_FACTS
 from trainer_hooks.replay.journal import JOURNAL_KEY, recover
-from trainer_hooks.replay.ledger import POOL_FACTS
 from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
 from trainer_hooks.replay.persistence import BUCKETS_FILE, TRAJECTORIES_FILE, read_buckets, read_pool, saved_pools
 from trainer_hooks.replay.rules import PoolRules

@@ -109,7 +109,7 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
         for buffer in (source, reader):
             contents = buffer.live.contents
             assert len(contents.index.ends) <= 64
-            assert len(contents.addresses.table.first) <= 64
+            assert len(contents.addresses.first) <= 64
             assert contents.addresses.mapped <= 5
             assert len(contents.sources[0].index.ends) <= 64
         reader.close()

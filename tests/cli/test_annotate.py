@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.stores import Run
 from tests.stores import stored
-from trajstore import TrajectoryReplayBuffer, notes_of
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, notes_of
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -58,3 +59,13 @@ def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run:
     assert said in run.err("annotate", store, "0", "--set", "a=nan")
     run.out("annotate", store, "0", "--set", 'a="nan"', "--set", "b=nanny")
     assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", "nan"), ("b", "nanny")]
+
+
+def test_a_corrected_reward_is_shown_with_what_was_recorded(tmp_path: Path, run: Run) -> None:
+    rollout = AgentTrajectory(input_ids=torch.arange(4), reward=Reward(outcome=1.0, metadata={"style": 0.5}))
+    path = stored(tmp_path / "store", [rollout])
+    run.out("annotate", path, 0, "--set", "outcome=0.25", "--set", "reward_style=0.75")
+    report = run.json("inspect", path, "--trajectory", 0)
+    assert (report["reward"]["outcome"], report["reward"]["metadata"]) == (0.25, {"style": 0.75})
+    assert report["recorded"] == {"outcome": 1.0, "reward_style": 0.5}
+    assert "0.25 (recorded: 1.0)" in run.out("inspect", path, "--trajectory", 0)

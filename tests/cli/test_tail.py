@@ -16,7 +16,8 @@ import pytest
 from tests.cli.stores import Run
 from tests.stores import filled, opened
 from tools.crash.forked import forking
-from trajstore.cli import main
+from trajstore.cli import FAILED, INTERRUPTED, main
+from trajstore.cli.output import Output
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -50,7 +51,7 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run
     assert not caplog.text.count("have no trajectory")
     shown, cursor = tailed(run, path, "--since", cursor)
     assert shown == [5, 7, 8]
-    assert "1 ids before the newest have no trajectory" in caplog.text
+    assert "1 id before the newest has no trajectory" in caplog.text
     assert tailed(run, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
     assert f"--since {cursor}" in run.out("tail", path, "--since", cursor)
     shutil.copytree(path, tmp_path / "older")
@@ -111,3 +112,32 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
                 follower.kill()
                 follower.join()
         assert found == store.trajectory_ids.tolist()
+
+
+def test_the_cursor_stays_where_a_condition_is_refused(tmp_path: Path, run: Run) -> None:
+    path = filled(tmp_path / "store", range(4))
+    _, cursor = tailed(run, path)
+    filled(path, range(4, 6))
+    assert f"--since {cursor}" in run.out("tail", path, "--since", cursor, "--where", "rewards > 0", code=FAILED)
+    complaint = run.err("tail", path, "--since", cursor, "--where", "rewards > 0")
+    assert "there is no column 'rewards'" in complaint
+    assert "_at" not in complaint
+    assert tailed(run, path, "--since", cursor)[0] == [4, 5]
+
+
+def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = filled(tmp_path / "store", range(6))
+    line = Output.line
+
+    def interrupted(out: Output, text: str = "") -> None:
+        if text.startswith("trajectory_id 3"):
+            raise KeyboardInterrupt
+        line(out, text)
+
+    monkeypatch.setattr(Output, "line", interrupted)
+    shown = run.out("tail", path, code=INTERRUPTED)
+    monkeypatch.undo()
+    cursor = shown.split()[-1]
+    assert tailed(run, path, "--since", cursor)[0] == [3, 4, 5]

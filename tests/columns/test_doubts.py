@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.doubts import doubts, sound
+from trajstore.core.columns.doubts import doubts
 from trajstore.core.columns.schema import dtypes
 
 _WHOLE = [dtype for dtype in dtypes().values() if not dtype.is_floating_point and not dtype.is_complex]
@@ -84,24 +84,6 @@ def test_doubts_are_those_of_the_twin(data: st.DataObject) -> None:
     )
     flat, wrong = flatten(rollout), list(_twin(rollout))
     assert list(doubts(flat, rollout.response_start)) == wrong
-    assert not (sound([flat])[0] and wrong)
-
-
-def test_rollouts_of_the_usual_dtypes_are_told_apart_at_once() -> None:
-    def rollout(token: int = 1, wrote: int = 1, log_prob: float = -0.5, **fields: Any) -> AgentTrajectory:
-        mask = torch.tensor([0, 1, wrote])
-        return AgentTrajectory(
-            input_ids=torch.tensor([2, 1, token]),
-            loss_mask=mask,
-            response_start=1,
-            **{"response_mask": torch.tensor([1, 1]), "old_log_probs": torch.tensor([-1.0, log_prob]), **fields},
-        )
-
-    fine = [rollout(), rollout(response_mask=None), rollout(log_prob=1e-3), rollout(old_log_probs=None)]
-    wrong = [rollout(token=-1), rollout(wrote=0), rollout(log_prob=0.5), rollout(log_prob=float("nan"))]
-    wrong += [rollout(rollout_log_probs=torch.tensor([-float("inf"), 0]))]
-    mixed = [one for pair in zip(fine, wrong, strict=False) for one in pair] + wrong[4:]
-    assert sound([flatten(one) for one in mixed]) == [any(one is other for other in fine) for one in mixed]
 
 
 # -- Rollouts that are certainly wrong are kept, and told at the moment of adding --

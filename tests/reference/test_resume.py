@@ -19,7 +19,9 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoun
 
 
 @pytest.mark.parametrize(
-    ("config", "on_disk"), [(SORT, False), (HOUSEHOLD, True)], ids=["sort-memory", "household-disk"]
+    ("config", "on_disk"),
+    [pytest.param(SORT, False, marks=pytest.mark.campaign), (HOUSEHOLD, True)],
+    ids=["sort-memory", "household-disk"],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(
     make: Train, tmp_path: Path, config: TrainerConfig, on_disk: bool

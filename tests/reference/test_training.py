@@ -110,7 +110,9 @@ def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
     return rewards, model.state_dict()
 
 
-@pytest.mark.parametrize("config", [SORT, HOUSEHOLD], ids=lambda one: one.environment)
+@pytest.mark.parametrize(
+    "config", [SORT, pytest.param(HOUSEHOLD, marks=pytest.mark.campaign)], ids=["sort", "household"]
+)
 def test_switched_off_the_curve_is_that_of_plain_grpo_to_the_bit(make: Train, config: TrainerConfig) -> None:
     trainer = make(config)
     trainer.train()

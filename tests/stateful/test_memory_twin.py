@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests.stateful.machines import Twinned, short
+from tests.stateful.machines import Twinned, long, short
 from trajstore import Retention, TrajectoryReplayBuffer, errors
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
@@ -117,4 +117,5 @@ class MemoryTwin(Twinned):
         self.temporary.cleanup()
 
 
-TestMemoryTwin = short(MemoryTwin, 40, 25)
+TestMemoryTwin = short(MemoryTwin, 16, 25)
+TestLongMemoryTwin = long(MemoryTwin, 300)

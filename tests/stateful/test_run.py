@@ -207,5 +207,5 @@ class Ranks(RuleBasedStateMachine):
         self.temporary.cleanup()
 
 
-TestRun = short(Ranks, 20, 25)
+TestRun = short(Ranks, 8, 25)
 TestLongRun = long(Ranks, 300)

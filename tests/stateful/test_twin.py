@@ -220,5 +220,5 @@ def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, An
         assert rows is None if value is None else rows.unique().tolist() == [value]
 
 
-TestTwin = short(Twin, 20, 25)
+TestTwin = short(Twin, 8, 25)
 TestLongTwin = long(Twin, 400)

@@ -332,7 +332,9 @@ def test_inputs_are_left_as_they_were() -> None:
 # -- how it runs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], *(pytest.param(one, marks=pytest.mark.campaign) for one in OPTIONS[1:3])], ids=str
+)
 def test_compiles_to_one_graph(options: dict[str, Any]) -> None:
     torch.compiler.reset()
     case = make_case(31, dtype=torch.float32, options=options)

@@ -97,11 +97,11 @@ def number_of_calls(path: Path) -> int:
     return len(plan.calls)
 
 
-def test_every_fourth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_eighth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     total = number_of_calls(tmp_path / "dry")
     assert total > 50
-    for at in range(0, total, 4):  # all of them in the long campaign
-        check_failure(tmp_path, FaultPlan(at, KINDS[at // 4 % len(KINDS)], lasting=at % 8 == 0), caplog)
+    for number, at in enumerate(range(0, total, 8)):  # all of them in the long campaign
+        check_failure(tmp_path, FaultPlan(at, KINDS[number % len(KINDS)], lasting=number % 2 == 0), caplog)
 
 
 def test_texts_of_lock_and_lease_that_find_no_room_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -213,7 +213,7 @@ def _sentences(
         "not_worth_keeping": f"{what}: the highest outcome is {highest:g}, {least}",
         "solved": "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
         " without a failure since, is a success",
-        "out_of_bounds": f"are of tasks with not more than {low} or not fewer than {high} successes out of"
+        "out_of_bounds": f"are of tasks with not more than {low:g} or not fewer than {high:g} successes out of"
         f" {rules.n_rollout} (n_rollout)",
         "not_best": "are not the best of their task and step (save_filter)",
     }

@@ -1,4 +1,4 @@
-"""The pool's state together with the store that it is kept in: every change is first a record there; and its cuts.
+"""The pool's state together with the store that it is kept in: every change is first a record there.
 
 A store that fails therefore leaves the state as it was, and a crash loses a tail of the changes: never more
 than the store had not yet written.
@@ -11,35 +11,26 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer_hooks.replay import journal
-from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.entry import Departure, PoolEntry
 from trainer_hooks.replay.journal import (
-    GeneratorState,
     PoolState,
     TaskChange,
-    Uses,
     recover,
-    set_generator_state,
-    uses_from_json,
-    uses_to_json,
 )
 from trainer_hooks.replay.outcomes import outcome_of
-from trainer_hooks.replay.persistence import from_plain, to_plain
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import AdmissionPlan
 from trainer_hooks.replay.store import BufferStore, PoolStore
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
-    from polars import DataFrame
-
     from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
@@ -249,120 +240,3 @@ class PoolLedger:
         self.store.flush()  # nothing is given up before that which replaces it is durable
         self.store.evict([number for number in self._garbage if number not in self._held])
         self._garbage = [number for number in self._garbage if number in self._held]
-
-
-POOL_FACTS: Mapping[str, str] = {
-    "difficulty": "successes of the task in its newest step; null where it is in no bucket",
-    "pool_entropy": "mean entropy of the history when it entered, in nats; null of a demonstration",
-    "uses": "how often the history was drawn",
-    "demonstration": "whether it is a demonstration, which has no log-probs",
-}
-"""Names of the facts, and what each is."""
-
-
-def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
-    """Return the facts of the histories that a pool holds, with :data:`POOL_FACTS`.
-
-    Args:
-        facts: of all that its store has.
-        state: of the pool.
-    """
-    from trajstore.query.engine import polars  # a pool in memory needs none of it
-
-    pl = polars()
-    entries = list(state.all_entries())
-    known = pl.DataFrame(
-        {
-            "trajectory_id": [entry.trajectory_id for entry in entries],
-            "difficulty": [state.buckets.difficulty(entry.task_id) for entry in entries],
-            "pool_entropy": [entry.entropy for entry in entries],
-            "uses": state.uses_of(entries),
-            "demonstration": [entry.is_demonstration for entry in entries],
-        },
-        schema={
-            **dict.fromkeys(("trajectory_id", "difficulty"), pl.Int64),
-            "pool_entropy": pl.Float64,
-            "uses": pl.Int64,
-            "demonstration": pl.Boolean,
-        },
-    )
-    others = facts.drop(known.columns[1:], strict=False)
-    found: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
-    return found
-
-
-Draws = list[tuple[dict[int, int], dict[int, int]]]
-"""Of each step, the tasks that could be drawn and those that were: how many, by difficulty."""
-
-_VERSION = 1
-
-
-@dataclass(frozen=True)
-class PoolCut:
-    """Everything but the rules. Trajectories are named by their id in a durable store, or contained."""
-
-    difficulty2task_dict: dict[int, list[str]]
-    skip_uid_set: list[str]
-    generator: GeneratorState
-    global_steps: int
-    refused: dict[str, int]
-    tokenizer_fingerprint: str
-    store_id: str
-    """The store whose ids ``entries`` has."""
-    entries: dict[str, list[int]]
-    trajectories: dict[str, list[AgentTrajectory]]
-    uses: Uses = field(default_factory=dict)
-    """How often each trajectory was drawn; cuts of earlier versions have none."""
-    waiting: list[str] = field(default_factory=list)
-    """Tasks that gave way to tasks with history; cuts of earlier versions have none."""
-    draws: Draws = field(default_factory=list)
-    """What was drawn in the newest steps; cuts of earlier versions have none."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cut as plain containers; inverse of :meth:`from_dict`."""
-        plain = {task: [to_plain(one) for one in held] for task, held in self.trajectories.items()}
-        return {**vars(self), "version": _VERSION, "trajectories": plain, "uses": uses_to_json(self.uses)}
-
-    @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> PoolCut:
-        """Return the cut that :meth:`to_dict` described.
-
-        Raises:
-            CorruptStoreError: ``value`` is no such description.
-        """
-        try:
-            if value["version"] != _VERSION:
-                raise ValueError(f"version {value['version']!r}, this program reads {_VERSION}")
-            return PoolCut(
-                difficulty2task_dict={int(key): list(tasks) for key, tasks in value["difficulty2task_dict"].items()},
-                skip_uid_set=list(value["skip_uid_set"]),
-                generator=dict(value["generator"]),
-                global_steps=int(value["global_steps"]),
-                refused={str(reason): int(count) for reason, count in value["refused"].items()},
-                tokenizer_fingerprint=str(value["tokenizer_fingerprint"]),
-                store_id=str(value["store_id"]),
-                entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
-                trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
-                uses=uses_from_json(value.get("uses", ())),
-                waiting=[str(task) for task in value.get("waiting", ())],
-                draws=[(_counts(could), _counts(did)) for could, did in value.get("draws", ())],
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
-
-    def state(self) -> PoolState:
-        """Return buckets and skip set as a pool's state without trajectories."""
-        buckets = DifficultyBuckets(self.difficulty2task_dict)
-        skip, waiting = dict.fromkeys(self.skip_uid_set), dict.fromkeys(self.waiting)
-        return PoolState(buckets, skip, uses=dict(self.uses), waiting=waiting)
-
-    def make_generator(self) -> np.random.Generator:
-        """Return a random generator in the cut's state."""
-        generator = np.random.Generator(np.random.PCG64())
-        set_generator_state(generator, self.generator)
-        return generator
-
-
-def _counts(value: Mapping[Any, Any]) -> dict[int, int]:
-    """Return numbers by difficulty; JSON has made texts of the keys."""
-    return {int(difficulty): int(count) for difficulty, count in value.items()}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, token_digest
+from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.journal import JOURNAL_KEY, PoolState, recover, trajectory_of_entry
-from trainer_hooks.replay.ledger import with_pool_facts
 from trainer_hooks.replay.persistence import read_pool
 from trainer_hooks.replay.rules import PoolRules
 from trajstore.core.buffer.reader import Reader

@@ -19,6 +19,7 @@ import torch
 from trainer_hooks.replay import journal, persistence
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
+from trainer_hooks.replay.cut import Draws, PoolCut
 from trainer_hooks.replay.entry import (
     REWARD_FINGERPRINT,
     Departure,
@@ -29,7 +30,8 @@ from trainer_hooks.replay.entry import (
     of_earlier_run,
     with_reward_fingerprint,
 )
-from trainer_hooks.replay.ledger import Draws, PoolCut, PoolLedger, with_pool_facts
+from trainer_hooks.replay.facts import with_pool_facts
+from trainer_hooks.replay.ledger import PoolLedger
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trainer_hooks.replay.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
 from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from trainer_hooks.verl.config import OnError
 from trainer_hooks.verl.reading import Scribe
@@ -59,7 +59,8 @@ class RolloutRecorder:
         )
         self.lost = 0
         """Rollouts that could not be written."""
-        self._taken = self._handed_on = 0
+        self._unread: deque[list[AgentTrajectory]] = deque()
+        """Rollouts that the thread has not added to the store yet; it removes them as it goes."""
         self._on_error = on_error
         self._scribe = scribe
         self._failures = 0
@@ -94,17 +95,22 @@ class RolloutRecorder:
         for one in made:
             one.messages = [*one.messages]
         if made:
-            self._taken += len(made)
+            self._unread.append(made)
             tokens = sum(0 if one.input_ids is None else one.input_ids.numel() for one in made)
-            self._background.submit(partial(self._write, made), tokens)
-        # Ids are given in order, so the newest one and the newest durable one tell how many the store has to write.
-        waiting = self._taken - self._handed_on + self.buffer.trajectory_counter - 1 - self.buffer.points.committed
+            self._background.submit(self._write, tokens)
         return {
-            "recording/rollouts": float(len(trajectories)),  # the thread takes its rollouts out of its own list
-            "recording/waiting": float(max(waiting, 0)),
+            "recording/rollouts": float(len(trajectories)),
+            "recording/waiting": float(self.waiting),
             "recording/lost": float(self.lost),
             "recording/seconds": time.perf_counter() - start,
         }
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts taken that are not on disk yet."""
+        # Ids are given in order: those above the newest durable one are not on disk.
+        unwritten = self.buffer.trajectory_counter - 1 - self.buffer.points.committed
+        return self._without_text() + max(unwritten, 0)
 
     def recorded_after(self, newest: int) -> Iterator[AgentTrajectory]:
         """Yield the rollouts with ids above ``newest`` that were in the store when it was opened or came since."""
@@ -134,7 +140,7 @@ class RolloutRecorder:
         try:
             self._background.close()
         except KeyboardInterrupt:
-            if left := self._taken - self._handed_on:
+            if left := self._without_text():
                 logger.error("interrupted: %d rollouts had no text yet, and are not recorded", left)
             raise
         finally:
@@ -154,21 +160,28 @@ class RolloutRecorder:
             if self._on_error == "raise":
                 raise
 
-    def _write(self, made: list[AgentTrajectory]) -> None:
-        """Give rollouts their text and add them to the store, in order. The thread's part.
+    def _write(self) -> None:
+        """Give the oldest rollouts taken together their text and add them to the store, in order. The thread's part.
 
         Raises:
             StoreError, InvalidTrajectoryError: the first that some could not be added for (``on_error="raise"``).
         """
         errors: list[StoreError | InvalidTrajectoryError] = []
-        while made:
-            some = made[:_AT_ONCE]
-            self._scribe.write(some)
-            errors += self._add(some)
-            self._handed_on += len(some)
-            del made[:_AT_ONCE]
+        made = self._unread[0]
+        try:
+            while made:
+                some = made[:_AT_ONCE]
+                self._scribe.write(some)
+                errors += self._add(some)
+                del made[:_AT_ONCE]
+        finally:
+            self._unread.popleft()
         if errors and self._on_error == "raise":
             raise errors[0]
+
+    def _without_text(self) -> int:
+        """Return how many rollouts the thread has not added to the store yet."""
+        return sum(map(len, [*self._unread]))
 
     def _add(self, some: Sequence[AgentTrajectory]) -> list[StoreError | InvalidTrajectoryError]:
         """Add rollouts; return why some of them, or earlier ones, cannot be written."""

@@ -206,12 +206,12 @@ class ReplaySession:
             batch: the rows.
             step: newest step that is done.
         """
-        if not self.guided.wants_validations:
+        if not self.guided.validations.wanted:
             return
         made = self._made(dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores")), step, trained=False)
         self._scribe.write(made)
         self.guided.finished(made)
-        self.guided.validated(made)
+        self.guided.validations.add(made)
 
     def dropped(self, batch: KVBatchMeta, step: int) -> None:
         """Record rollouts that will not be trained on: of groups that were filtered, failed, too old, or too many.

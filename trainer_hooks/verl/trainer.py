@@ -30,9 +30,9 @@ from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
+from trainer_hooks.verl.asking import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
-from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.sampler import ReplaySampler
@@ -142,7 +142,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def on_validate_end(self) -> None:
         """Let rollouts of the validation become experience."""
         super().on_validate_end()
-        self._session.guided.validation_done(self.global_steps)
+        self._session.guided.validations.done(self.global_steps)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)

@@ -19,7 +19,6 @@ from typing import cast
 from trajstore.cli import (
     annotate,
     copy,
-    diff,
     export,
     inspect,
     mend,
@@ -44,7 +43,6 @@ _BUILT_IN: tuple[Command, ...] = (
     query.LIST,
     query.QUERY,
     tail.COMMAND,
-    diff.COMMAND,
     annotate.COMMAND,
     view.COMMAND,
     verify.COMMAND,

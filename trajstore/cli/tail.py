@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from trajstore.cli.output import Output
 from trajstore.cli.query import SHOWN, plain, shown_fact
 
 if TYPE_CHECKING:
-    from trajstore.operations.tailing import News
+    from trajstore.operations.tailing import Cursor, News
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,12 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("tail: --every must be above 0, --last at least 0")
     since = None if options.since is None else Cursor.parse(options.since)
     with closing(Tail(options.path, since)) as tail:
-        last, trouble = options.last if since is None else None, ""
+        last, trouble, cursor = options.last if since is None else None, "", tail.cursor
         try:
             while True:
-                _show(tail.news(), options, out, last)
-                last = None
+                for cursor in _show(tail.news(options.where), options, out, last):  # noqa: B007
+                    pass
+                cursor, last = tail.cursor, None
                 if not options.follow:
                     break
                 time.sleep(options.every)
@@ -57,43 +59,24 @@ def _run(options: Namespace, out: Output) -> int:
                         logger.warning("%s: %s", options.path, error)
         finally:
             if not options.json:
-                out.line(f"go on with: trajstore tail {options.path} --since {tail.cursor}")
+                out.line(f"go on with: trajstore tail {options.path} --since {cursor}")
     return 0
 
 
-def _show(news: News, options: Namespace, out: Output, last: int | None) -> None:
-    from trajstore.query import Query
+def _show(news: News, options: Namespace, out: Output, last: int | None) -> Iterator[Cursor]:
+    """Write trajectories, the last few of them if ``last`` is given; yield the cursor after each that was written."""
     from trajstore.query.ids import spelled
 
-    for rank in news.replaced:
-        logger.warning(
-            "%s: another store lies there than before (rank %d); all that it has is shown", options.path, rank
-        )
-    for rank in news.older:
-        logger.warning(
-            "%s: an older copy of the store lies there (rank %d); what is committed to it from now on is shown",
-            options.path,
-            rank,
-        )
-    if news.left:
-        logger.warning(
-            "%s: %d ids before the newest have no trajectory: evicted or rolled back before they could be shown, or "
-            "never given",
-            options.path,
-            news.left,
-        )
-    table = news.table.with_row_index("_at")
-    if options.where:
-        table = Query(lambda: news.table.with_row_index("_at")).where(options.where).table()
-    if last is not None:
-        table = table.tail(last)
-    for row in spelled(table, {"trajectory_id"}).iter_rows(named=True):
-        at = row.pop("_at")
+    for warning in news.warnings:
+        logger.warning("%s: %s", options.path, warning)
+    skipped = 0 if last is None else max(0, len(news.table) - last)
+    table = spelled(news.table.slice(skipped), {"trajectory_id"})
+    for row, cursor in zip(table.iter_rows(named=True), news.cursors[skipped:], strict=True):
         if options.json:
-            facts = {name: plain(value) for name, value in row.items()}
-            out.json({**facts, "cursor": str(news.cursors[at])}, indent=None)
+            out.json({**{name: plain(value) for name, value in row.items()}, "cursor": str(cursor)}, indent=None)
         else:
             out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in SHOWN if row[name] is not None))
+        yield cursor
     out.flush()
 
 

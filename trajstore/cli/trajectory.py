@@ -10,13 +10,13 @@ from trajstore.cli.output import Output, format_number, format_range, shortened
 
 _LONGEST_VALUE = 100  # characters of a value in a table
 _LONGEST_ROW = 12  # numbers of a long list that are shown rounded; of more, shape and range are
-LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
+_LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
 
 TURNS_BY_MESSAGES = "by messages of the assistant"
 TURNS_BY_TOKENS = "by runs of the model's tokens"
 """What the turns of a rollout are counted by: its messages if it has any."""
 
-PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
+_PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
 
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
@@ -97,7 +97,7 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         told = message if isinstance(message, dict) else {"content": message}
         author = f" ({told['author']})" if told.get("author") else ""
         out.heading(f"message {number}, {told.get('role', 'no role')}{author}:")
-        out.text(_text(told.get("content", "")), LONGEST_TEXT)
+        out.text(_text(told.get("content", "")), _LONGEST_TEXT)
         more = {name: value for name, value in told.items() if name not in ("role", "content", "author")}
         out.table([(name, shown_value(value)) for name, value in more.items()])
     _write_parts(report, out)
@@ -124,7 +124,7 @@ def _tokens(report: dict[str, Any]) -> str | None:
     counts: dict[str, int] = {}
     for part in report["token_parts"]:
         counts[part["part"]] = counts.get(part["part"], 0) + part["tokens"]
-    parts = ", ".join(f"{PARTS[name]} {count:,}" for name, count in counts.items())
+    parts = ", ".join(f"{_PARTS[name]} {count:,}" for name, count in counts.items())
     return f"{report['tokens']:,}: {parts}"
 
 
@@ -135,18 +135,18 @@ def _write_parts(report: dict[str, Any], out: Output) -> None:
     out.heading("tokens")
     if all(part["text"] is None for part in parts):
         rows = [
-            (PARTS[part["part"]], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts
+            (_PARTS[part["part"]], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts
         ]
         out.table([("part", "tokens", "count"), *rows], right=(2,))
         out.line("  --tokenizer PATH shows them as text")
         return
     for part in parts:
-        out.line(f"  {PARTS[part['part']]}, tokens {part['first']:,} to {part['last']:,}:")
-        out.text(part["text"], LONGEST_TEXT)
+        out.line(f"  {_PARTS[part['part']]}, tokens {part['first']:,} to {part['last']:,}:")
+        out.text(part["text"], _LONGEST_TEXT)
 
 
 def _write_token(report: dict[str, Any], out: Output) -> None:
-    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({PARTS[report['part']]})")
+    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({_PARTS[report['part']]})")
     rows = [(name, shown_value(value)) for name, value in report["values"].items()]
     out.table([*rows, *([] if report["text"] is None else [("text", repr(report["text"]))])])
 

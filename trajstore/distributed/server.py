@@ -385,7 +385,7 @@ def _prepared(target: Path, by: str) -> Path:
 
 def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the options of one store: each has a mirror of its decided, a folder of the run's."""
-    mirror = as_mirror(options.get("mirror"))
+    mirror = None if options.get("mirror") is None else as_mirror(options["mirror"])
     if mirror is None:
         return dict(options)
     return {**options, "mirror": replace(mirror, url=f"{str(mirror.url).rstrip('/')}/rank_{rank}")}

@@ -24,10 +24,10 @@ from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.portions import portions
 from trajstore.core.reading.late import COLUMNS
+from trajstore.core.store.facts import FACTS
 from trajstore.core.store.run_ids import ID_LIMIT, shown_id, written_id
 from trajstore.errors import ConfigurationError, TrajstoreError
 from trajstore.query.engine import polars
-from trajstore.query.facts import FACTS
 from trajstore.query.messages import text_of
 from trajstore.query.query import Query
 from trajstore.query.relations import late_columns

@@ -1,4 +1,4 @@
-"""What was committed since: the facts of trajectories as they come, and a cursor with which it goes on later."""
+"""Facts of trajectories in the order of their commits, with a cursor from which to go on later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Up to which trajectory of each rank all were told.
+    """Up to which trajectory of each rank all were reported.
 
     Attributes:
         stores: UUID of the store and highest id in it, by rank.
@@ -57,30 +57,25 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What came.
+    """What was committed since a cursor.
 
     Attributes:
         table: facts of the trajectories, in the order of their commits.
-        cursors: after each of them.
-        left: ids between those told before and the newest one that no trajectory has: evicted or rolled back before
-            they could be told, or never given.
-        replaced: ranks where another store lies than before; all that it has is told.
-        older: ranks where an older copy of the store lies; what is committed to it from now on is told.
+        cursors: one for each row, to go on after it.
+        warnings: sentences on what cannot be reported, and on stores that were exchanged.
     """
 
     table: DataFrame
     cursors: list[Cursor]
-    left: int
-    replaced: tuple[int, ...]
-    older: tuple[int, ...]
+    warnings: list[str]
 
 
 class Tail:
-    """Tells what is committed to a store or a run.
+    """Reports what is committed to a store or a run.
 
     Args:
         path: path or URL, as :meth:`Reader.open` takes it.
-        since: where to go on; None: all that is there is news.
+        since: where to go on; None: from the first trajectory.
 
     Raises:
         StoreNotFoundError, CorruptStoreError: as by :meth:`Reader.open`.
@@ -91,7 +86,7 @@ class Tail:
         polars()
         self._reader = Reader.open(path)
         self.cursor = since or Cursor({})
-        """Up to where all was told."""
+        """Up to where all was reported."""
 
     def close(self) -> None:
         """Give the reader's lease back."""
@@ -105,34 +100,48 @@ class Tail:
         """
         self._reader.refresh()
 
-    def news(self) -> News:
-        """Return what was not told yet of what is shown, and note that it is told now."""
+    def news(self, where: str | None = None) -> News:
+        """Return what was committed after the cursor, and move the cursor behind it.
+
+        Args:
+            where: condition on facts, in SQL; the cursor moves past trajectories that do not match.
+
+        Raises:
+            ConfigurationError: the condition is wrong; the cursor stays.
+        """
         pl = polars()
-        found = self._reader.live.stores_by_rank()
-        told = dict(self.cursor.stores)
-        stores = {rank: store_id for rank, (store_id, _) in found.items()}
-        replaced = tuple(rank for rank, one in stores.items() if rank in told and told[rank][0] != one)
-        known = {rank: told[rank][1] if rank in told and rank not in replaced else -1 for rank in stores}
-        older = tuple(rank for rank, (_, next_id) in found.items() if known[rank] >= next_id)
-        known |= {rank: found[rank][1] - 1 for rank in older}
-        table = self._reader.query().table()
+        query = self._reader.query()
+        table = query.table()
         ids = table["trajectory_id"].to_numpy()
+        matching = np.ones(len(ids), np.bool_) if where is None else np.isin(ids, query.where(where).ids())
+        stores, before = self._reader.live.stores_by_rank(), self.cursor.stores
+        warnings, seen = [], {rank: (store_id, -1) for rank, (store_id, _) in stores.items()}
+        for rank, (store_id, next_id) in stores.items():
+            place = "" if rank == ALONE else f" (rank {rank})"
+            if rank in before and before[rank][0] != store_id:
+                warnings.append(f"another store lies there than before{place}; all that it has is shown")
+            elif rank in before and before[rank][1] < next_id:
+                seen[rank] = before[rank]
+            elif rank in before:
+                seen[rank] = store_id, next_id - 1
+                warnings.append(
+                    f"an older copy of the store lies there{place}; what is committed to it from now on is shown"
+                )
         ranks, own = rank_of_id(ids), own_id(ids)
-        newest = np.full(len(ids), -1, np.int64)
-        for rank, number in known.items():
-            newest[ranks == rank] = number
-        fresh = own > newest
-        left = 0
-        for rank in stores:
+        fresh = own > np.array([seen[rank][1] for rank in ranks.tolist()], np.int64)
+        for rank in seen.keys() & before.keys():
             mine = own[fresh & (ranks == rank)]
-            if len(mine) and rank in told:
-                left += int(mine.max()) - known[rank] - len(mine)
-        cursors = []
-        stands = {rank: (stores[rank], number) for rank, number in known.items()} | {
-            rank: stand for rank, stand in told.items() if rank not in stores
-        }
+            left = int(mine.max()) - seen[rank][1] - len(mine) if len(mine) else 0
+            if left and before[rank][0] == seen[rank][0]:
+                have = "ids before the newest have" if left > 1 else "id before the newest has"
+                warnings.append(
+                    f"{left} {have} no trajectory: evicted or rolled back before it could be shown, or never assigned"
+                )
+        cursors, shown = [], {**before, **seen}
         for rank, number in zip(ranks[fresh].tolist(), own[fresh].tolist(), strict=True):
-            stands = {**stands, rank: (stores[rank], max(number, stands[rank][1]))}
-            cursors.append(Cursor(stands))
-        self.cursor = Cursor(stands)
-        return News(table.filter(pl.Series(fresh)), cursors, left, replaced, older)
+            shown = {**shown, rank: (seen[rank][0], max(number, shown[rank][1]))}
+            cursors.append(Cursor(shown))
+        self.cursor = Cursor(shown)
+        kept = matching[fresh].tolist()
+        cursors = [cursor for cursor, keep in zip(cursors, kept, strict=True) if keep]
+        return News(table.filter(pl.Series(fresh & matching)), cursors, warnings)

@@ -1,6 +1,7 @@
 """Queries over trajectories: facts, messages, tokens and steps, with SQL expressions."""
 
-from trajstore.query.facts import FACTS, Facts
+from trajstore.core.store.facts import FACTS
+from trajstore.query.facts import Facts
 from trajstore.query.query import Query
 from trajstore.query.relations import RELATIONS
 from trajstore.query.stream import Stream

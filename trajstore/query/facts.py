@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,28 +25,6 @@ if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 IntArray = npt.NDArray[np.int64]
-
-FACTS: Mapping[str, str] = {
-    "trajectory_id": "id, as get() and evict() take it",
-    "rank": "rank of a run directory; 0 for a store that is read alone",
-    "kind": "agent, or step for a block [T, B]",
-    "samples": "T * B of a block; 1 of a rollout",
-    "steps": "T of a block; tokens of a rollout",
-    "batch": "B of a block; 1 of a rollout",
-    "response": "length of the response's columns, such as old_log_probs; 0 of a block, or without any",
-    "bytes": "bytes of the tensors and the document",
-    "version_low": "lowest policy version",
-    "version_high": "highest policy version",
-    "committed": "when it became durable (UTC); in memory only, when it was added",
-    "model_weights_id": "which weights acted",
-    "max_episode_length": "as the block says; 0 for none",
-    **DOCUMENT_FACTS,
-    "readable": "false where the files are missing",
-}
-"""Names of the facts, and what each is. From ``version_low`` on they are null where they are not known.
-
-Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

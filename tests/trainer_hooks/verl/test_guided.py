@@ -20,8 +20,9 @@ from tests.guidance.reme import FakeReMe
 from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.guidance import Guidance, Insertion, with_guidance
+from trainer_hooks.verl.asking import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.config import ReplayBlock
-from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager, GuidedRollouts
+from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer
 from trajstore.errors import ConfigurationError, StoreLockedError
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -153,7 +154,7 @@ def test_off_is_off(opened: Opened) -> None:
     assert guided.offered(prompts) is prompts
     assert guided.step_done([rollout(0, 1.0)], 1) == {}
     assert guided.state() is None
-    assert not guided.wants_validations
+    assert not guided.validations.wanted
 
 
 class Manager:
@@ -230,12 +231,12 @@ def test_an_empty_store_that_nothing_fills_is_told(opened: Opened, caplog: pytes
 
 def test_validations_before_training_become_experience_once(opened: Opened) -> None:
     guided = opened(*SHOWS, *MAKES, "+exp_manager.init_exp_before_training=true")
-    assert guided.wants_validations
-    guided.validated([rollout(0, 1.0)])
-    guided.validated([rollout(1, 1.0)])
-    guided.validation_done(0)
+    assert guided.validations.wanted
+    guided.validations.add([rollout(0, 1.0)])
+    guided.validations.add([rollout(1, 1.0)])
+    guided.validations.done(0)
     assert len([one for one in offers_of(guided.offered(prompts_of())) if one is not None]) >= 2
-    assert not guided.wants_validations, "val_summarizer_save is not set"
+    assert not guided.validations.wanted, "val_summarizer_save is not set"
 
 
 # ---- a service ----
@@ -287,7 +288,7 @@ def test_a_service_that_answers_slowly_holds_a_step_no_longer_than_said(opened: 
     guided._hook.context = slow.context  # type: ignore[method-assign]
     guided.offered(prompts_of(2000))
     assert slow.asked < 2000
-    assert guided._troubles["late"] >= 2000 - slow.asked
+    assert guided.step_done([], 1)["guidance/rollouts/late"] >= 2000 - slow.asked
 
 
 def test_a_service_is_asked_once_for_each_prompt(opened: Opened) -> None:

@@ -11,11 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-_statx: Any = types.ExternalFunction(
-    "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
-)
-_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
-_memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.intp))
+_memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT = range(5)
 
@@ -94,50 +90,17 @@ def _reader() -> Any:
     return read
 
 
-def _pointer_to(element: types.Type) -> Any:
-    """Return an intrinsic that makes a pointer to elements of an address."""
-
-    @intrinsic
-    def pointer(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        pointer_type: Any = types.CPointer
-        return pointer_type(element)(types.intp), generate
-
-    return pointer
-
-
 _prefetch = _prefetcher()
 _byte_at = _reader()
-_array_at: Any = numba.__dict__["carray"]  # which numba's stubs leave out
-_int64_at, _float32_at = _pointer_to(types.int64), _pointer_to(types.float32)
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
-@compiled(
-    *(_NUMBERS, "int64", "int64", _NUMBERS, "int32[::1]", _NUMBERS, _NUMBERS),
-    *("int32[::1]", "int32[::1]", "int32[::1]", _NUMBERS, _NUMBERS, _TABLE),
-)
-def locate_rows(
-    samples: Array,
-    first: int,
-    end: int,
-    ends: Array,
-    slots: Array,
-    start_samples: Array,
-    start_extra: Array,
-    steps: Array,
-    batch: Array,
-    extra: Array,
-    position: Array,
-    slot: Array,
-    rows: Array,
-) -> None:
-    """Find trajectory and rows of samples drawn from the window of positions ``first <= p < end``.
+@compiled(_NUMBERS, "int64", "int64", _NUMBERS, _NUMBERS, _NUMBERS)
+def find_rows(samples: Array, first: int, end: int, ends: Array, positions: Array, rows: Array) -> None:
+    """Find trajectory and row of samples drawn from the window of positions ``first <= p < end``.
 
     Sample s of the window lies in the first trajectory whose running total exceeds s (``bucketize`` with
-    ``right=True``). ``rows[axis, k]`` becomes the row of sample k within its slot, see ``fields.skip_extra_rows``.
+    ``right=True``).
     """
     base = ends[first - 1] if first > 0 else 0
     for k in range(len(samples)):
@@ -149,19 +112,33 @@ def locate_rows(
                 high = middle
             else:
                 low = middle + 1
-        p = low
-        sample = wanted - (ends[p - 1] if p > 0 else 0)
-        position[k] = p
-        slot[k] = slots[p]
-        rows[SAMPLES, k] = start_samples[p] + sample
-        head = start_extra[p] + sample
+        positions[k] = low
+        rows[k] = wanted - (ends[low - 1] if low > 0 else 0)
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int32[::1]", "int32[::1]", "int32[::1]", _TABLE)
+def place_rows(
+    positions: Array,
+    rows: Array,
+    start_samples: Array,
+    start_extra: Array,
+    steps: Array,
+    batch: Array,
+    extra: Array,
+    places: Array,
+) -> None:
+    """Set ``places[axis, k]`` to the row, within its slot, of row k of a trajectory; see ``fields.skip_extra_rows``."""
+    for k in range(len(positions)):
+        p, row = positions[k], rows[k]
+        places[SAMPLES, k] = start_samples[p] + row
+        head = start_extra[p] + row
         tail = head
         if 0 < extra[p] <= steps[p]:  # of an agent trajectory, extra are its response tokens, with or without others
-            epoch = sample // (np.int64(steps[p]) // extra[p] * batch[p])
+            epoch = row // (np.int64(steps[p]) // extra[p] * batch[p])
             head += (epoch + 1) * batch[p]
             tail += epoch * batch[p]
-        rows[FIRST_EXTRA, k] = head
-        rows[LAST_EXTRA, k] = tail
+        places[FIRST_EXTRA, k] = head
+        places[LAST_EXTRA, k] = tail
 
 
 @compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64")
@@ -279,43 +256,6 @@ def copy_blocks(targets: Array, sources: Array, sizes: Array) -> None:
         _memcpy(targets[i], sources[i], sizes[i])
 
 
-@compiled(_TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64", "float32", "boolean[::1]", nogil=False)
-def find_sound(
-    addresses: Array,
-    places: Array,
-    tokens: Array,
-    response: Array,
-    starts: Array,
-    width: int,
-    most: float,
-    sound: Array,
-) -> None:
-    """Say of rollouts of one schema which of them are certainly sound, see ``trajstore.core.columns.doubts.sound``.
-
-    Rollout i has its columns at ``addresses[i]``; ``places`` are those of ids (64 bits), of the masks of all tokens and
-    of the response (``width`` bytes each) and of two kinds of log-probs (32 bits), -1 where there is none.
-    """
-    for i in range(len(addresses)):
-        fine: Any = True
-        if places[0] >= 0:
-            ids = _array_at(_int64_at(addresses[i, places[0]]), tokens[i])
-            signs = np.int64(0)
-            for k in range(tokens[i]):
-                signs |= ids[k]
-            fine = signs >= 0
-        if fine and places[1] >= 0 and places[2] >= 0 and starts[i] >= 0:
-            written = addresses[i, places[1]] + starts[i] * width
-            fine = _memcmp(written, addresses[i, places[2]], response[i] * width) == 0
-        for place in places[3:]:
-            if fine and place >= 0:
-                log_probs = _array_at(_float32_at(addresses[i, place]), response[i])
-                wrong = 0
-                for k in range(response[i]):
-                    wrong += not (-np.inf < log_probs[k] <= most)
-                fine = wrong == 0
-        sound[i] = fine
-
-
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")
 def are_there(addresses: Array, sizes: Array, bases: Array, ends: Array, marks: Array, block: int) -> bool:
     """Return whether all blocks of pieces of memory are marked, as far as they lie in maps.
@@ -339,25 +279,3 @@ def are_there(addresses: Array, sizes: Array, bases: Array, ends: Array, marks: 
             if _byte_at(mark) == 0:
                 return False
     return True
-
-
-_STATX_TYPE_AND_SIZE = 0x201
-_STATX_WORDS = 32  # struct statx has 256 bytes; gid and mode are in the fourth word, the size is the sixth
-_TYPE_OF_FILE, _FOLDER = 0xF000, 0x4000
-
-
-@compiled("int64", "uint8[::1]", _NUMBERS, _NUMBERS)
-def file_sizes(folder: int, names: Array, starts: Array, sizes: Array) -> None:
-    """Ask the system for the sizes of files; -1 where it tells none, or a folder is called so.
-
-    Args:
-        folder: descriptor of the folder that the names are relative to.
-        names: bytes of the names, each with a zero behind it.
-        starts: ``[n]``, where each begins.
-        sizes: ``[n]``, written.
-    """
-    told = np.zeros(_STATX_WORDS, np.int64)
-    for name in range(len(starts)):
-        failed = _statx(folder, names.ctypes.data + starts[name], 0, _STATX_TYPE_AND_SIZE, told.ctypes.data)
-        is_folder = (told[3] >> 32) & _TYPE_OF_FILE == _FOLDER
-        sizes[name] = -1 if failed or is_folder else told[5]

@@ -21,6 +21,7 @@ from trajstore.core.files.base import Directory
 from trajstore.core.files.opening import check_options, open_directory
 from trajstore.core.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.facts import FACTS
 from trajstore.core.store.given import OVER_FACTS, Said, Value, check_given, check_name, check_names, check_same_kinds
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
@@ -36,7 +37,6 @@ from trajstore.errors import (
     listed,
     written,
 )
-from trajstore.query.facts import FACTS
 
 logger = logging.getLogger(__name__)
 

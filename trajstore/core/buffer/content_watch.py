@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.doubts import doubts, sound
+from trajstore.core.columns.doubts import doubts
 from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.limits import shown
 from trajstore.core.columns.steps import NothingToStoreError
@@ -64,11 +64,9 @@ class ContentWatch:
 
     def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
         """Look at trajectories that are about to be added, as they came and as columns."""
-        pairs = zip(trajectories, flats, strict=True)
-        rollouts = [(one, flat) for one, flat in pairs if isinstance(one, AgentTrajectory)]
-        for (rollout, flat), fine in zip(rollouts, sound([flat for _, flat in rollouts]), strict=True):
-            if not fine or rollout.rollout_id:
-                self._count(rollout, [] if fine else [*doubts(flat, rollout.response_start)])
+        for trajectory, flat in zip(trajectories, flats, strict=True):
+            if isinstance(trajectory, AgentTrajectory):
+                self._count(trajectory, [*doubts(flat, trajectory.response_start)])
 
     def _count(self, trajectory: AgentTrajectory, found: list[str]) -> None:
         if trajectory.rollout_id and self._was_added(trajectory):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trajstore.core.base.arguments import seconds_or_none, whole_numbers
 from trajstore.core.buffer.sink import Sink
 from trajstore.errors import StoreError
-from trajstore.remote.mirror.options import MirrorState
+
+if TYPE_CHECKING:
+    from trajstore.remote.mirror.options import MirrorState
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trajstore.core.base.arguments import (
     check_kind,
@@ -35,8 +36,10 @@ from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.run_ids import ids_from
 from trajstore.core.writing.options import WriterOptions
 from trajstore.errors import ConfigurationError, StoreError, listed
-from trajstore.remote.mirror.options import Mirror, as_mirror
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.remote.mirror.options import Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,6 @@ class TrajectoryReplayBuffer(Reader):
         check_kind("writer", writer, WriterOptions, "WriterOptions")
         check_kind("format_options", format_options, Mapping, "a dict")
         check_kind("storage_options", storage_options, Mapping, "a dict")
-        check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
         check_kind("on_commit", on_commit, Callable, "a function of the ids")
         auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
         cache_size, cache_bytes = whole("cache_size", cache_size, 0), whole_or_none("cache_bytes", cache_bytes, 0)
@@ -138,7 +140,7 @@ class TrajectoryReplayBuffer(Reader):
             check_options(path, options)
             directory = open_directory(path, **options)
             check_no_store_above(directory, directories_above(directory, **options))
-            writer, target = writer or WriterOptions(), as_mirror(mirror)
+            writer, target = writer or WriterOptions(), None if mirror is None else _mirror_options(mirror)
             self.sink = StoreSink(live, draws, directory, new_format, writer, on_commit, target)
         super().__init__(live, draws, window_size, options)
         self.trajectory_format, self._format = trajectory_format, new_format
@@ -409,3 +411,8 @@ class TrajectoryReplayBuffer(Reader):
             verify_shards=self.live.verify_shards,
         )
         return unpickled, (make, self.live.request, self.live.store_ids, pickle.dumps(self.state_dict()))
+
+
+def _mirror_options(mirror: str | Path | Mirror) -> Mirror:
+    """Return the argument ``mirror`` as options. Mirrors are above the core, which loads them when a buffer has one."""
+    return cast("Mirror", import_module("trajstore.remote.mirror.options").as_mirror(mirror))

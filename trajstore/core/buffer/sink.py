@@ -8,16 +8,17 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.buffer.column_watch import ColumnWatch
 from trajstore.core.buffer.content_watch import ContentWatch
-from trajstore.core.buffer.listener import ViewListener
 from trajstore.core.buffer.retention import Retention
-from trajstore.core.buffer.view import View
+from trajstore.core.buffer.view import View, ViewListener
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.memory import Arena
 from trajstore.core.columns.owned import copied
@@ -39,9 +40,11 @@ from trajstore.errors import (
     StoreError,
     TrajectoryUnavailableError,
 )
-from trajstore.remote.mirror.mirror import StoreMirror, mirror_directory
-from trajstore.remote.mirror.options import Mirror
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.remote.mirror.mirror import StoreMirror
+    from trajstore.remote.mirror.options import Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -225,16 +228,18 @@ class StoreSink(Sink):
         mirror: Mirror | None,
     ) -> None:
         super().__init__(view)
-        target = None if mirror is None else mirror_directory(mirror, directory)
+        # Mirrors are above the core, which loads them when a buffer has one.
+        mirroring = None if mirror is None else import_module("trajstore.remote.mirror.mirror")
+        target = None if mirroring is None else mirroring.mirror_directory(mirror, directory)
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before anything is written there, the lock included
         view.on_commit = on_commit
         listener = ViewListener(view, draws)
         told = None if on_commit is None else listener.on_commit
         self.writer = StoreWriter(directory, trajectory_format, options, listener, told)
-        if mirror is not None and target is not None:
+        if mirroring is not None:
             format_name = trajectory_format.name
-            self.mirror = StoreMirror(
+            self.mirror = mirroring.StoreMirror(
                 self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
             )
         # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.

@@ -6,53 +6,15 @@ A store keeps such a rollout, for it may be all that there is of an expensive ge
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.columns.schema import Schema
 
 _HALF = (torch.bfloat16, torch.float16)
 _COMPARED = (*_HALF, torch.float32, torch.float64)  # torch finds no least value of some of the others
-
-_ASKED = ("input_ids", "loss_mask", "response_mask", "old_log_probs", "rollout_log_probs")
-
-
-def sound(rollouts: Sequence[FlatTrajectory]) -> list[bool]:
-    """Return of each rollout whether :func:`doubts` has certainly nothing to say of it; False where that is not known.
-
-    Many rollouts of one schema are looked at in one call, those of the dtypes that nearly all have.
-    """
-    found: list[bool] = []
-    for schema, some in groupby(rollouts, key=lambda rollout: rollout.schema):
-        run = list(some)
-        known = np.zeros(len(run), np.bool_)
-        if (places := _places(schema)) is not None:
-            extents = [(one.extent.steps, one.extent.extra, (one.facts or {}).get("response_start", -1)) for one in run]
-            tokens, response, starts = np.array(extents, np.int64).T.copy()
-            addresses = np.array([one.addresses for one in run], np.int64)
-            width = schema.row_nbytes[places[2]]
-            most = _most(torch.float32)
-            kernels().find_sound(addresses, places, tokens, response, starts, width, most, known)
-        found += known.tolist()
-    return found
-
-
-@cache
-def _places(schema: Schema) -> npt.NDArray[np.int64] | None:
-    """Return where a schema has the columns that are asked, -1 for none; None if one has a dtype that few have."""
-    dtypes = {column.name: column.dtype for column in schema.columns}
-    ids, written, mask, *log_probs = (dtypes.get(name) for name in _ASKED)
-    if not {ids} <= {"int64", None} or not {*log_probs} <= {"float32", None} or (written and mask and written != mask):
-        return None
-    names = [*dtypes]
-    return np.array([names.index(name) if name in dtypes else -1 for name in _ASKED], np.int64)
 
 
 def doubts(rollout: FlatTrajectory, response_start: int | None) -> Iterator[str]:

@@ -14,18 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.base import locks
-from trajstore.core.base.machine_code import kernels
 from trajstore.core.files.descriptors import Descriptor
-from trajstore.core.files.parallel import in_order
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """What the system says where a file's name stands for something else; ``ENXIO`` for sockets and pipes."""
 
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-
-_MANY = 20_000
-"""Files from which on machine code asks for them: it is worth the wait for the kernels to be loaded."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -34,21 +29,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-
-
-def _sizes_of_many(folder: int, names: Sequence[str], sizes: npt.NDArray[np.int64]) -> None:
-    """Fill in the sizes of files, by several threads: each question waits for the file system."""
-    text = np.frombuffer(bytearray(os.fsencode("\0".join((*names, "")))), np.uint8)
-    starts = np.zeros(len(names), np.int64)
-    starts[1:] = np.flatnonzero(text == 0)[:-1] + 1
-    ask = kernels().file_sizes
-
-    def fill(first: int) -> None:
-        part = slice(first, first + _MANY)
-        ask(folder, text, starts[part], sizes[part])
-
-    for _ in in_order(fill, range(0, len(names), _MANY)):
-        pass
 
 
 class HeldFolder:
@@ -240,15 +220,13 @@ class HeldFolder:
             root = self.number
         except (FileNotFoundError, NotADirectoryError):
             return sizes
-        if len(names) >= _MANY:
-            _sizes_of_many(root, names, sizes)
-        for at in np.flatnonzero(sizes < 0).tolist():
+        for at, name in enumerate(names):
             try:
-                told = os.stat(names[at], dir_fd=root)
+                told = os.stat(name, dir_fd=root)
             except OSError as error:
                 if error.errno in _NO_SUCH_FILE:
                     continue
-                raise self.named(error, names[at]) from error
+                raise self.named(error, name) from error
             if not stat.S_ISDIR(told.st_mode):
                 sizes[at] = told.st_size
         return sizes

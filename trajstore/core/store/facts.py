@@ -12,8 +12,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.facts import SCORE
+from trajstore.core.columns.facts import DOCUMENT_FACTS, SCORE
 from trajstore.core.store.packing import StringTable
+
+FACTS: Mapping[str, str] = {
+    "trajectory_id": "id, as get() and evict() take it",
+    "rank": "rank of a run directory; 0 for a store that is read alone",
+    "kind": "agent, or step for a block [T, B]",
+    "samples": "T * B of a block; 1 of a rollout",
+    "steps": "T of a block; tokens of a rollout",
+    "batch": "B of a block; 1 of a rollout",
+    "response": "length of the response's columns, such as old_log_probs; 0 of a block, or without any",
+    "bytes": "bytes of the tensors and the document",
+    "version_low": "lowest policy version",
+    "version_high": "highest policy version",
+    "committed": "when it became durable (UTC); in memory only, when it was added",
+    "model_weights_id": "which weights acted",
+    "max_episode_length": "as the block says; 0 for none",
+    **DOCUMENT_FACTS,
+    "readable": "false where the files are missing",
+}
+"""Names of the facts, and what each is. From ``version_low`` on they are null where they are not known.
+
+Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
+"""
 
 AGENT = "agent"
 """Name of the column that is 1 of rollouts and 0 of step trajectories."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from trajstore.core.base.arguments import check_instance, path_or_url
+from trajstore.core.base.arguments import check_instance, check_kind, path_or_url
 from trajstore.core.base.settings import Seconds, Settings
 
 MIRRORED_NAME = "mirrored.json"
@@ -40,9 +40,14 @@ class Mirror(Settings):
     longest_pause: Seconds = 60.0
 
 
-def as_mirror(given: str | Path | Mirror | None) -> Mirror | None:
-    """Return what was given as ``mirror``, a path or URL with the usual options."""
-    return given if given is None or isinstance(given, Mirror) else Mirror(given)
+def as_mirror(mirror: str | Path | Mirror) -> Mirror:
+    """Return the argument ``mirror`` of a buffer as options; a path or URL has the usual ones.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
+    return mirror if isinstance(mirror, Mirror) else Mirror(mirror)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,50 @@
+"""The facts of a pool's histories, for questions about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer_hooks.replay.journal import PoolState
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+POOL_FACTS: Mapping[str, str] = {
+    "difficulty": "successes of the task in its newest step; null where it is in no bucket",
+    "pool_entropy": "mean entropy of the history when it entered, in nats; null of a demonstration",
+    "uses": "how often the history was drawn",
+    "demonstration": "whether it is a demonstration, which has no log-probs",
+}
+"""Names of the facts, and what each is."""
+
+
+def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
+    """Return the facts of the histories that a pool holds, with :data:`POOL_FACTS`.
+
+    Args:
+        facts: of all that its store has.
+        state: of the pool.
+    """
+    from trajstore.query.engine import polars  # a pool in memory needs none of it
+
+    pl = polars()
+    entries = list(state.all_entries())
+    known = pl.DataFrame(
+        {
+            "trajectory_id": [entry.trajectory_id for entry in entries],
+            "difficulty": [state.buckets.difficulty(entry.task_id) for entry in entries],
+            "pool_entropy": [entry.entropy for entry in entries],
+            "uses": state.uses_of(entries),
+            "demonstration": [entry.is_demonstration for entry in entries],
+        },
+        schema={
+            **dict.fromkeys(("trajectory_id", "difficulty"), pl.Int64),
+            "pool_entropy": pl.Float64,
+            "uses": pl.Int64,
+            "demonstration": pl.Boolean,
+        },
+    )
+    others = facts.drop(known.columns[1:], strict=False)
+    found: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
+    return found
