@@ -114,7 +114,7 @@ FINE: dict[str, dict[str, str]] = {
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
     "EpochSampler": {"unit": "", "epochs": "None"},
     "GroupSampler": {"least": "", "most": "None", "max_age": "None 0"},
-    "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": "", "stratified": "0 True"},
+    "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": ""},
     "Priorities": {"alpha": "0 2.5 huge", "beta": "0 2.5 huge", "eps": "0 2.5 huge", "per": ""},
     "Recency": {"half_life": "2.5 huge", "by": ""},
     "Staleness": {"max_age": "0", "floor": "0"},

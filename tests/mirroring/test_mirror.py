@@ -216,7 +216,9 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
         append(self, name, data)
 
     monkeypatch.setattr(LocalDirectory, "append", failing)
-    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1, longest_pause=0.05)) as buffer:
+    monkeypatch.setattr("trajstore.remote.mirror.mirror._FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("trajstore.remote.mirror.mirror._LONGEST_PAUSE", 0.05)
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1)) as buffer:
         ids = add(buffer, range(3))
         assert buffer.mirror.wait(ids, 60)
         broken.set()

@@ -209,7 +209,7 @@ def _without_times(buffer: TrajectoryReplayBuffer) -> list[dict[str, Any]]:
 def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)
-    monkeypatch.setattr(Contents, "_rows_of", None)
+    monkeypatch.setattr(Contents, "make_resident", None)
     drawn = reader.draw(3, sampler=GroupSampler())
     assert sorted(drawn.ids.tolist()) == list(range(9))
 

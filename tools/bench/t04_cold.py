@@ -16,7 +16,6 @@ import torch
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.workloads import Workload, filled, image, opened, state
 from trajstore.core.files.opening import open_directory
-from trajstore.core.reading.gather import locate
 from trajstore.core.store.catalog import Catalog
 
 TARGET = 1.1
@@ -79,12 +78,13 @@ def _pages(folder: Path, workload: Workload) -> tuple[int, int]:
     catalog = Catalog.open(open_directory(folder))
     total = catalog.index.total_samples
     drawn = torch.randint(0, total, (min(workload.batch, total),), generator=torch.Generator().manual_seed(SEED))
-    located = locate(drawn.numpy(), catalog.index, 0, catalog.index.end)
+    positions, within = catalog.index.find_rows(drawn.numpy(), 0, catalog.index.end)
+    shards, places = catalog.index.at("shard", positions), catalog.index.place_rows(positions, within)
     pages: set[tuple[int, int]] = set()
     row_bytes = 0
-    for number in np.unique(located.slot).tolist():
+    for number in np.unique(shards).tolist():
         manifest = catalog.shards.manifest(number)
-        rows = located.rows[:, located.slot == number]
+        rows = places[:, shards == number]
         for column, place, width in zip(
             manifest.schema.columns, manifest.places, manifest.schema.row_nbytes, strict=True
         ):

@@ -187,7 +187,7 @@ def _trajectories(buffer: TrajectoryReplayBuffer, report: Report) -> dict[str, s
     for number in buffer.trajectory_ids.tolist():
         get = partial(buffer.get, number)
         with mock.patch(
-            "trajstore.core.reading.contents.whole_rows", return_value={}
+            "trajstore.core.reading.contents.Contents._late_rows_of", return_value={}
         ):  # values by row are facts of their own
             found, error = _call("get", get, report)
         facts[f"trajectory {number}"] = digest(found) if error is None else REFUSED + error

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from trajstore.core.buffer.numbering import Numbering
+from trajstore.core.buffer.positions import Positions
 from trajstore.core.sampling.base import Drawn, IntArray
 
 
@@ -27,39 +26,31 @@ class Listing:
 
     def drawn(self, places: IntArray) -> Drawn:
         """Return the rows of samples that are told by their places among all samples."""
+        at, rows = self.find(places)
+        return Drawn(self.ids[at], rows)
+
+    def find(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Return which trajectory of the listing each sample is of, and its row there."""
         at = np.searchsorted(self.ends, places, side="right")
-        return Drawn(self.ids[at], places - self.ends[at] + self.samples[at])
+        return at, places - self.ends[at] + self.samples[at]
 
 
 class Placing:
-    """Turns places of samples in a listing into numbers of samples in a store that has all of it, nearly always.
+    """Where the samples of a listing are in a store that has all of it, nearly always.
 
     Args:
         listing: of trajectories that are all of one store.
-        numbering: of its ids, by the store's reader.
+        known: positions of its ids in the store's reader.
     """
 
-    def __init__(self, listing: Listing, numbering: Numbering) -> None:
-        self.numbering = numbering
-        self._ends = listing.ends
-        self._shift = numbering.numbers - (listing.ends - listing.samples)
-        self._lacking: npt.NDArray[np.bool_] | None = numbering.numbers < 0
-        if not self._lacking.any():
-            self._lacking = None
-        first = int(self._shift[0])
-        self._same = first if self._lacking is None and bool((self._shift == first).all()) else None
-
-    @property
-    def whole(self) -> bool:
+    def __init__(self, listing: Listing, known: Positions) -> None:
+        self.known = known
+        self._listing = listing
+        self.whole = bool((known.positions >= 0).all())
         """Whether the store's reader shows all trajectories of the listing."""
-        return self._lacking is None
 
-    def numbers(self, places: IntArray) -> IntArray | None:
-        """Return the numbers of samples; None if the reader does not show one of their trajectories."""
-        if self._same is not None:
-            return places + self._same if self._same else places
-        at = np.searchsorted(self._ends, places, side="right")
-        if self._lacking is not None and self._lacking[at].any():
-            return None
-        numbers: IntArray = places + self._shift[at]
-        return numbers
+    def rows(self, places: IntArray) -> tuple[IntArray, IntArray] | None:
+        """Return position and row of samples; None if the reader does not show one of their trajectories."""
+        at, rows = self._listing.find(places)
+        positions = self.known.positions[at]
+        return None if not self.whole and positions.min() < 0 else (positions, rows)

@@ -21,7 +21,8 @@ import torch
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.memory import aligned
 from trajstore.core.columns.schema import ColumnSpec
-from trajstore.core.reading.gather import allocate
+from trajstore.core.reading.column_interner import ColumnSet
+from trajstore.core.reading.plan import allocate
 from trajstore.core.sampling.base import Drawn
 from trajstore.errors import SchemaMismatchError, StoreError
 
@@ -73,7 +74,7 @@ def pack(rows: Mapping[str, torch.Tensor], pieces: int) -> tuple[Block, ...]:
     begin = _BEGIN.pack(len(head), len(tensors[0]) if tensors else 0) + head
     block[: len(begin)] = np.frombuffer(begin, np.uint8)
     targets = np.array(starts[:-1], np.int64) + block.ctypes.data
-    kernels().copy_blocks(targets, np.array([one.data_ptr() for one in tensors], np.int64), np.array(sizes, np.int64))
+    kernels.copy_blocks(targets, np.array([one.data_ptr() for one in tensors], np.int64), np.array(sizes, np.int64))
     if pieces == 1:
         return (block,)
     size = aligned(-(-len(block) // pieces))
@@ -144,14 +145,15 @@ def united(
         if part.count != len(at):
             raise StoreError(f"a store gave {part.count} of {len(at)} rows: all machines must have the same trajstore")
         slots[at], rows[0, at] = slot, np.arange(len(at))
-    targets = allocate(specs, count, out)
-    kernels().copy_rows(
+    columns = ColumnSet(specs, range(len(specs)))
+    targets = allocate(columns, count, out)
+    kernels.copy_rows(
         slots,
         rows,
         addresses,
         np.zeros(addresses.shape, np.int8),
-        np.arange(len(specs)),
-        np.array([spec.row_nbytes for spec in specs], np.int64),
+        columns.numbers,
+        columns.widths,
         np.array([target.data_ptr() for target in targets], np.int64),
         0,
         count,

@@ -84,7 +84,7 @@ def pack(flats: Sequence[FlatTrajectory], arena: Arena) -> Piece:
     starts = [0, *accumulate(map(aligned, sizes))]
     lease, offset = arena.take(starts[-1])
     targets = np.array(starts[:-1], np.int64) + (lease.address + offset)
-    kernels().copy_blocks(targets, np.array(sources, np.int64), np.array(sizes, np.int64))
+    kernels.copy_blocks(targets, np.array(sources, np.int64), np.array(sizes, np.int64))
     numbers: dict[Schema, int] = {}
     rows = []
     for flat in flats:

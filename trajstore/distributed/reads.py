@@ -85,12 +85,12 @@ class Reads:
         """
         reader, placing = self._placing(listing, seconds)
         if reader is not None and placing is not None:
-            numbers = placing.numbers(places)
+            found = placing.rows(places)
             with suppress(TrajectoryUnavailableError):  # the store knows more
-                if numbers is not None:
-                    found = reader.sampling.read_numbered(placing.numbering, numbers, columns=columns, out=out)
-                    if found is not None:
-                        return found
+                if found is not None:
+                    values = reader.sampling.read_at(placing.known, *found, columns=columns, out=out)
+                    if values is not None:
+                        return values
                     self._last = _Last()  # trajectories have left what the reader shows: the next call counts again
         return nest(self.rows(listing.drawn(places), columns, out, seconds))
 
@@ -104,11 +104,11 @@ class Reads:
         if reader is None:
             self._last = _Last(listing, None, None, math.inf)
             return None, None
-        placing = Placing(listing, reader.sampling.numbering(listing.ids))
+        placing = Placing(listing, reader.sampling.locate(listing.ids))
         if not placing.whole:
             with self._lock:
                 reader.refresh()
-            placing = Placing(listing, reader.sampling.numbering(listing.ids))
+            placing = Placing(listing, reader.sampling.locate(listing.ids))
         again = last.again if last.listing is listing else _SOON
         until = math.inf if placing.whole else time.monotonic() + again
         self._last = _Last(listing, reader, placing, until, 2 * again)

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.reading.batch import RowPlan
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.late import COLUMNS, without_notes
 from trajstore.core.reading.late_rows import column_named
+from trajstore.core.reading.plan import RowPlan
 from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.store.facts import NOTE_ROWS
@@ -135,7 +135,7 @@ def given_late(contents: Contents, kind: str) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for name in contents.index.row_notes:
         slots = contents.index[NOTE_ROWS + name]
-        schemas = [contents.schema_of(slot) for slot in np.unique(slots[slots != UNAVAILABLE]).tolist()]
+        schemas = [contents.addresses.schema(slot) for slot in np.unique(slots[slots != UNAVAILABLE]).tolist()]
         columns = [column_named(schema, name) for schema in schemas if schema.kind == kind]
         if columns:
             found[name] = any(math.prod(c.row_shape) * (1 + c.torch_dtype.is_complex) != 1 for c in columns)
@@ -187,10 +187,8 @@ def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[
         contents.make_resident(positions)  # what cannot be read has no rows, whichever columns are asked for
         contents.forget_decoded()
         return sizes, batches, None
-    first = int(positions.min())
-    begins = index.ends[positions] - sizes - index.samples_before(first)
-    samples = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
-    return sizes, batches, contents.prepare(samples, first, int(positions.max()) + 1, stored)
+    rows = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return sizes, batches, contents.plan(np.repeat(positions, sizes), rows, int(positions.min()), stored)
 
 
 def _step_values(name: str, rows: torch.Tensor) -> Series:
@@ -247,7 +245,7 @@ def _stored(contents: Contents, positions: IntArray, names: frozenset[str]) -> l
     for name, slots, wanted in by_name:
         of_slot: dict[int, tuple[tuple[object, ...], ...]] = {UNAVAILABLE: ()}
         for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
-            columns = contents.schema_of(slot).columns
+            columns = contents.addresses.schema(slot).columns
             of_slot[slot] = tuple(sorted((name or c.name, c.dtype, c.row_shape) for c in columns if c.name in wanted))
         found = [(*before, *of_slot[slot]) for before, slot in zip(found, slots.tolist(), strict=True)]
     return found

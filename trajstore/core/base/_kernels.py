@@ -95,29 +95,12 @@ _byte_at = _reader()
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
-@compiled(
-    *(_NUMBERS, "int64", "int64", _NUMBERS, "int32[::1]", _NUMBERS, _NUMBERS),
-    *("int32[::1]", "int32[::1]", "int32[::1]", _NUMBERS, _NUMBERS, _TABLE),
-)
-def locate_rows(
-    samples: Array,
-    first: int,
-    end: int,
-    ends: Array,
-    slots: Array,
-    start_samples: Array,
-    start_extra: Array,
-    steps: Array,
-    batch: Array,
-    extra: Array,
-    position: Array,
-    slot: Array,
-    rows: Array,
-) -> None:
-    """Find trajectory and rows of samples drawn from the window of positions ``first <= p < end``.
+@compiled(_NUMBERS, "int64", "int64", _NUMBERS, _NUMBERS, _NUMBERS)
+def find_rows(samples: Array, first: int, end: int, ends: Array, positions: Array, rows: Array) -> None:
+    """Find trajectory and row of samples drawn from the window of positions ``first <= p < end``.
 
     Sample s of the window lies in the first trajectory whose running total exceeds s (``bucketize`` with
-    ``right=True``). ``rows[axis, k]`` becomes the row of sample k within its slot, see ``fields.skip_extra_rows``.
+    ``right=True``).
     """
     base = ends[first - 1] if first > 0 else 0
     for k in range(len(samples)):
@@ -129,19 +112,33 @@ def locate_rows(
                 high = middle
             else:
                 low = middle + 1
-        p = low
-        sample = wanted - (ends[p - 1] if p > 0 else 0)
-        position[k] = p
-        slot[k] = slots[p]
-        rows[SAMPLES, k] = start_samples[p] + sample
-        head = start_extra[p] + sample
+        positions[k] = low
+        rows[k] = wanted - (ends[low - 1] if low > 0 else 0)
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int32[::1]", "int32[::1]", "int32[::1]", _TABLE)
+def place_rows(
+    positions: Array,
+    rows: Array,
+    start_samples: Array,
+    start_extra: Array,
+    steps: Array,
+    batch: Array,
+    extra: Array,
+    places: Array,
+) -> None:
+    """Set ``places[axis, k]`` to the row, within its slot, of row k of a trajectory; see ``fields.skip_extra_rows``."""
+    for k in range(len(positions)):
+        p, row = positions[k], rows[k]
+        places[SAMPLES, k] = start_samples[p] + row
+        head = start_extra[p] + row
         tail = head
         if 0 < extra[p] <= steps[p]:  # of an agent trajectory, extra are its response tokens, with or without others
-            epoch = sample // (np.int64(steps[p]) // extra[p] * batch[p])
+            epoch = row // (np.int64(steps[p]) // extra[p] * batch[p])
             head += (epoch + 1) * batch[p]
             tail += epoch * batch[p]
-        rows[FIRST_EXTRA, k] = head
-        rows[LAST_EXTRA, k] = tail
+        places[FIRST_EXTRA, k] = head
+        places[LAST_EXTRA, k] = tail
 
 
 @compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64")

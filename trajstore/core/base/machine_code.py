@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -23,51 +22,49 @@ LOADING_THREAD = "trajstore-load"
 
 
 class MachineCode:
-    """Modules that numba compiles while they are imported, by name."""
+    """What a module that numba compiles has, as attributes; the module is imported when one is first asked for.
 
-    def __init__(self) -> None:
-        self._ready: dict[str, Any] = {}
-        self._begun: set[str] = set()
-        self._lock = locks.rlock("MachineCode._lock")
-        # A child that is forked while a thread loads would have modules that nobody loads to their end.
-        os.register_at_fork(
-            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release
-        )
+    Args:
+        module: its full name.
+    """
 
-    def get(self, name: str) -> Any:
-        """Return a module, loaded by now."""
-        module = self._ready.get(name)
-        if module is None:
-            uninterrupted(partial(self._load, name))
-            module = self._ready[name]
-        return module
+    _lock = locks.rlock("MachineCode._lock")
 
-    def begin(self, name: str) -> None:
-        """Begin to load a module, which goes on in the background; the process does not end in the midst of it."""
-        if name not in self._begun:
-            self._begun.add(name)
-            # Without it, the first `get` loads: the interpreter is ending, or there is no memory for a thread.
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._begun = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        uninterrupted(self._load)
+        if name not in self.__dict__:
+            raise AttributeError(f"{self._module} has no {name}")
+        return self.__dict__[name]
+
+    def begin(self) -> None:
+        """Begin to load the module, which goes on in the background; the process does not end in the midst of it."""
+        if not self._begun:
+            self._begun = True
+            # Without it, the first use loads: the interpreter is ending, or there is no memory for a thread.
             with suppress(RuntimeError):
-                start_thread(threading.Thread(target=self._load, args=(name,), name=LOADING_THREAD))
+                start_thread(threading.Thread(target=self._load, name=LOADING_THREAD))
 
-    def _load(self, name: str) -> None:
+    def _load(self) -> None:
         with self._lock:
-            self._ready[name] = import_module(name)
+            functions = vars(import_module(self._module))
+            self.__dict__.update({name: functions[name] for name in functions if not name.startswith("_")})
 
 
-_machine_code = MachineCode()
+# A child that is forked while a thread loads would have modules that nobody loads to their end.
+os.register_at_fork(
+    before=MachineCode._lock.acquire,
+    after_in_parent=MachineCode._lock.release,
+    after_in_child=MachineCode._lock.release,
+)
 
+kernels = MachineCode("trajstore.core.base._kernels")
+"""Kernels that move rows; a buffer begins to load them, so that the first add or sample hardly waits."""
 
-def kernels() -> Any:
-    """Return the module of kernels that move rows."""
-    return _machine_code.get("trajstore.core.base._kernels")
-
-
-def begin_kernels() -> None:
-    """Begin to load the kernels that move rows, so that the first add or sample hardly waits for them."""
-    _machine_code.begin("trajstore.core.base._kernels")
-
-
-def tree_kernels() -> Any:
-    """Return the module of kernels that search sum trees and compute orders."""
-    return _machine_code.get("trajstore.core.sampling._tree_kernels")
+tree_kernels = MachineCode("trajstore.core.sampling._tree_kernels")
+"""Kernels that search sum trees and compute orders."""

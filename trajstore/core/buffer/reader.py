@@ -36,8 +36,8 @@ from trajstore.core.columns.fields import nest
 from trajstore.core.columns.limits import shown
 from trajstore.core.files.opening import check_options, directories_above, open_directory
 from trajstore.core.formats import get_format
-from trajstore.core.reading.batch import RowPlan
 from trajstore.core.reading.contents import Contents
+from trajstore.core.reading.plan import RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.sampling.base import Drawn, Sampler
 from trajstore.core.sampling.draws import Draws, Window
@@ -175,16 +175,17 @@ class Reader(Closing):
             check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
             def choose(contents: Contents) -> tuple[Drawn, RowPlan]:
-                drawn = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
-                return drawn, self.sampling.prepare(contents, drawn, columns)
+                drawn, positions = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
+                return drawn, contents.plan(positions, drawn.samples, contents.index.first, columns)
 
-            drawn, prepared = self.sampling.together(sampler, choose)
-            return Batch(nest(prepared.read(out)), drawn)
+            drawn, plan = self.sampling.together(sampler, choose)
+            return Batch(nest(plan.read(out)), drawn)
 
         def draw(contents: Contents) -> RowPlan:
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
-            drawn = self._draws.samples(window, num_chunks)
-            return contents.prepare(drawn, window.first, window.end, columns)
+            samples = self._draws.samples(window, num_chunks)
+            positions, rows = contents.index.find_rows(samples, window.first, window.end)
+            return contents.plan(positions, rows, window.first, columns)
 
         return nest(self.live.locked(draw).read(out))
 
@@ -207,8 +208,8 @@ class Reader(Closing):
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
             if sampler is not None:
-                drawn = self.sampling.choose(contents, count, self.sample_window_size, sampler)
-                return [contents.get(position) for position in self.sampling.positions(contents, drawn.ids).tolist()]
+                _, positions = self.sampling.choose(contents, count, self.sample_window_size, sampler)
+                return [contents.get(position) for position in positions.tolist()]
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
@@ -235,7 +236,7 @@ class Reader(Closing):
         _check_drawn(drawn)
         _check_out(out)
         columns = columns_or_none(columns)
-        return nest(self.live.locked(lambda contents: self.sampling.prepare(contents, drawn, columns)).read(out))
+        return nest(self.live.locked(lambda contents: self.sampling.plan(contents, drawn, columns)).read(out))
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""

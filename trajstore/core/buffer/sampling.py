@@ -20,11 +20,11 @@ import torch
 from trajstore.core.base.arguments import check_instance, check_kind, columns_or_none, whole_numbers
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.buffer.following import Following, claim
-from trajstore.core.buffer.numbering import Numbering, number
+from trajstore.core.buffer.positions import Positions
 from trajstore.core.buffer.view import View
 from trajstore.core.columns.fields import nest
-from trajstore.core.reading.batch import RowPlan
 from trajstore.core.reading.contents import Contents
+from trajstore.core.reading.plan import RowPlan
 from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler
@@ -111,7 +111,7 @@ class Sampling:
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
-        return self.together(sampler, lambda contents: self.choose(contents, count, window_size, sampler, fits))
+        return self.together(sampler, lambda contents: self.choose(contents, count, window_size, sampler, fits)[0])
 
     def together(self, sampler: Sampler | None, call: Callable[[Contents], T]) -> T:
         """Call with the contents, their lock held and the sampler up to date; ``call`` may draw and read more."""
@@ -142,12 +142,16 @@ class Sampling:
 
     def choose(
         self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None
-    ) -> Drawn:
-        """Draw rows within :meth:`together`; see :meth:`draw`."""
+    ) -> tuple[Drawn, IntArray]:
+        """Draw rows within :meth:`together`, see :meth:`draw`; return also the positions of their trajectories.
+
+        Raises:
+            TrajectoryUnavailableError: the sampler drew a trajectory that is not here.
+        """
         window = Window.newest(contents.index, window_size, contents.unavailable, contents.start)
         ids = contents.index.at("trajectory_id", slice(None))
         if sampler is None:
-            drawn = self._uniformly(contents, count, window, fits)
+            drawn, positions = self._uniformly(contents, count, window, fits)
         else:
             narrowed = len(window) < len(contents.index)
             first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
@@ -156,21 +160,21 @@ class Sampling:
             else:
                 _check_fits(sampler)
                 drawn = sampler.draw(count, self._draws.generator, first, fits=fits)
-        names = self._view.names_at(contents, contents.index.find_many(drawn.ids))
-        return replace(drawn, buffer=self.names()[0], names=names)
+            positions = self.rows(contents, drawn)
+        names = self._view.names_at(contents, positions)
+        return replace(drawn, buffer=self.names()[0], names=names), positions
 
-    def _uniformly(self, contents: Contents, count: int, window: Window, fits: Fits | None) -> Drawn:
+    def _uniformly(self, contents: Contents, count: int, window: Window, fits: Fits | None) -> tuple[Drawn, IntArray]:
         index, kept, still_wanted = contents.index, [], count
         while still_wanted > 0:
             wanted = still_wanted if fits is None else min(still_wanted, max(1, window.samples))
-            places = self._draws.samples(window, wanted) + index.samples_before(window.first)
-            positions = np.searchsorted(index.ends[: window.end], places, side="right")
-            samples = places - index.ends[positions] + index.at("num_samples", positions)
+            positions, samples = index.find_rows(self._draws.samples(window, wanted), window.first, window.end)
             ids = index.at("trajectory_id", positions)
             good = slice(None) if fits is None else fits(ids, samples)
-            kept.append((ids[good], samples[good]))
+            kept.append((ids[good], samples[good], positions[good]))
             still_wanted = 0 if fits is None else still_wanted - len(kept[-1][0])
-        return Drawn(np.concatenate([ids for ids, _ in kept]), np.concatenate([samples for _, samples in kept]))
+        ids, samples, positions = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+        return Drawn(ids, samples), positions
 
     def names(self) -> list[str]:
         """Return the names that identify draws of this buffer: UUIDs of its stores, or a random one in memory."""
@@ -183,31 +187,20 @@ class Sampling:
             following = self._following[sampler] = Following(sampler, self._view)
         following.sync(contents)
 
-    def prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
-        """Return drawn rows, ready to be copied.
+    def plan(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
+        """Return the copy of drawn rows.
 
         Raises:
             TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
             ConfigurationError: a row number is negative.
         """
-        index = contents.index
-        positions = self.positions(contents, drawn.ids)
+        positions = self.rows(contents, drawn)
         if np.any(others := self._are_others(contents, drawn, positions)):
             raise TrajectoryUnavailableError(
                 f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, and another one has its id since a "
                 "load; draw again"
             )
-        sizes = index.at("num_samples", positions)
-        if np.any(drawn.samples < 0):
-            raise ConfigurationError("drawn rows: a place is negative")
-        if np.any(beyond := drawn.samples >= sizes):
-            raise TrajectoryUnavailableError(
-                f"trajectory {shown_id(int(drawn.ids[beyond.argmax()]))}: a row beyond its end was drawn, as of "
-                "another one that had this id before a load; draw again"
-            )
-        first = index.first
-        samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples
-        return contents.prepare(samples, first, index.end, columns)
+        return contents.plan(positions, drawn.samples, contents.index.first, columns)
 
     def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return of which drawn rows the trajectory is not that of this id any more, after contents were replaced."""
@@ -218,23 +211,25 @@ class Sampling:
         elsewhere = drawn.buffer is not None and drawn.buffer not in self.names()
         return np.where(said, now != drawn.names, elsewhere)
 
-    def numbering(self, trajectory_ids: IntArray) -> Numbering:
-        """Return the numbers of the first samples of trajectories, for whoever reads of the same ones many times."""
-        return self._view.locked(lambda contents: number(contents.index, trajectory_ids))
+    def locate(self, trajectory_ids: IntArray) -> Positions:
+        """Return the positions of trajectories, for whoever reads of the same ones many times."""
+        return self._view.locked(lambda contents: Positions.of(contents.index, trajectory_ids))
 
-    def read_numbered(
+    def read_at(
         self,
-        numbering: Numbering,
-        numbers: IntArray,
+        known: Positions,
+        positions: IntArray,
+        rows: IntArray,
         *,
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, Any] | None:
-        """Return transitions as :meth:`read` does, told by number; None if trajectories have left since: number again.
+        """Return transitions as :meth:`read` does; None if trajectories have left since: ask for positions again.
 
         Args:
-            numbering: from which ``numbers`` were counted.
-            numbers: those of first samples plus places within the trajectories, ``[n]``.
+            known: whose positions are used.
+            positions: of the rows' trajectories, ``[n]``.
+            rows: within their trajectories, ``[n]``.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name.
 
@@ -243,12 +238,12 @@ class Sampling:
             TrajectoryUnavailableError: one of them was in memory only, and has left it.
         """
 
-        def prepare(contents: Contents) -> RowPlan | None:
+        def plan(contents: Contents) -> RowPlan | None:
             index = contents.index
-            return contents.prepare(numbers, index.first, index.end, columns) if numbering.holds(index) else None
+            return contents.plan(positions, rows, index.first, columns) if known.hold(index) else None
 
-        prepared = self._view.locked(prepare)
-        return None if prepared is None else nest(prepared.read(out))
+        found = self._view.locked(plan)
+        return None if found is None else nest(found.read(out))
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable.
@@ -309,6 +304,23 @@ class Sampling:
             return steps, batch
 
         return self._view.locked(look)
+
+    def rows(self, contents: Contents, drawn: Drawn) -> npt.NDArray[np.int64]:
+        """Return the positions of the trajectories of drawn rows, which can be read there.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
+            ConfigurationError: a row number is negative.
+        """
+        positions = self.positions(contents, drawn.ids)
+        if np.any(drawn.samples < 0):
+            raise ConfigurationError("drawn rows: a place is negative")
+        if np.any(beyond := drawn.samples >= contents.index.at("num_samples", positions)):
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown_id(int(drawn.ids[beyond.argmax()]))}: a row beyond its end was drawn, as "
+                "of another one that had this id before a load; draw again"
+            )
+        return positions
 
     def positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
         """Return the positions of trajectories in the index.

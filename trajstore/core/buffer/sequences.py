@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -12,8 +12,9 @@ import torch
 from trajstore.core.base.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
-from trajstore.core.columns.fields import nest, unnest
-from trajstore.core.sampling.base import Drawn, IntArray, Sampler, uniform
+from trajstore.core.columns.fields import nest
+from trajstore.core.reading.contents import Contents
+from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler, uniform
 from trajstore.core.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
@@ -28,9 +29,8 @@ Ends = Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Rows of spans, and which of them count, ``[n, length]``; ``first`` are the rows from which they begin."""
+    """Rows of spans, and which of them count, ``[n, length]``."""
 
-    first: Drawn
     rows: IntArray
     mask: Mask
 
@@ -70,12 +70,16 @@ def sample_sequences(
     count, length, pad = whole("count", count, 1), whole("length", length, 1, _MOST_STEPS), truth("pad", pad)
     ends = _checked(buffer, ends)
 
-    def sample() -> Batch:
-        spans = (_spans if pad else _whole)(buffer, count, length, sampler, ends)
-        values = _read(buffer, spans.first, spans.rows, columns)
-        return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
+    columns = columns_or_none(columns)
 
-    return buffer.sampling.together(sampler, lambda _: sample())
+    def sample(contents: Contents) -> Batch:
+        fits = None if pad else _has_whole(buffer, contents, count, length, ends)
+        first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
+        spans = _spans(contents, positions, first.samples, length, ends)
+        values = _read(contents, positions, spans.rows, columns)
+        return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, first)
+
+    return buffer.sampling.together(sampler, sample)
 
 
 def sample_n_step(
@@ -119,40 +123,30 @@ def sample_n_step(
     count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
     ends, columns = _checked(buffer, ends), columns_or_none(columns)
     text("terminations", terminations)
-    return buffer.sampling.together(
-        sampler, lambda _: _n_step(buffer, count, n, gamma, sampler, columns, ends, terminations)
-    )
 
+    def sample(contents: Contents) -> Batch:
+        first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
+        spans = _spans(contents, positions, first.samples, n, ends)
+        last = last_of(spans.mask)
+        end = spans.rows[np.arange(len(last)), last]
+        values = _read(contents, positions, first.samples, columns)
+        after = [name for name in values if name.startswith("next_obs.")]
+        if after:
+            values |= _read(contents, positions, end, after)
+        rewards = _read(contents, positions, spans.rows, ["rewards"])["rewards"]
+        rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch promotes no eight-bit floats
+        factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
+        shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
+        discounted = rewards * factors.reshape(1, *shape[1:])
+        # Chosen, not multiplied by 0: what lies beyond the end may be no number.
+        values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
+        terminated = _any(contents, positions, end, [terminations])
+        bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
+        alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
+        more = {"bootstrap": alike, "steps": torch.from_numpy(last + 1)}
+        return Batch({**nest(values), **more}, first)
 
-def _n_step(
-    buffer: Reader,
-    count: int,
-    n: int,
-    gamma: float,
-    sampler: Sampler | None,
-    columns: Sequence[str] | None,
-    ends: Ends,
-    terminations: str,
-) -> Batch:
-    spans = _spans(buffer, count, n, sampler, ends)
-    last = last_of(spans.mask)
-    end = spans.rows[np.arange(len(last)), last]
-    values = unnest(buffer.read(spans.first, columns=columns))
-    after = [name for name in values if name.startswith("next_obs.")]
-    if after:
-        values |= unnest(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
-    rewards = _read(buffer, spans.first, spans.rows, ["rewards"])["rewards"]
-    rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch promotes no eight-bit floats
-    factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
-    shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
-    discounted = rewards * factors.reshape(1, *shape[1:])
-    # Chosen, not multiplied by 0: what lies beyond the end may be no number.
-    values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
-    terminated = _any(buffer, spans.first, end[:, None], [terminations])[:, 0]
-    bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
-    alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
-    more = {"bootstrap": alike, "steps": torch.from_numpy(last + 1)}
-    return Batch({**nest(values), **more}, spans.first)
+    return buffer.sampling.together(sampler, sample)
 
 
 def sample_hindsight(
@@ -201,26 +195,32 @@ def sample_hindsight(
     ends, columns = _checked(buffer, ends), columns_or_none(columns)
     text("goal", goal), text("achieved", achieved)
     check_instance("reward", reward, Callable, "a function of achieved and goal")
-    first = buffer.draw(count, sampler=sampler)
-    values = unnest(buffer.read(first, columns=columns))
-    for name in (goal, achieved, "rewards"):
-        if name not in values:
-            raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
-    chance = uniform(2 * len(first), buffer.sampling.generator)
-    chosen = np.flatnonzero(chance[: len(first)] < share)
-    relabelled = torch.zeros(len(first), dtype=torch.bool)
-    if len(chosen):
-        some = Drawn(first.ids[chosen], first.samples[chosen])
-        steps, batch = buffer.sampling.extents(some.ids)
-        longest = int((steps - some.samples // batch).max())
+
+    def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], IntArray, torch.Tensor]:
+        first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
+        values = _read(contents, positions, first.samples, columns)
+        for name in (goal, achieved, "rewards"):
+            if name not in values:
+                raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
+        chance = uniform(2 * len(first), buffer.sampling.generator)
+        chosen = np.flatnonzero(chance[: len(first)] < share)
+        if not len(chosen):
+            return first, values, chosen, torch.empty(0)
+        positions, samples = positions[chosen], first.samples[chosen]
+        steps, batch = contents.index.at("steps", positions), contents.index.at("batch", positions)
+        longest = int((steps - samples // batch).max())
         if longest > horizon:
             raise ConfigurationError(f"horizon: {horizon}, but {longest} steps follow a drawn one; allow as many")
-        spans = _mask(buffer, some, longest, ends)
+        spans = _spans(contents, positions, samples, longest, ends)
         last = last_of(spans.mask)
         later = chance[len(first) :][chosen] * (last + 1)
         pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
         rows = spans.rows[np.arange(len(pick)), pick]
-        goals = unnest(buffer.read(Drawn(some.ids, rows), columns=[achieved]))[achieved]
+        return first, values, chosen, _read(contents, positions, rows, [achieved])[achieved]
+
+    first, values, chosen, goals = buffer.sampling.together(sampler, sample)
+    relabelled = torch.zeros(len(first), dtype=torch.bool)
+    if len(chosen):
         where = torch.from_numpy(chosen)
         if goals.shape[1:] != values[goal].shape[1:]:
             raise ConfigurationError(
@@ -248,25 +248,23 @@ def _checked(buffer: Any, ends: Any) -> Ends:
 # -- spans -------------------------------------------------------------------------------------------
 
 
-def _spans(buffer: Reader, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
-    return _mask(buffer, buffer.draw(count, sampler=sampler), length, ends)
-
-
-def _mask(buffer: Reader, first: Drawn, length: int, ends: Ends) -> _Spans:
-    steps, batch = buffer.sampling.extents(first.ids)
-    rows, inside = rows_after(first.samples, steps, batch, length)
-    mask = within_episode(inside, _any(buffer, first, rows, ends))
+def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: int, ends: Ends) -> _Spans:
+    """Return the spans that begin with some samples of trajectories; with the lock of the contents held."""
+    steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
+    rows, inside = rows_after(samples, steps, batch, length)
+    mask = within_episode(inside, _any(contents, positions, rows, ends))
     last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
-    return _Spans(first, np.where(mask, rows, last), mask)
+    return _Spans(np.where(mask, rows, last), mask)
 
 
-def _whole(buffer: Reader, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
-    """Draw starts that have ``length`` steps after them, in one draw: the others count as not drawn."""
+def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends: Ends) -> Fits:
+    """Return a function that says which starts have ``length`` steps after them; the others count as not drawn."""
     in_vain = 0
 
     def fits(ids: IntArray, samples: IntArray) -> Mask:
         nonlocal in_vain
-        good: Mask = np.asarray(_mask(buffer, Drawn(ids, samples), length, ends).mask.all(axis=1), np.bool_)
+        positions = buffer.sampling.rows(contents, Drawn(ids, samples))
+        good: Mask = np.asarray(_spans(contents, positions, samples, length, ends).mask.all(axis=1), np.bool_)
         in_vain = 0 if good.any() else in_vain + len(ids)
         if in_vain >= max(_IN_VAIN, count):
             raise EmptyBufferError(
@@ -275,20 +273,22 @@ def _whole(buffer: Reader, count: int, length: int, sampler: Sampler | None, end
             )
         return good
 
-    return _mask(buffer, buffer.sampling.draw(count, buffer.sample_window_size, sampler, fits), length, ends)
+    return fits
 
 
-def _any(buffer: Reader, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:
-    """Return, for rows ``[n, k]``, whether any value of any of some columns is true."""
-    read = _read(buffer, first, rows, names) if names else {}
+def _any(contents: Contents, positions: IntArray, rows: IntArray, names: Sequence[str]) -> Mask:
+    """Return, for rows ``[n]`` or ``[n, k]``, whether any value of any of some columns is true."""
+    columns = _read(contents, positions, rows, names) if names else {}
     found = np.zeros(rows.shape, np.bool_)
-    for tensor in read.values():
+    for tensor in columns.values():
         found |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()
     return found
 
 
-def _read(buffer: Reader, first: Drawn, rows: IntArray, columns: Sequence[str] | None) -> dict[str, torch.Tensor]:
-    """Return columns of rows ``[n, k]`` as tensors ``[n, k, ...]``."""
-    drawn = Drawn(np.repeat(first.ids, rows.shape[1]), rows.reshape(-1))
-    values = unnest(buffer.read(drawn, columns=columns))
+def _read(
+    contents: Contents, positions: IntArray, rows: IntArray, columns: Sequence[str] | None
+) -> dict[str, torch.Tensor]:
+    """Return columns of rows ``[n]`` or ``[n, k]`` as tensors ``[*rows, ...]``; with the lock of the contents held."""
+    of_each = np.repeat(positions, rows.size // len(positions))
+    values = contents.plan(of_each, rows.reshape(-1), contents.index.first, columns).read(None)
     return {name: tensor.reshape(*rows.shape, *tensor.shape[1:]) for name, tensor in values.items()}

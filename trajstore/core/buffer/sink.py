@@ -17,9 +17,8 @@ from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.buffer.column_watch import ColumnWatch
 from trajstore.core.buffer.content_watch import ContentWatch
-from trajstore.core.buffer.listener import ViewListener
 from trajstore.core.buffer.retention import Retention
-from trajstore.core.buffer.view import View
+from trajstore.core.buffer.view import View, ViewListener
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.memory import Arena
 from trajstore.core.columns.owned import copied

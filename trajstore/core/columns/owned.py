@@ -36,9 +36,9 @@ def _block_of(flats: Sequence[FlatTrajectory], arena: Arena) -> Block:
     extents = np.array([flat.extent for flat in flats], np.int64)
     sources = np.array([flat.addresses for flat in flats], np.int64)
     sizes, targets = np.empty_like(sources), np.empty_like(sources)
-    nbytes = kernels().lay_out(extents, *schema.layout, sizes, targets, ALIGNMENT)
+    nbytes = kernels.lay_out(extents, *schema.layout, sizes, targets, ALIGNMENT)
     lease, offset = arena.take(nbytes)
     targets += lease.address + offset
-    copy = kernels().copy_few_blocks if nbytes <= _FEW_BYTES else kernels().copy_blocks
+    copy = kernels.copy_few_blocks if nbytes <= _FEW_BYTES else kernels.copy_blocks
     copy(targets.reshape(-1), sources.reshape(-1), sizes.reshape(-1))
     return Block(schema, lease, targets, sizes)

@@ -244,7 +244,7 @@ class PartialMaps:
         bases = np.array([one.address for one in ordered], np.int64)
         ends = bases + np.array([one.nbytes for one in ordered], np.int64)
         marks = np.array([one.marks for one in ordered], np.int64)
-        if kernels().are_there(addresses, sizes, bases, ends, marks, BLOCK):
+        if kernels.are_there(addresses, sizes, bases, ends, marks, BLOCK):
             return  # as almost always: to list what lacks costs as much as to copy some rows
         owners = np.searchsorted(bases, addresses, side="right") - 1
         order = np.argsort(owners, kind="stable")

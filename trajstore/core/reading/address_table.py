@@ -1,9 +1,9 @@
 """Where the rows of every shard can be read now: in maps of files, or in memory.
 
 A *slot* is a table of rows: a shard on disk, or a block of trajectories in memory. It is *resident* while the address
-of the first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever is
-given addresses is given :class:`HeldRows`, which holds what they lie in. A map is closed, and memory given back, only
-when nobody holds rows that were given out before.
+of the first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever
+copies holds :class:`~trajstore.core.reading.plan.HeldRows`. A map is closed, and memory freed, only when all rows
+that were held before have been released.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import numpy.typing as npt
 from trajstore.core.columns.flat import Block
 from trajstore.core.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.core.files.partial import PartialMap, PartialMaps
-from trajstore.core.reading.addresses import Addresses
+from trajstore.core.formats.base import ShardManifest, ShardReader
 from trajstore.core.reading.column_interner import ColumnInterner, axes_of
 from trajstore.core.reading.map_limit import MapLimit
 from trajstore.core.reading.running_copies import RunningCopies
 from trajstore.core.reading.slots import SlotTable
+
+_FEWEST, _SPARE_COLUMNS = 64, 8
 
 
 class Rows(Protocol):
@@ -57,48 +59,17 @@ class MappedShard:
     """Files of which only what is asked for is there."""
 
 
-class HeldRows:
-    """Rows of resident slots, and the memory in which they lie: it stays as long as this object, whoever lets go of it.
-
-    Args:
-        addresses: has the memory.
-        slots: whose rows are wanted.
-
-    Attributes:
-        first: address of the first row of a column, ``[slots, columns]``; of slots that were resident then.
-        axes: axis of the column in that slot, ``[slots, columns]``.
-        partial: files whose rows must be fetched before they are read.
-    """
-
-    __slots__ = ("__weakref__", "_addresses", "axes", "first", "partial")
-
-    def __init__(self, addresses: AddressTable, slots: npt.NDArray[np.int64]) -> None:
-        self._addresses = addresses
-        self.first = addresses.table.first
-        self.axes = addresses.table.axes
-        self.partial = addresses.partial_maps(slots)
-        addresses.copies.begin(self)
-
-    def addresses_of(self, slot: int) -> list[int]:
-        """Return the address of the first row of each column of a slot's schema; with ``Contents.lock`` held."""
-        numbers, _ = self._addresses.columns.of(self._addresses.schema(slot))
-        addresses: list[int] = self.first[slot, numbers].tolist()
-        return addresses
-
-    def address_of(self, slot: int, column: ColumnSpec) -> int:
-        """Return the address of the first row of one column of a slot's schema; with ``Contents.lock`` held."""
-        return self.addresses_of(slot)[self._addresses.schema(slot).columns.index(column)]
-
-    def let_go(self) -> None:
-        """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""
-        self._addresses.copies.end(self)
-
-
 class ShardOpener(Protocol):
     """Opens shards of one source by row."""
 
     def map_shard(self, row: int) -> MappedShard | None:
         """Return the shard, mapped; None where its columns cannot be read in place."""
+
+    def manifest(self, row: int) -> ShardManifest:
+        """Return what files a shard has, and which columns."""
+
+    def reader(self, row: int) -> ShardReader:
+        """Return a reader of a shard."""
 
 
 class AddressTable:
@@ -109,19 +80,24 @@ class AddressTable:
 
     Attributes:
         columns: numbers and signatures of the columns.
-        table: addresses of the rows of resident slots.
+        first: address of the first row of a column, ``[slots, columns]``.
+        axes: axis of the column in that slot, ``[slots, columns]``.
+        signature: per slot, the signature of its columns; -1 while it is not resident.
+        partial: files of resident slots whose rows must be fetched before they are read.
         copies: those that are running; what is let go of waits for them.
     """
 
     def __init__(self, map_limit: int) -> None:
         self.columns = ColumnInterner()
-        self.table = Addresses()
+        self.first: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
+        self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._slots = SlotTable()
         self.copies = RunningCopies(self._slots.free)
         self._sources: list[ShardOpener] = []
         self._rows: dict[int, Rows] = {}
         """What holds the rows of each resident slot, and of each in memory."""
-        self._partial: dict[int, Sequence[PartialMap]] = {}
+        self.partial: dict[int, Sequence[PartialMap]] = {}
         self._homes: dict[int, PartialMaps] = {}
         self._maps = MapLimit(map_limit)
 
@@ -183,24 +159,37 @@ class AddressTable:
         return self._slots.shard_of(slot)
 
     def _reserve(self) -> None:
-        self.table.reserve(len(self._slots), len(self.columns.specs))
+        """Have room for all slots and columns."""
+        slots, columns = len(self._slots), len(self.columns.specs)
+        have, width = self.first.shape
+        if slots <= have and columns <= width:
+            return
+        rows = have if slots <= have else max(slots, 2 * have, _FEWEST)
+        wide = width if columns <= width else max(columns, width + _SPARE_COLUMNS)
+        # New arrays, never resized in place: a running copy keeps the ones it was given.
+        first, axes = np.zeros((rows, wide), np.int64), np.zeros((rows, wide), np.int8)
+        signature = np.full(rows, -1, np.int32)
+        first[:have, :width], axes[:have, :width], signature[:have] = self.first, self.axes, self.signature
+        self.first, self.axes, self.signature = first, axes, signature
 
     # -- what is resident -------------------------------------------------------------------------
 
     def schema(self, slot: int) -> Schema:
-        """Return the schema of a resident slot."""
-        return self._rows[slot].schema
-
-    def known_schema(self, slot: int) -> Schema | None:
-        """Return the schema of a slot in memory or resident; None of a shard that is not resident."""
+        """Return the schema of a slot, without reading its rows."""
         rows = self._rows.get(slot)
-        return None if rows is None else rows.schema
+        if rows is not None:
+            return rows.schema
+        source, row = self.shard_of(slot)
+        return self._sources[source].manifest(row).schema
+
+    def number_of(self, slot: int, column: ColumnSpec) -> int:
+        """Return the number of a column of a resident slot's schema."""
+        schema = self.schema(slot)
+        return int(self.columns.of(schema)[0][schema.columns.index(column)])
 
     def partial_maps(self, slots: npt.NDArray[np.int64]) -> list[PartialMap]:
         """Return the files of resident slots whose rows must be fetched before they are read."""
-        if not self._partial:
-            return []
-        return [one for slot in np.unique(slots).tolist() for one in self._partial.get(slot, ())]
+        return [one for slot in np.unique(slots).tolist() for one in self.partial.get(slot, ())]
 
     @property
     def mapped(self) -> int:
@@ -223,7 +212,7 @@ class AddressTable:
         Raises:
             CorruptStoreError: a file is missing or has changed its size.
         """
-        absent = np.unique(slots[self.table.signature[slots] < 0])
+        absent = np.unique(slots[self.signature[slots] < 0])
         undecoded = []
         for slot, in_memory in zip(absent.tolist(), self._slots.are_memory(absent).tolist(), strict=True):
             if in_memory:  # made resident only now: most are written without being sampled
@@ -236,7 +225,7 @@ class AddressTable:
                 continue
             self._maps.add(slot, shard.maps)
             if shard.partial:
-                self._partial[slot] = shard.partial
+                self.partial[slot] = shard.partial
                 self._homes.update((id(one.home), one.home) for one in shard.partial)
             if shard.extent is not None:
                 on_extent(slot, shard.extent)
@@ -246,20 +235,31 @@ class AddressTable:
                 self.copies.let_go(self._unmap(slot), None)
         return undecoded
 
-    def keep(self, slot: int, shard: MappedShard) -> None:
-        """Make a shard resident that :meth:`ensure` returned, with its decoded columns; it goes as maps do."""
-        self._maps.add(slot, shard.maps)
-        self._make_resident(slot, shard)
+    def ensure_decoded(self, slots: npt.NDArray[np.int64]) -> None:
+        """Make slots of values by row resident; what cannot be read in place is decoded, and leaves as maps do.
+
+        Raises:
+            CorruptStoreError: a file is missing or damaged.
+        """
+        for slot in self.ensure(slots, lambda *_: None):
+            source, row = self.shard_of(slot)
+            manifest, reader = self._sources[source].manifest(row), self._sources[source].reader(row)
+            tensors = [reader.rows(number, 0, rows) for number, rows in enumerate(manifest.rows)]
+            shard = MappedShard(manifest.schema, [tensor.data_ptr() for tensor in tensors], tensors)
+            self._maps.add(slot, shard.maps)
+            self._make_resident(slot, shard)
 
     def _make_resident(self, slot: int, rows: Rows) -> None:
         numbers, signature = self.columns.of(rows.schema)
         self._reserve()
         self._rows[slot] = rows
-        self.table.set(slot, numbers, rows.addresses, axes_of(rows.schema), signature)
+        self.first[slot, numbers] = rows.addresses
+        self.axes[slot, numbers] = axes_of(rows.schema)
+        self.signature[slot] = signature  # last: from here on the addresses are used
 
     def _unmap(self, slot: int) -> Any:
         """Make a shard not resident; return what held its rows, which the caller lets go of, or None."""
-        self.table.clear(slot)  # first: what is resident is read without another look at what is dropped here
-        self._partial.pop(slot, None)
+        self.signature[slot] = -1  # first: what is resident is read without another look at what is dropped here
+        self.partial.pop(slot, None)
         self._maps.remove(slot)
         return self._rows.pop(slot, None)

@@ -1,66 +1,89 @@
-"""The columns of everything that was resident, by number. Pure; guarded by ``Contents.lock``."""
+"""Numbers for the columns of everything that was resident. Pure; guarded by ``Contents.lock``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.schema import ColumnSpec, Kind, Schema
 
-ANY_AXIS = 0
+_ANY_AXIS = 0
+
+
+def can_be_sampled(column: ColumnSpec) -> bool:
+    """Return whether a column has a row for each sample."""
+    return column.axis <= Axis.LAST_EXTRA
+
+
+class ColumnSet:
+    """Columns of a batch, and what a copy needs to know of each.
+
+    Attributes:
+        specs: the columns.
+        numbers: theirs in the address table, ``[columns]``.
+        widths: bytes of one row of each, ``[columns]``.
+        dtypes: of each, as torch knows it.
+    """
+
+    __slots__ = ("dtypes", "numbers", "specs", "widths")
+
+    def __init__(self, specs: Sequence[ColumnSpec], numbers: Sequence[int] = ()) -> None:
+        self.specs = list(specs)
+        self.numbers = np.array(numbers, np.int64)
+        self.widths = np.array([spec.row_nbytes for spec in specs], np.int64)
+        self.dtypes = [spec.torch_dtype for spec in specs]
 
 
 class ColumnInterner:
     """Numbers columns that agree in name, dtype and shape, and sets of them that can be sampled: *signatures*.
 
-    Comparing two trajectories is comparing their signatures, one number each. Numbers are never given up: there are as
-    many as a program has kinds of trajectories.
+    Two trajectories have the same columns if their signatures are equal. Numbers are never freed: there are as many as
+    a program has kinds of trajectories.
 
     Attributes:
         specs: the columns, by number. Their axis means nothing; it is each slot's own.
+        sampled: kind of the trajectories and the columns that can be sampled, by signature.
     """
 
     def __init__(self) -> None:
         self.specs: list[ColumnSpec] = []
+        self.sampled: list[tuple[Kind, ColumnSet]] = []
         self._numbers: dict[ColumnSpec, int] = {}
         self._known: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
         self._signatures: dict[tuple[Kind | int, ...], int] = {}
-        self._sampled: list[tuple[Kind, tuple[int, ...]]] = []
 
     def of(self, schema: Schema) -> tuple[npt.NDArray[np.int64], int]:
         """Return the number of each of a schema's columns, and the signature of those that can be sampled."""
         known = self._known.get(schema)
         if known is None:
             numbers = [self._number(ColumnSpec(c.name, c.dtype, c.row_shape)) for c in schema.columns]
-            sampled = tuple(n for n, column in zip(numbers, schema.columns, strict=True) if column.axis <= 2)
-            signature = self._signature(schema.kind, sampled)
-            known = self._known[schema] = (np.array(numbers, np.int64), signature)
+            sampled = [n for n, column in zip(numbers, schema.columns, strict=True) if can_be_sampled(column)]
+            known = self._known[schema] = (np.array(numbers, np.int64), self._signature(schema.kind, sampled))
         return known
 
-    def kind(self, signature: int) -> Kind:
-        """Return of which kind the trajectories of this signature are."""
-        return self._sampled[signature][0]
-
-    def sampled(self, signature: int) -> tuple[int, ...]:
-        """Return the numbers of the columns that can be sampled from slots of this signature."""
-        return self._sampled[signature][1]
+    def set_of(self, numbers: Sequence[int]) -> ColumnSet:
+        """Return the columns of these numbers."""
+        return ColumnSet([self.specs[number] for number in numbers], numbers)
 
     def _number(self, spec: ColumnSpec) -> int:
         number = self._numbers.get(spec)
-        if number is None:  # listed first: an interrupt in between leaves one that nobody has the number of
+        if number is None:  # listed first: an interrupt in between leaves a number that is never used
             self.specs.append(spec)
             number = self._numbers[spec] = len(self.specs) - 1
         return number
 
-    def _signature(self, kind: Kind, sampled: tuple[int, ...]) -> int:
+    def _signature(self, kind: Kind, sampled: Sequence[int]) -> int:
         key = (kind, *sorted(sampled))  # schemas may list the same columns in another order
-        found = self._signatures.get(key)
-        if found is None:
-            self._sampled.append((kind, sampled))
-            found = self._signatures[key] = len(self._sampled) - 1
-        return found
+        signature = self._signatures.get(key)
+        if signature is None:
+            self.sampled.append((kind, self.set_of(sampled)))
+            signature = self._signatures[key] = len(self.sampled) - 1
+        return signature
 
 
 def axes_of(schema: Schema) -> list[int]:
-    """Return the axis of each column, as machine code is told it; of those that cannot be sampled, any."""
-    return [column.axis if column.axis <= 2 else ANY_AXIS for column in schema.columns]
+    """Return the axis of each column for the kernels; any axis for columns that cannot be sampled."""
+    return [column.axis if can_be_sampled(column) else _ANY_AXIS for column in schema.columns]

@@ -19,21 +19,21 @@ import torch
 
 from trajstore.core.base import locks
 from trajstore.core.base.clock import microseconds
-from trajstore.core.base.machine_code import begin_kernels
+from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import Extent, Schema
-from trajstore.core.reading.address_table import AddressTable, HeldRows, MappedShard
-from trajstore.core.reading.batch import BatchColumns, RowPlan
+from trajstore.core.reading.address_table import AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.forks import stop_at_forks
-from trajstore.core.reading.gather import Located, locate
-from trajstore.core.reading.late import Late, late_columns, with_notes, without_notes
-from trajstore.core.reading.late_rows import late_rows, split_late
+from trajstore.core.reading.late import COLUMNS, with_notes, without_notes
+from trajstore.core.reading.late_rows import given_rows, late_of_batch
+from trajstore.core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot, snapshot_of
+from trajstore.core.reading.runs import plan_runs
+from trajstore.core.reading.shard_access import rows_of
 from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
-from trajstore.core.reading.whole import rows_at, whole_rows
 from trajstore.core.store.committed import Change, Evicted
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
@@ -45,6 +45,8 @@ from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
+IntArray = npt.NDArray[np.int64]
+
 
 class Contents:
     """Trajectories of a buffer, oldest first, and their memory.
@@ -55,7 +57,7 @@ class Contents:
     """
 
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
-        begin_kernels()
+        kernels.begin()
         self.lock = locks.rlock("Contents.lock")
         self.index = TrajectoryIndex("slot")
         self.sources: list[Source] = []
@@ -72,7 +74,7 @@ class Contents:
         self._on_disk: dict[int, RowLocation] = {}
         """Homes, by id, of what is in memory and on disk; after an interrupt also of what has just left memory."""
         self._decoded: list[int] = []
-        self._columns = BatchColumns(self.addresses, self.sources)
+        self._columns = BatchColumns(self.addresses)
         stop_at_forks(self)
 
     # -- taking in --------------------------------------------------------------------------------
@@ -331,46 +333,61 @@ class Contents:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> RowPlan:
-        """Find the rows of samples, counted from the first sample of the window ``[first, end)``.
+    def plan(self, positions: IntArray, rows: IntArray, oldest: int, columns: Sequence[str] | None) -> RowPlan:
+        """Return the copy of rows, each told by the position of its trajectory and its place there.
 
         With ``lock`` held. What it returns must be read, or dropped.
 
+        Args:
+            positions: of the rows' trajectories, ``[n]``.
+            rows: within their trajectories, ``[n]``.
+            oldest: position of the trajectory whose dtypes the batch has.
+            columns: names of the columns, also of values that came late; None = all that are stored.
+
         Raises:
-            SchemaMismatchError: the samples' trajectories differ in their columns.
+            SchemaMismatchError: the rows' trajectories differ in their columns.
             TrajectoryUnavailableError: a trajectory is no longer in memory and was never on disk.
             CorruptStoreError: a file is missing or damaged.
         """
-        located = self._locate(samples, first, end)
-        stored, late = without_notes(columns)
-        numbers, parts = self._columns.choose(self.index, located, first, stored)
-        specs = self.addresses.columns.specs
-        of_each, by_row = split_late(self.index, late)
-        # First: what they bring in may send out what nobody holds yet.
-        rows = late_rows(self.addresses, self.sources, self.index, located, by_row) if by_row else []
-        every: list[Late] = [*late_columns(self.index, located.position, of_each), *rows]
-        given = {one.spec.name: one for one in every}
-        prepared = RowPlan(
-            located,
-            np.array(numbers, np.int64),
-            [specs[number] for number in numbers],
-            HeldRows(self.addresses, located.slot),
-            [(part, [specs[number] for number in part.numbers]) for part in parts],
-            [given[name] for name in late],
-        )
-        self.forget_decoded()
-        return prepared
+        table, index = self.addresses, self.index
+        slots = self.make_resident(positions)
+        stored, late_names = without_notes(columns) if columns is not None else (None, [])
+        chosen, parts = self._columns.choose(index, positions, slots, oldest, stored)
+        late: list[Late] = []
+        if late_names:  # before the plan: what they bring in may send out what nobody holds yet
+            late = late_of_batch(table, index, positions, rows, slots, late_names)
+        plan = RowPlan(table, slots, index.place_rows(positions, rows), chosen, parts, late)
+        if self._decoded:
+            self.forget_decoded()
+        return plan
 
-    def make_resident(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def make_resident(self, positions: IntArray, *, cached: bool = True) -> IntArray:
         """Let trajectories be read in place, with ``lock`` held, and return their slots; then :meth:`forget_decoded`.
+
+        Args:
+            positions: of the trajectories, ``[n]``.
+            cached: let the cache keep what is decoded.
 
         Raises:
             TrajectoryUnavailableError: one is no longer in memory and was never on disk.
             CorruptStoreError: a file is missing or damaged.
         """
-        ends, sizes = self.index.ends[positions], self.index.at("num_samples", positions)
-        first = self.index.first
-        return self._locate(ends - sizes - self.index.samples_before(first), first, self.index.end).slot
+        index, table = self.index, self.addresses
+        while True:
+            slots: IntArray = index.at("slot", positions).astype(np.int64)
+            if not len(slots):
+                return slots
+            if slots.min() < 0:
+                self._check_available(int(positions[slots.argmin()]))
+            if table.signature[slots].min() >= 0:
+                return slots
+            undecoded = table.ensure(slots, partial(self._note_extent, positions, slots))
+            if undecoded:
+                self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
+
+    def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
+        """Note the extent of the one trajectory in a slot."""
+        self.index.note_extent(positions[slots == slot], extent)
 
     def forget_decoded(self) -> None:
         """Let what was decoded for a batch and is not to be cached go, once the copies that have begun have ended."""
@@ -378,39 +395,23 @@ class Contents:
         self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
         self._decoded.clear()
 
-    def _locate(self, samples: npt.NDArray[np.int64], first: int, end: int) -> Located:
-        located = locate(samples, self.index, first, end)
-        while len(located.slot):
-            if located.slot.min() < 0:
-                number = int(self.index.at("trajectory_id", located.position[located.slot.argmin()]))
-                raise TrajectoryUnavailableError(
-                    f"trajectory {shown_id(number)} was kept in memory only and has left it; "
-                    "use auto_save=True to keep all"
-                )
-            if self.addresses.table.signature[located.slot].min() >= 0:
-                break
-            undecoded = self.addresses.ensure(located.slot, partial(self._note_extent, located))
-            if undecoded:
-                self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
-            located = locate(samples, self.index, first, end)
-        return located
-
-    def _note_extent(self, located: Located, slot: int, extent: Extent) -> None:
-        """Note the extent of the one trajectory in a slot, of which some samples were located."""
-        self.index.note_extent(located.position[located.slot == slot], extent)
-
-    def _decode(self, positions: npt.NDArray[np.int64]) -> None:
+    def _decode(self, positions: IntArray, cached: bool) -> None:
         """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
         order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
-            schema, tensors = self._rows_of(position)
+            number, row = self.addresses.shard_of(int(self.index.at("slot", position)))
+            source = self.sources[number]
+            extent = source.extent(row)
+            if extent is not None:
+                self.index.note_extent(position, extent)
+            location, schema = self.index.location(position), source.manifest(row).schema
+            tensors = rows_of(source.reader(row), schema, self.index.extent(position), location)
             slot = self.addresses.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors), 1)
             number = int(self.index.at("trajectory_id", position))
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._on_disk[number] = self.index.location(position)
+            self._on_disk[number] = location
             self.index.point(np.array([position], np.int64), [RowLocation(slot)])
-            if self.cache is not None:
-                self.cache.put(number, nbytes)
+            if self.cache is not None and cached:
+                self.cache.put(number, sum(tensor.nbytes for tensor in tensors))
             self._decoded.append(number)
 
     def get(self, position: int) -> AnyTrajectory:
@@ -421,18 +422,38 @@ class Contents:
             CorruptStoreError: a file is missing or damaged.
         """
         with self.lock:
-            schema, tensors = self._rows_of(position)
+            positions = np.array([position], np.int64)
+            slots = self.make_resident(positions, cached=False)
+            schema = self.addresses.schema(int(slots[0]))
+            plan = plan_runs(self.addresses, self.index, positions, slots, None)
+            self.forget_decoded()
+            tensors = plan.read()
             entry = self.index.entry(position)
             found = trajectory_of(
                 schema,
                 entry.extent,
-                [tensor.clone() for tensor in tensors],
+                [tensors[column.name] for column in schema.columns],
                 max_episode_length=entry.max_episode_length,
                 model_weights_id=entry.model_weights_id,
             )
-            rows = whole_rows(self.index, self.addresses, self.sources, position)
+            rows = self._late_rows_of(position, schema)
             found = replace(found, notes=rows) if rows else found
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
+
+    def _late_rows_of(self, position: int, schema: Schema) -> dict[str, torch.Tensor]:
+        """Return all values by row of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
+        index, positions = self.index, np.array([position], np.int64)
+        names = [COLUMNS + name for name in index.row_notes if index.at(NOTE_ROWS + name, position) != UNAVAILABLE]
+        slots = index.at("slot", positions).astype(np.int64)
+        given = given_rows(self.addresses, index, positions, names, slots)
+        if not given:
+            return {}
+        tensors = plan_runs(self.addresses, index, positions, slots, [], given).read()
+        steps, batch, *_ = index.extent(position)
+        return {
+            name.removeprefix(COLUMNS): rows.reshape(steps, batch, *rows.shape[1:]) if schema.kind == "step" else rows
+            for name, rows in tensors.items()
+        }
 
     def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
         """Return the task of the trajectory at each position; an empty text for one that names none."""
@@ -442,24 +463,20 @@ class Contents:
             texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
             return [texts[one] for one in which.tolist()]
 
-    def schema_of(self, slot: int) -> Schema:
-        """Return the schema of a slot's trajectories, without reading them; with ``lock`` held."""
-        known = self.addresses.known_schema(slot)
-        if known is not None:
-            return known
-        source, row = self.addresses.shard_of(slot)
-        return self.sources[source].manifest(row).schema
+    def _check_available(self, position: int) -> None:
+        """Refuse a trajectory that cannot be read.
 
-    def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
-        slot = int(self.index.at("slot", position))
-        if slot == UNAVAILABLE:
-            number = int(self.index.at("trajectory_id", position))
-            if position < self.start:
-                raise TrajectoryUnavailableError(
-                    f"trajectory {shown_id(number)} is listed and counted, but its file is not there"
-                )
-            raise TrajectoryUnavailableError(f"trajectory {shown_id(number)} was kept in memory only and has left it")
-        return rows_at(self.index, self.addresses, self.sources, position)
+        Raises:
+            TrajectoryUnavailableError: names it.
+        """
+        if self.index.at("slot", position) != UNAVAILABLE:
+            return
+        number = shown_id(int(self.index.at("trajectory_id", position)))
+        if position < self.start:
+            raise TrajectoryUnavailableError(f"trajectory {number} is listed and counted, but its file is not there")
+        raise TrajectoryUnavailableError(
+            f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
+        )
 
 
 def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:

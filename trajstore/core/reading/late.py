@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,17 +37,6 @@ class LateValues:
     def fill(self, target: torch.Tensor) -> None:
         """Write the values into a tensor ``[n]``."""
         target.copy_(torch.from_numpy(self.values))
-
-
-class Late(Protocol):
-    """A column of a batch that came late."""
-
-    @property
-    def spec(self) -> ColumnSpec:
-        """The column."""
-
-    def fill(self, target: torch.Tensor) -> None:
-        """Write it into a tensor ``[n, *row_shape]``."""
 
 
 def without_notes(names: Sequence[str] | None) -> tuple[Sequence[str] | None, list[str]]:

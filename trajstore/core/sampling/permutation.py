@@ -30,7 +30,7 @@ def permuted(places: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArray
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = _mix(_U64(key % (1 << 64)) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _U64(0x9E3779B97F4A7C15))
     result = places.astype(np.uint64)
-    tree_kernels().walk(result, keys, _U64(half), _U64(count))
+    tree_kernels.walk(result, keys, _U64(half), _U64(count))
     return result.astype(np.int64)
 
 

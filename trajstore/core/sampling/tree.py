@@ -58,7 +58,7 @@ class SumTree:
             bad = weights[~((weights >= 0) & (weights < np.inf))][0]
             raise ConfigurationError(f"weight {bad}: must be a finite number, at least 0")
         if len(leaves):
-            tree_kernels().set_leaves(self._sums, self._offsets, leaves, weights)
+            tree_kernels.set_leaves(self._sums, self._offsets, leaves, weights)
 
     def total_from(self, low: int) -> float:
         """Return the sum of the weights of a leaf and all after it, added up: no difference of sums that hides it."""
@@ -71,20 +71,20 @@ class SumTree:
         its weight; one of weight 0, or before ``low``, never is. The total must be positive.
         """
         found = np.empty(len(targets), np.int64)
-        tree_kernels().find_leaves(self._sums, self._offsets, low, self._partial(low), targets.copy(), found)
+        tree_kernels.find_leaves(self._sums, self._offsets, low, self._partial(low), targets.copy(), found)
         return found
 
     def _partial(self, low: int) -> FloatArray:
         partial = np.zeros(len(self._offsets) - 1, np.float64)
         if low < self.capacity:
-            tree_kernels().sum_from(self._sums, self._offsets, low, partial)
+            tree_kernels.sum_from(self._sums, self._offsets, low, partial)
         return partial
 
     def replace(self, weights: FloatArray, capacity: int) -> None:
         """Hold these weights, then zeros up to ``capacity``, instead of the present ones. Takes O(capacity)."""
         self.__init__(capacity)  # type: ignore[misc]
         self._sums[: len(weights)] = weights
-        tree_kernels().rebuild(self._sums, self._offsets)
+        tree_kernels.rebuild(self._sums, self._offsets)
 
 
 def _offsets(capacity: int) -> IntArray:

@@ -129,8 +129,11 @@ class Committed:
     @property
     def newest_time(self) -> int:
         """When the newest of the commits was made whose trajectories are there, in µs since 1970."""
-        newest = [int(index["committed"][-1]) for index in (self.index, self.pinned) if len(index)]
-        return max(newest, default=UNKNOWN_TIME)
+        newest = UNKNOWN_TIME
+        for index in (self.index, self.pinned):
+            if len(index):
+                newest = max(newest, int(index["committed"][-1]))
+        return newest
 
     @property
     def left_out(self) -> Mapping[int, str]:

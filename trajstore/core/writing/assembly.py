@@ -53,7 +53,7 @@ def content_of(runs: Sequence[Run], extents: npt.NDArray[np.int64], scratch: Scr
     small = (totals < len(runs) * _JOIN_BELOW) & (len(runs) > 1)
     joined = scratch.take(int(totals[small].sum()))
     sources, lengths = addresses.T[small].reshape(-1), sizes.T[small].reshape(-1)
-    kernels().copy_blocks(np.cumsum(lengths) - lengths + joined.ctypes.data, sources, lengths)
+    kernels.copy_blocks(np.cumsum(lengths) - lengths + joined.ctypes.data, sources, lengths)
     pieces: list[Sequence[Buffer]] = []
     position = 0
     view: Any = joined

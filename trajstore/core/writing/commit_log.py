@@ -157,7 +157,8 @@ class CommitLog:
         def make() -> tuple[bytes, TakeIn]:
             left = [shards for shards in commits if shards[0].number not in self._taken_in]
             lines = add_lines(catalog, left, microseconds())
-            catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
+            if lines.entries:
+                self._listener.make_room(catalog.index, np.concatenate([e["trajectory_id"] for e in lines.entries]))
             return lines.data, partial(self._take_in, left, lines)
 
         self._append(make)

@@ -230,7 +230,7 @@ class StoreWriter:
 
     def _publish(self, group: Group, publisher: Publisher) -> None:
         """Make a group's files durable; what cannot be written for its own sake leaves the group."""
-        if all(part.is_published for part in group.parts):
+        if group.is_published:
             return  # an earlier attempt did; only the log failed
         group.parts, unwritable = publisher.publish(group.parts, group.failures)
         self._set_aside(group, unwritable)

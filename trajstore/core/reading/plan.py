@@ -1,0 +1,318 @@
+"""Copies of rows: planned with ``Contents.lock`` held, made without it.
+
+A plan has the addresses of the rows, and keeps the memory in which they lie.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.base import locks
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.limits import shown
+from trajstore.core.columns.schema import ColumnSpec
+from trajstore.core.files.partial import fetched
+from trajstore.core.reading.address_table import AddressTable
+from trajstore.core.reading.agreement import agree, in_words
+from trajstore.core.reading.column_interner import ColumnSet
+from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.errors import ConfigurationError, SchemaMismatchError
+
+logger = logging.getLogger(__name__)
+
+IntArray = npt.NDArray[np.int64]
+
+_SPLIT_BYTES = 4 << 20
+"""A batch below this is copied by the calling thread: handing over half of it would cost more."""
+
+_PIECE_BYTES = 1 << 20
+"""About how much a thread copies before it takes the next piece."""
+
+
+class HeldRows:
+    """Rows of resident slots, and the memory in which they lie, which stays until :meth:`end`.
+
+    Args:
+        table: has the memory.
+        slots: whose rows are wanted.
+
+    Attributes:
+        first: address of the first row of a column, ``[slots, columns]``; of slots that were resident then.
+        axes: axis of the column in that slot, ``[slots, columns]``.
+        partial: files whose rows must be fetched before they are read.
+    """
+
+    __slots__ = ("__weakref__", "_table", "axes", "first", "partial")
+
+    def __init__(self, table: AddressTable, slots: IntArray) -> None:
+        self._table = table
+        self.first = table.first
+        self.axes = table.axes
+        self.partial = table.partial_maps(slots) if table.partial else ()
+        table.copies.begin(self)
+
+    def end(self) -> None:
+        """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""
+        self._table.copies.end(self)
+
+    def fetched(self, pieces: Callable[[], tuple[IntArray, IntArray]]) -> AbstractContextManager[None]:
+        """Return a context within which rows can be read; ``pieces`` returns their addresses and sizes in bytes."""
+        return fetched(self.partial, pieces) if self.partial else nullcontext()
+
+
+class Late(Protocol):
+    """A column of a batch that came late."""
+
+    @property
+    def spec(self) -> ColumnSpec:
+        """The column."""
+
+    def fill(self, target: torch.Tensor) -> None:
+        """Write it into a tensor ``[n, *row_shape]``."""
+
+
+class RowPlan(HeldRows):
+    """The copy of a batch of rows, made by :meth:`read`.
+
+    Args:
+        table: has the rows.
+        slots: slot of each row, resident, ``[n]``.
+        places: row within the slot on each axis, ``[3, n]``.
+        columns: as the batch has them.
+        parts: where dtypes differ: rows of the batch whose trajectories have the same columns, and these columns, in
+            the order of ``columns``.
+        late: columns of values that came late, which lie in no shard, or in another one.
+    """
+
+    __slots__ = ("_columns", "_late", "_parts", "_places", "_slots")
+
+    def __init__(
+        self,
+        table: AddressTable,
+        slots: IntArray,
+        places: IntArray,
+        columns: ColumnSet,
+        parts: Sequence[tuple[npt.NDArray[np.intp], ColumnSet]] = (),
+        late: Sequence[Late] = (),
+    ) -> None:
+        super().__init__(table, slots)
+        self._slots, self._places, self._columns, self._parts, self._late = slots, places, columns, parts, late
+
+    def read(self, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Return the rows, by dotted column name; once, and without ``Contents.lock``.
+
+        Raises:
+            ConfigurationError: a tensor of ``out`` does not fit.
+            OSError, CorruptStoreError: rows could not be fetched; names the file.
+        """
+        targets = allocate(self._columns, len(self._slots), out)
+        result = {spec.name: target for spec, target in zip(self._columns.specs, targets, strict=True)}
+        if self._late:
+            late = allocate(ColumnSet([one.spec for one in self._late]), len(self._slots), out)
+        with self.fetched(self._pieces):
+            if not self._parts:
+                self._gather(self._slots, self._places, self._columns, targets)
+            for at, columns in self._parts:
+                converted = allocate(columns, len(at), None)
+                self._gather(self._slots[at], np.ascontiguousarray(self._places[:, at]), columns, converted)
+                for target, tensor in zip(targets, converted, strict=True):
+                    target[torch.from_numpy(at)] = tensor.to(target.dtype)
+        self.end()  # after an error or interrupt it is dropped instead: threads may still be copying
+        for column in self._late:
+            target = late.pop(0)
+            column.fill(target)
+            result[column.spec.name] = target
+        return result
+
+    def _gather(self, slots: IntArray, places: IntArray, columns: ColumnSet, targets: Sequence[torch.Tensor]) -> None:
+        """Fill ``targets[j]`` with the rows of column j.
+
+        An interrupt ends this before the threads that help: they hold the rows and the targets as long as they copy.
+        """
+        copy_rows, count = kernels.copy_rows, len(slots)
+        bases = np.array([target.data_ptr() for target in targets], np.int64)
+        arguments = (slots, places, self.first, self.axes, columns.numbers, columns.widths, bases)
+        nbytes = count * int(columns.widths.sum())
+        if nbytes < _SPLIT_BYTES or count < 2:
+            copy_rows(*arguments, 0, count)
+            return
+        pieces = min(count, nbytes // _PIECE_BYTES)
+        edges = [count * piece // pieces for piece in range(pieces + 1)]
+        waiting = deque(pairwise(edges))
+
+        def copy_pieces(_kept: object = (self, targets)) -> None:
+            while True:
+                try:
+                    begin, end = waiting.popleft()
+                except IndexError:  # another thread took the last piece
+                    return
+                copy_rows(*arguments, begin, end)
+
+        others = [_helpers.pool().submit(copy_pieces) for _ in range(_helpers.threads)]
+        copy_pieces()
+        for other in others:
+            if not other.cancel():  # one that has not begun yet, on a busy machine, is not waited for
+                other.result()
+
+    def _pieces(self) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of every row that is to be copied."""
+        addresses, sizes = [], []
+        for at, columns in self._parts or [(np.arange(len(self._slots)), self._columns)]:
+            slots, places = self._slots[at], np.ascontiguousarray(self._places[:, at])
+            sources = np.empty((len(columns.specs), len(slots)), np.int64)
+            kernels.row_addresses(slots, places, self.first, self.axes, columns.numbers, columns.widths, sources)
+            addresses.append(sources.reshape(-1))
+            sizes.append(np.repeat(columns.widths, len(slots)))
+        return np.concatenate(addresses), np.concatenate(sizes)
+
+
+def allocate(columns: ColumnSet, count: int, out: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
+    """Return a tensor ``[count, *row_shape]`` for each column, taken from ``out`` where it is given.
+
+    Raises:
+        ConfigurationError: a tensor in ``out`` is absent, too short, not contiguous, or of another dtype or shape.
+    """
+    if out is None:
+        return [
+            torch.empty((count, *spec.row_shape), dtype=dtype)
+            for spec, dtype in zip(columns.specs, columns.dtypes, strict=True)
+        ]
+    tensors = []
+    for spec, dtype in zip(columns.specs, columns.dtypes, strict=True):
+        tensor = out.get(spec.name)
+        if tensor is None:
+            raise ConfigurationError(f"out has no tensor for column {spec.name}")
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            raise ConfigurationError(f"out[{spec.name!r}]: {shown(tensor)} must be a tensor of rows")
+        good = tensor.dtype == dtype and tuple(tensor.shape[1:]) == spec.row_shape
+        if not good or tensor.shape[0] < count or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ConfigurationError(
+                f"out[{spec.name!r}]: must be a contiguous CPU tensor {spec.dtype} "
+                f"[>= {count}, {list(spec.row_shape)}], is {tensor.dtype} {list(tensor.shape)}"
+            )
+        tensors.append(tensor[:count])
+    return tensors
+
+
+class Helpers:
+    """Threads that share large copies with the caller; made on first use, anew in a forked child."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = locks.lock("Helpers._lock")
+
+    def pool(self) -> ThreadPoolExecutor:
+        """Return the pool of this process."""
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="trajstore-gather")
+                self._pid = os.getpid()
+            return self._pool
+
+
+_helpers = Helpers(max(1, min(4, (os.cpu_count() or 1) - 1)))
+
+
+class BatchColumns:
+    """Chooses the columns of batches. ``Contents.lock`` guards it.
+
+    Args:
+        table: knows the columns of all slots.
+    """
+
+    def __init__(self, table: AddressTable) -> None:
+        self._table = table
+        self._undecoded: tuple[int, int | None] = (UNAVAILABLE, None)
+        self._warned: set[tuple[int, int]] = set()
+
+    def choose(
+        self, index: TrajectoryIndex, positions: IntArray, slots: IntArray, oldest: int, names: Sequence[str] | None
+    ) -> tuple[ColumnSet, list[tuple[npt.NDArray[np.intp], ColumnSet]]]:
+        """Return the columns of a batch, and the rows whose trajectories have other dtypes; none if all agree.
+
+        Args:
+            index: of the trajectories.
+            positions: of the rows' trajectories, ``[n]``.
+            slots: theirs, resident.
+            oldest: position of the window's oldest trajectory, whose dtypes the batch has.
+            names: the columns to take; None takes all, which must then be the same.
+
+        Raises:
+            SchemaMismatchError: the trajectories differ in their columns, or are agent trajectories.
+        """
+        of_each, interner = self._table.signature[slots], self._table.columns
+        like = self._signature_at(index, oldest, slots)
+        if names is None and len(slots) and (of_each == of_each[0]).all():
+            kind, columns = interner.sampled[int(of_each[0])]
+            if kind == "step" and like in (None, of_each[0]):
+                return columns, []
+        signatures = np.unique(of_each).tolist()
+        sampled = [interner.sampled[signature] for signature in signatures]
+        if any(kind == "agent" for kind, _ in sampled):
+            raise SchemaMismatchError(
+                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
+                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
+            )
+
+        def who(at: Sequence[int]) -> str:
+            theirs = np.isin(of_each, [signatures[number] for number in at])
+            return in_words(index.at("trajectory_id", positions[theirs]))
+
+        specs, kinds = interner.specs, [columns.numbers.tolist() for _, columns in sampled]
+        found = agree([[specs[number] for number in kind] for kind in kinds], names, who)
+        numbers = [[kind[place] for place in places] for kind, places in zip(kinds, found, strict=True)]
+        dtypes = {} if like is None else {specs[n].name: n for n in interner.sampled[like][1].numbers.tolist()}
+        wanted = []
+        for number in numbers[0] if numbers else ():
+            oldest_number = dtypes.get(specs[number].name, number)
+            wanted.append(oldest_number if specs[oldest_number].row_shape == specs[number].row_shape else number)
+        if all(one == wanted for one in numbers):
+            return interner.set_of(wanted), []
+        self._warn_of_casts(numbers, wanted)
+        parts = [
+            (np.flatnonzero(of_each == signature), interner.set_of(one))
+            for signature, one in zip(signatures, numbers, strict=True)
+        ]
+        return interner.set_of(wanted), parts
+
+    def _signature_at(self, index: TrajectoryIndex, position: int, needed: IntArray) -> int | None:
+        """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
+        if not index.first <= position < index.end:
+            return None
+        slot, table = int(index.at("slot", position)), self._table
+        if slot == UNAVAILABLE:
+            return None
+        known = int(table.signature[slot])
+        if known >= 0 or self._undecoded[0] == slot:
+            return known if known >= 0 else self._undecoded[1]
+        # The needed ones are resident, so that only this one can be found to have extra rows.
+        if table.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
+            self._undecoded = slot, table.columns.of(table.schema(slot))[1]
+            return self._undecoded[1]
+        return int(table.signature[slot])
+
+    def _warn_of_casts(self, numbers: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
+        specs = self._table.columns.specs
+        for pair in dict.fromkeys(pair for one in numbers for pair in zip(one, wanted, strict=True)):
+            if pair[0] != pair[1] and pair not in self._warned:
+                self._warned.add(pair)
+                logger.warning(
+                    "column %s: %s rows are cast to %s, the dtype of the window's oldest trajectory",
+                    specs[pair[0]].name,
+                    specs[pair[0]].dtype,
+                    specs[pair[1]].dtype,
+                )

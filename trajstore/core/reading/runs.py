@@ -1,0 +1,187 @@
+"""Whole columns of trajectories: runs of rows, planned with ``Contents.lock``, copied without."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.schema import DOCUMENT, ColumnSpec, Extent
+from trajstore.core.reading.address_table import AddressTable
+from trajstore.core.reading.agreement import agree, in_words
+from trajstore.core.reading.late_rows import GivenRows
+from trajstore.core.reading.plan import HeldRows
+from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.row_location import START_OF
+
+IntArray = npt.NDArray[np.int64]
+
+_NO_DOCUMENT = ColumnSpec(DOCUMENT, "uint8", (), Axis.DOCUMENT)
+"""Stands for the document of trajectories without one: no rows, at address 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A column of n trajectories.
+
+    Attributes:
+        specs: the column as the trajectories have it; dtypes and axes may differ.
+        which: place of each trajectory's column in ``specs``, ``[n]``.
+        sources: address of each one's first row, ``[n]``.
+        counts: rows of each, ``[n]``.
+        keep: memory of its own, in which some of them lie.
+    """
+
+    specs: list[ColumnSpec]
+    which: npt.NDArray[np.intp]
+    sources: IntArray
+    counts: IntArray
+    keep: torch.Tensor | None = None
+
+    @property
+    def sizes(self) -> IntArray:
+        """Bytes of each trajectory's rows, ``[n]``."""
+        sizes: IntArray = self.counts * np.array([spec.row_nbytes for spec in self.specs], np.int64)[self.which]
+        return sizes
+
+    def copy(self, begins: IntArray, total: int) -> torch.Tensor:
+        """Return one tensor ``[total, *row_shape]``, zero where no trajectory has a row.
+
+        Args:
+            begins: row of the tensor at which each trajectory's first one goes, ``[n]``.
+            total: rows of the tensor.
+        """
+        if len(begins) and (begins.min() < 0 or (begins + self.counts).max() > total):
+            raise ValueError(f"starts: a trajectory lies outside the {total} places")
+        dtypes, shape = [spec.torch_dtype for spec in self.specs], self.specs[0].row_shape
+        wanted = reduce(torch.promote_types, dtypes)
+        target = torch.zeros((total, *shape), dtype=wanted)
+        targets = target.data_ptr() + begins * (prod(shape) * wanted.itemsize)
+        same = np.array([dtype == wanted for dtype in dtypes], np.bool_)[self.which]
+        kernels.copy_blocks(targets[same], self.sources[same], self.sizes[same])
+        for at in np.flatnonzero(~same).tolist():
+            converted = torch.empty((int(self.counts[at]), *shape), dtype=dtypes[self.which[at]])
+            ctypes.memmove(converted.data_ptr(), int(self.sources[at]), converted.nbytes)
+            target[int(begins[at]) : int(begins[at] + self.counts[at])] = converted
+        return target
+
+
+class RunPlan(HeldRows):
+    """The copy of whole columns of trajectories; read as often as wanted, then :meth:`end`.
+
+    Attributes:
+        columns: by name.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, table: AddressTable, slots: IntArray) -> None:
+        super().__init__(table, slots)
+        self.columns: dict[str, Run] = {}
+
+    def pieces(self) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of every run."""
+        runs, none = self.columns.values(), np.zeros(0, np.int64)
+        return np.concatenate([none, *(run.sources for run in runs)]), np.concatenate(
+            [none, *(run.sizes for run in runs)]
+        )
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Return the columns of the only trajectory, ``[rows, *row_shape]`` by name; once.
+
+        Raises:
+            OSError, CorruptStoreError: rows could not be fetched; names the file.
+        """
+        found = {}
+        for name, run in self.columns.items():
+            spec = run.specs[0]
+            found[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
+        pieces = self.pieces()
+        with self.fetched(lambda: pieces):
+            kernels.copy_blocks(np.array([tensor.data_ptr() for tensor in found.values()], np.int64), *pieces)
+        self.end()
+        return found
+
+
+def plan_runs(
+    table: AddressTable,
+    index: TrajectoryIndex,
+    positions: IntArray,
+    slots: IntArray,
+    names: Sequence[str] | None,
+    given: Sequence[GivenRows] = (),
+) -> RunPlan:
+    """Return the copy of columns of trajectories; with ``Contents.lock`` held.
+
+    Args:
+        table: has the rows.
+        index: of the trajectories.
+        positions: of the trajectories, ``[n]``.
+        slots: theirs, resident, ``[n]``.
+        names: of the columns; None = all, which all trajectories must have then. A document may be absent.
+        given: columns of values by row that came late, whose slots are resident.
+
+    Raises:
+        SchemaMismatchError: a trajectory lacks a column, or has another shape of it.
+    """
+    plan = RunPlan(table, np.concatenate([slots, *(one.slots[one.slots >= 0] for one in given)]))
+    schemas = {slot: table.schema(slot) for slot in dict.fromkeys(slots.tolist())}
+    objects = {id(schema): schema for schema in schemas.values()}  # few, however many slots there are
+    kinds = list(dict.fromkeys(objects.values()))
+    kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
+    which = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
+
+    def who(at: Sequence[int]) -> str:
+        return in_words(index.at("trajectory_id", positions[np.isin(which, at)]))
+
+    plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
+    asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
+    agree(plain, asked, who, "", "name the columns to read")
+    taken = [column.name for column in plain[0]] if asked is None and plain else list(asked or ())
+    if names is None or DOCUMENT in names:
+        taken.append(DOCUMENT)
+    for name in taken if kinds else ():
+        zeros = np.zeros((2, len(slots)), np.int64)
+        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), which, zeros[0], zeros[1])
+    extents = Extent(*(index.at(name, positions).astype(np.int64) for name in Extent._fields))
+    on_axis: dict[Axis, tuple[Any, Any]] = {}
+    for kind, schema in enumerate(kinds):
+        mine: Any = slice(None) if len(kinds) == 1 else which == kind
+        first = plan.first[slots[mine]][:, table.columns.of(schema)[0]]
+        for place, spec in enumerate(schema.columns):
+            run = plan.columns.get(spec.name)
+            if run is None:
+                continue
+            if spec.axis not in on_axis:
+                on_axis[spec.axis] = index.at(START_OF[spec.axis], positions), extents.rows(spec.axis)
+            starts, counts = on_axis[spec.axis]
+            run.specs[kind] = spec
+            run.sources[mine] = first[:, place] + starts[mine] * spec.row_nbytes
+            run.counts[mine] = counts[mine]
+    for one in given:
+        plan.columns[one.name] = _given_run(table, plan, one, extents.rows(one.column.axis))
+    return plan
+
+
+def _given_run(table: AddressTable, plan: RunPlan, given: GivenRows, counts: Any) -> Run:
+    """Return a column of values by row that came late; NaN stands for those of a trajectory that has none."""
+    column, slots = given.column, given.slots
+    sources, keep = np.zeros(len(slots), np.int64), None
+    for slot in np.unique(slots[slots >= 0]).tolist():
+        here = slots == slot
+        sources[here] = plan.first[slot, table.number_of(slot, column)] + given.starts[here] * column.row_nbytes
+    lacking = slots < 0
+    if lacking.any():
+        rows = int(counts[lacking].max())
+        keep = torch.full((rows, *column.row_shape), float("nan"), dtype=column.torch_dtype)
+        sources[lacking] = keep.data_ptr()
+    return Run([column], np.zeros(len(slots), np.intp), sources, counts, keep)
