@@ -63,7 +63,7 @@ class Compacted:
 def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
     """Evict the trajectories of which a condition holds: of a store in one commit, of a run in one for each store.
 
-    Where that was cut short, calling it again evicts the rest. What pins name stays readable until ``unpin``.
+    Where that was cut short, calling it again evicts the rest. What pins name stays readable until ``points.remove``.
 
     Args:
         path: path or URL of a store or a run.
