@@ -280,8 +280,8 @@ def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, Check
     values = catalog.metadata()
     index = catalog.index
     if pin is not None:
-        index = catalog.pinned_index(pin)
-        values |= catalog.pins.state(pin)
+        head, index, catalog.notes = catalog.shown_under(pin)
+        values |= catalog.pins.said(head.name)
     return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
 
 
