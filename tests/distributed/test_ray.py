@@ -514,7 +514,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     check_batch(next(loader))
     point = handle.points.save(10, {"loader": loader, "note": "ten"})
     assert (point.step, point.trajectories, point.is_complete, point.saved_by) == (10, 8, True, 2)
-    with pytest.raises(ConfigurationError, match="unpin"):
+    with pytest.raises(ConfigurationError, match="Remove it first"):
         handle.points.save(10)
     expected = [next(loader) for _ in range(6)]
     loader.close()

@@ -63,7 +63,7 @@ class StoreWriter:
     Attributes:
         queue: takes what is to be written, and tells what is committed.
         log: evicts, and has the catalog.
-        points: pins, saved points, and rollback to them.
+        points: snapshots: saved points, pins, and heads that were left.
         inbox: values that other processes have for trajectories.
         rewriter: gives back the space of shards that are partly alive.
 
@@ -89,8 +89,8 @@ class StoreWriter:
             self._lock = directory.lock_writer()
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
-            self.points = Points(self.log)
             self.inbox = Inbox(self.log)
+            self.points = Points(self.log, self.inbox)
             self.inbox.look()
         except BaseException as error:
             try:  # corruption here may mean that another writer took the store over meanwhile

@@ -212,7 +212,7 @@ class StoreMirror:
         """Return the records that bring the mirror on, up to some bytes of shards; None if it must be written whole."""
         replica = self._replica
         lines = self._tail.lines(replica.generation, picture.generation)
-        if lines is None or any(picture.pins[name].back_to is not None for name in picture.pin_files):
+        if lines is None or any(picture.pins[name].kind == "aside" for name in picture.pin_files):
             return None
         # A reader keeps evicted trajectories that a pin names, so that pin must be there before the record.
         since = min([picture.pins[name].generation for name in picture.pin_files], default=picture.generation)
