@@ -222,8 +222,7 @@ def _notes(value: dict[str, Any], table: list[Shard]) -> dict[int, dict[str, Any
         if kind.startswith("rows "):
             row = columns["shards"][at]
             given = None if row < 0 else Rows(table[row], name, columns["starts"][at])
-        if not columns["void"][at]:
-            found.setdefault(number, {})[name] = given
+        found.setdefault(number, {})[name] = given
     return found
 
 

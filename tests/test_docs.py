@@ -77,15 +77,9 @@ def run_pages(names: list[str], root: Path, folder: Path) -> dict[str, str]:
     return failures
 
 
-@pytest.fixture(scope="module")
-def failures(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_pages(PAGES, project_root, tmp_path_factory.mktemp("pages"))
-
-
-@pytest.mark.timeout(600)  # of whichever is first, which waits for all of them
-@pytest.mark.parametrize("name", PAGES)
-def test_code_runs(name: str, failures: dict[str, str]) -> None:
-    assert failures.get(name) is None, failures[name]
+def test_the_code_of_every_page_runs(project_root: Path, tmp_path: Path) -> None:
+    failures = run_pages(PAGES, project_root, tmp_path)
+    assert failures == {}, "\n".join(f"{page}:\n{trace}" for page, trace in failures.items())
 
 
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:

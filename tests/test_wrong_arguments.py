@@ -71,10 +71,10 @@ FINE: dict[str, dict[str, str]] = {
     "mirror.wait": {"ids": "None []"},
     "evict": {"ids": "[]"},
     "points.pin": {"name": "x 3"},
-    "points.unpin": {"name": "x 3"},
+    "points.remove": {"name": "x 3 0"},
     "points.save": {"step": "0", "state": "None {}", "keep": "None"},
     "points.rollback": {"step": "0", "aside": "0 True"},
-    "points.take_back": {"name": "x 3"},
+    "points.go_to": {"name": "x 3 0", "aside": "0 True"},
     "save_checkpoint": {"save_path": "x 3", "layout": ""},
     "load_checkpoint": {"load_path": "x 3", "pin": "None x 3", "strict": "None True 0"},
     "open": {"path": "x 3", "share": "None", "pin": "None x 3", "strict": "None True 0", "seed": "None 0 -1"},
@@ -114,7 +114,7 @@ FINE: dict[str, dict[str, str]] = {
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
     "EpochSampler": {"unit": "", "epochs": "None"},
     "GroupSampler": {"least": "", "most": "None", "max_age": "None 0"},
-    "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": "", "stratified": "0 True"},
+    "WeightedSampler": {"factors": "[]", "priorities": "None", "unit": ""},
     "Priorities": {"alpha": "0 2.5 huge", "beta": "0 2.5 huge", "eps": "0 2.5 huge", "per": ""},
     "Recency": {"half_life": "2.5 huge", "by": ""},
     "Staleness": {"max_age": "0", "floor": "0"},
@@ -134,7 +134,11 @@ GOOD: dict[str, Any] = {
 MODULES = (trajstore, trajstore.core.feeding, trajstore.core.sampling, trajstore.core.buffer.sequences)
 ALSO: dict[str, dict[str, Any]] = {
     **{"wait": {"ids": [0], "timeout": 0}, "mirror.wait": {"timeout": 0}, "TokenLoader": {"layout": "padded"}},
-    **{"sample_sequences": {"ends": []}, "sample_n_step": {"ends": [], "terminations": "rewards"}},
+    **{
+        "points.go_to": {"name": "x"},
+        "sample_sequences": {"ends": []},
+        "sample_n_step": {"ends": [], "terminations": "rewards"},
+    },
     **{"sample_hindsight": {"ends": [], "share": 1.0}, "sample": {"num_chunks": 2}},
 }
 """Arguments that have a default, and get another one."""

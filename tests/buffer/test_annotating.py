@@ -238,7 +238,7 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
     assert "rank 1 was not asked for its names of values" in caplog.text
 
 
-def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> None:
+def test_late_values_leave_and_return_with_the_state_that_has_them(path: Path) -> None:
     with writer_to(path) as writer:
         annotate(writer, 0, {"score": 1, "rows": [torch.full((4,), 1.0)]})
         writer.points.save(5)
@@ -250,9 +250,9 @@ def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> 
         assert column(writer, "score") == [1.0, None, None, None]
         assert writer.get(0).notes["rows"].tolist() == [1.0] * 4
         assert not writer.get(1).notes
-        assert [note.in_force for note in notes_of(writer, 0) if note.name == "score"] == [True, False, False]
-        (aside,) = [name.removesuffix(".json") for name in os.listdir(path / "pins") if name.startswith("aside")]
-        writer.points.take_back(aside)
+        assert [note.value for note in notes_of(writer, 0) if note.name == "score"] == [1.0]
+        (aside,) = [one.name for one in writer.points.snapshots if one.kind == "aside"]
+        writer.points.go_to(aside)
         assert column(writer, "score") == [2.0, 2.0, None, None, None]
         assert [writer.get(number).notes["rows"].tolist() for number in (0, 1)] == [[2.0] * 4] * 2
         writer.points.rollback(5)
@@ -260,26 +260,67 @@ def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> 
         assert column(writer, "score") == [3.0, None, None, None]
         writer.points.rollback(5)  # nothing but a value is newer
         assert column(writer, "score") == [1.0, None, None, None]
+        newest = max((one for one in writer.points.snapshots if one.kind == "aside"), key=lambda one: one.generation)
+        with TrajectoryReplayBuffer.open(path, pin=newest.name) as reader:
+            assert column(reader, "score") == [3.0, None, None, None]
     with TrajectoryReplayBuffer.open(path) as reader:
         assert column(reader, "score") == [1.0, None, None, None]
 
 
-def test_values_stay_with_pins_and_go_into_checkpoints(path: Path, tmp_path: Path) -> None:
+def test_pins_keep_the_values_that_they_showed(path: Path, tmp_path: Path) -> None:
     with writer_to(path) as writer:
+        annotate(writer, [0, 1], {"tag": "before", "rows": [torch.full((4,), 1.0)] * 2})
         writer.points.pin("kept")
         writer.evict([0])
-        annotate(writer, [0, 1], {"tag": ["pinned", "live"]})
-        annotate(writer, 0, {"only": 1})
-        writer.save_checkpoint(tmp_path / "checkpoint")
-        with TrajectoryReplayBuffer.open(path, pin="kept") as reader:
-            assert column(reader, "tag") == ["pinned", "live", None, None]
-        writer.points.unpin("kept")
+        annotate(writer, 1, {"tag": "after", "rows": [torch.full((4,), 2.0)]})
+        annotate(path, 1, {"outcome": 0.25})
         with pytest.raises(TrajectoryUnavailableError, match="id 0"):
             annotate(writer, 0, {"tag": "gone"})
+        writer.compact()
+        with TrajectoryReplayBuffer.open(path, pin="kept") as reader:
+            assert column(reader, "tag") == ["before", "before", None, None]
+            assert [reader.get(number).notes["rows"].tolist() for number in (0, 1)] == [[1.0] * 4] * 2
+            outcomes = column(reader, "outcome")
+        assert column(writer, "outcome") == [0.25, *outcomes[2:]] != outcomes[1:]
+        writer.points.go_to("kept")
+        assert column(writer, "tag") == ["before", "before", None, None]
+        assert column(writer, "outcome") == outcomes
+        assert [note.value for note in notes_of(writer, 1) if note.name == "tag"] == ["before"]
+
+
+def test_values_go_into_checkpoints(path: Path, tmp_path: Path) -> None:
+    with writer_to(path) as writer:
+        writer.evict([0])
+        annotate(writer, 1, {"tag": "live"})
+        annotate(path, 2, {"tag": "waits"})
+        writer.save_checkpoint(tmp_path / "checkpoint")
     with TrajectoryReplayBuffer.open(tmp_path / "checkpoint") as reader:
-        assert column(reader, "tag") == ["live", None, None]
+        assert column(reader, "tag") == ["live", "waits", None]
     annotate(tmp_path / "checkpoint", 1, {"tag": "again"})
     assert values_of(tmp_path / "checkpoint", 1) == [("tag", "live", ""), ("tag", "again", "")]
+
+
+@pytest.mark.parametrize("call", ["save", "pin", "rollback"])
+def test_values_acknowledged_before_a_snapshot_is_taken_or_left_are_in_it(path: Path, call: str) -> None:
+    with writer_to(path) as writer:
+        writer.points.save(0)
+        annotate(path, 0, {"judge": 1.0})
+        if call == "save":
+            writer.points.save(1)
+            annotate(path, 0, {"judge": 2.0})
+            writer.points.rollback(1)
+            assert column(writer, "judge") == [1.0, None, None, None]
+        elif call == "pin":
+            writer.points.pin("kept")
+            annotate(path, 0, {"judge": 2.0})
+            with TrajectoryReplayBuffer.open(path, pin="kept") as reader:
+                assert column(reader, "judge") == [1.0, None, None, None]
+        else:
+            writer.points.rollback(0)
+            assert all(note.name != "judge" for note in notes_of(writer, 0))
+            (left,) = [one.name for one in writer.points.snapshots if one.kind == "aside"]
+            writer.points.go_to(left)
+            assert column(writer, "judge") == [1.0, None, None, None]
 
 
 def test_a_store_with_damaged_metadata_keeps_its_values(path: Path) -> None:

@@ -181,7 +181,7 @@ def test_closing(tmp_path: Path) -> None:
         lambda: buffer.add_trajectories([witness(1)]),
         lambda: buffer.evict([0]),
         lambda: buffer.points.pin("name"),
-        lambda: buffer.points.unpin("name"),
+        lambda: buffer.points.remove("name"),
     ]
     for call in calls:
         with pytest.raises(errors.StoreClosedError):

@@ -257,8 +257,8 @@ def test_pins_keep_a_state(tmp_path: Path) -> None:
             with pytest.raises(errors.ConfigurationError, match="must be the name of a file"):
                 buffer.points.pin(name)
         other.close()
-        buffer.points.unpin("first")
-        buffer.points.unpin("second")
+        buffer.points.remove("first")
+        buffer.points.remove("second")
         assert len(list((path / "shards").iterdir())) == 1
     assert verify(path).sound
     with pytest.raises(errors.StoreError, match="auto_save"):
@@ -271,7 +271,7 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
         buffer.points.pin("only")
         buffer.evict([0, 1])
     with make("store", "pt", path) as buffer:
-        buffer.points.unpin("only")
+        buffer.points.remove("only")
         copy_live(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
     assert list((tmp_path / "crashed" / "shards").iterdir()) == []
     assert verify(tmp_path / "crashed").sound
@@ -374,10 +374,10 @@ def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_pa
 def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with filled("store", "pt", tmp_path / "store", 1) as buffer:
         buffer.points.pin("kept")
-        buffer.points.unpin("kpet")
-        assert "no pin 'kpet' here (there are: kept)" in caplog.text
+        buffer.points.remove("kpet")
+        assert "no snapshot 'kpet' here (there are: kept)" in caplog.text
         caplog.clear()
-        buffer.points.unpin("kept")
+        buffer.points.remove("kept")
         assert not caplog.records
         with pytest.raises(errors.TrajectoryUnavailableError, match="no trajectory has the id -4"):
             buffer.wait([0, -4])

@@ -18,7 +18,7 @@ from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.core.reading import shard_access
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.inspect import inspect
-from trajstore.operations.points import roll_back
+from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
@@ -130,7 +130,7 @@ def test_a_rank_that_is_not_there_or_cannot_be_read_is_told_and_the_run_can_be_r
     assert "rank_2" in inspect(run)["integrity"]["problems"][0]
     if how == "gone":
         with pytest.raises(errors.ConfigurationError, match="rank_2 is absent"):
-            roll_back(run, 1)
+            go_to(run, 1)
     repaired = repair_store(run, tmp_path / "new")
     assert (repaired.is_whole, repaired.left_out) == (False, 1)
     assert "an empty store takes its place" in str(repaired.problems)

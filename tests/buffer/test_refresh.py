@@ -221,11 +221,11 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
                 results = context.Queue()
                 child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
                 child.start()
-                child.join(120)
+                child.join(300)
                 hung = child.is_alive()
                 child.kill()
                 assert not hung, "a lock was held by another thread when the child was forked"
-                assert results.get(timeout=60) is True
+                assert results.get(timeout=300) is True
         finally:
             stop.set()
             adder.join()
@@ -233,7 +233,7 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
 
 
 def read_in_child(reader: TrajectoryReplayBuffer, gone: Any, results: Any) -> None:
-    assert gone.wait(120)
+    assert gone.wait(300)
     try:
         results.put(check_trajectory(reader.get(0)))
     except errors.CorruptStoreError as error:
@@ -252,5 +252,5 @@ def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
             reader.refresh()
             wait_until(lambda: (writer.flush(), len(list((tmp_path / "shards").iterdir())))[1] == 1)
             gone.set()
-            assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=120)
+            assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=300)
             child.join(60)

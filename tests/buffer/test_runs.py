@@ -17,7 +17,7 @@ from trajstore.cli import main
 from trajstore.core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.operations.inspect import inspect
-from trajstore.operations.points import roll_back
+from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
 
@@ -103,8 +103,8 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     assert main(["inspect", str(run)]) == 0
     assert "no, rank_1 lacks it" in capsys.readouterr().out
     with pytest.raises(StoreNotFoundError, match="no saved point of step 3; there are: 1, 2"):
-        roll_back(run, 3)
-    with pytest.raises(StoreNotFoundError, match="step-3"):
+        go_to(run, 3)
+    with pytest.raises(StoreNotFoundError, match="no saved point of step 3"):
         TrajectoryReplayBuffer.open(run, pin="step-3")
     with TrajectoryReplayBuffer.open(run, pin="step-2") as reader:
         assert len(reader) == 12
@@ -128,7 +128,7 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
         assert keys == sorted(100 * step + 10 * rank + k for step in (1, 2) for k in range(rank + 1))
     assert run_points(run) == [RunPoint(3, RANKS, (), 15, RANKS), RunPoint(4, RANKS, (), 18, RANKS)]
     assert verify(run).sound
-    done = roll_back(run, 3)
+    done = go_to(run, 3)
     assert done.trajectories == 15
     with TrajectoryReplayBuffer.open(run) as everything:
         assert len(everything) == 15

@@ -89,7 +89,7 @@ def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
     assert "3 trajectories on disk, learner at 32 updates" in out
     report = inspect(path / "replay")
     assert report["trajectories"] == 4
-    assert [aside["trajectories"] for aside in report["aside"]] == [2]
+    assert [aside["trajectories"] for aside in report["aside"]] == [5]
     assert [point["step"] for point in report["saved_points"]] == [3, 4]
 
 

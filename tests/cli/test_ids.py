@@ -207,10 +207,7 @@ def test_only_the_value_that_counts_is_in_force(single: Path) -> None:
         annotate(writer, [0], {"judge": [1.0]})
         assert [note.in_force for note in notes_of(writer, 0)][-2:] == [False, True]
         writer.points.rollback(1)
-        assert [(note.in_force, note.rolled_back) for note in notes_of(writer, 0)][-2:] == [
-            (True, False),
-            (False, True),
-        ]
+        assert [(note.value, note.in_force) for note in notes_of(writer, 0)][-2:] == [(None, False), (0.25, True)]
 
 
 def test_messages_about_a_run_name_rank_and_id(ranks: Path, run: Run) -> None:

@@ -130,7 +130,7 @@ def test_a_saved_point_that_is_released_while_it_is_verified(
     def go_on() -> None:
         live.points.save(2, state={"at": 2}, keep=1)
 
-    before_first(monkeypatch, Pins, "read_state", go_on)
+    before_first(monkeypatch, Pins, "read", go_on)
     result = verify(path)
     assert result.sound, result.problems
     assert not result.notes

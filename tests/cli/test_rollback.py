@@ -37,7 +37,8 @@ def test_inspect_shows_points_pins_and_what_was_set_aside(path: Path, run: Run) 
     shown = run.json("inspect", path)
     assert [point["step"] for point in shown["saved_points"]] == [750]
     [aside] = shown["aside"]
-    assert (aside["rolled_back_to"], aside["trajectories"], aside["steps"]) == (750, 2, [760])
+    assert (aside["left_for"], aside["trajectories"], aside["points"]) == ("step-750.0", 5, ["step-760.0"])
+    assert shown["other_points"] == ["step-760.0"]
     text = run.out("inspect", path)
     for said in ("saved points", aside["name"], "shared by all ranks"):
         assert said in text
@@ -51,13 +52,15 @@ def test_a_dry_run_says_what_the_rollback_then_does(path: Path, run: Run) -> Non
     assert planned == {**done, "dry_run": True}
     assert (done["leaving"], done["returning"], done["later_steps"]) == (2, 1, [760])
     assert loaded(path) == {number: number for number in range(4)}
-    assert len(loaded(path, done["aside"])) == 2
-    planned = run.json("rollback", path, "--take-back", done["aside"], "--dry-run")
+    left = {number: number for number in range(1, 6)}
+    assert loaded(path, done["aside"]) == left
+    planned = run.json("rollback", path, "--to", done["aside"], "--dry-run")
     assert loaded(path) == {number: number for number in range(4)}
-    taken = run.json("rollback", path, "--take-back", done["aside"])
-    assert planned == {**taken, "dry_run": True}
-    assert taken["trajectories"] == 2
-    assert loaded(path) == {number: number for number in range(6)}
+    again = run.json("rollback", path, "--to", done["aside"])
+    assert planned == {**again, "dry_run": True}
+    assert (again["trajectories"], again["aside"]) == (5, None)
+    assert loaded(path) == left
+    assert run.json("rollback", path, "--to", "mine")["leaving"] == 0
 
 
 def test_what_came_later_can_be_deleted(path: Path, run: Run) -> None:
@@ -79,7 +82,9 @@ def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, run:
     assert run.json("inspect", tmp_path / "rank_1")["stores"] == "per_rank"
     assert run.json("rollback", tmp_path, "--step", 750)["leaving"] == 5
     assert "have set trajectories aside in rank_0" in run.out("inspect", tmp_path)
-    assert "is a run; name one of its stores" in run.err("rollback", tmp_path, "--take-back", "aside-1")
+    assert "no snapshot is called 'aside-1'" in run.err("rollback", tmp_path, "--to", "aside-1")
+    assert run.json("rollback", tmp_path, "--to", "mine")["returning"] == 4
+    run.out("rollback", tmp_path, "--step", 750)
     assert len(loaded(tmp_path / "rank_0")) == 4
 
 

@@ -90,7 +90,7 @@ def test_a_pin_that_a_killed_writer_removed_does_not_come_back(tmp_path: Path) -
                 add_each(buffer, [3, 4])
                 buffer.points.pin("mine")
                 buffer.evict([0])
-                buffer.points.unpin("mine")
+                buffer.points.remove("mine")
         if life == 0:
             removed = [
                 at

@@ -14,12 +14,12 @@ from trajstore.distributed.handle import DistributedReplayBuffer, MirrorsOfHandl
 from trajstore.distributed.saving import PointsOfHandle
 
 LEFT_OUT = {
+    "points.snapshots": "each store has its own heads that were left; trajstore inspect lists those of a store",
     "points.committed": "each store has its own watermark; a receipt says what is committed",
     "wait": "receipts wait for what they are of",
     "mirror.state": "mirror.states has that of each store",
     "open": "connect finds the stores; a run directory is opened by TrajectoryReplayBuffer.open",
     "load_checkpoint": "stores go on with their directories; a handle shows these alone",
-    "points.take_back": "what a rollback sets aside has a name of its own in each store",
     "clear_cache": "a handle has no cache",
     "trajectory_uuids": "each store has those of its own",
     "trajectory_counter": "each store counts its own",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, Po
 from trainer_hooks.replay.notices import why_nothing
 from trajstore import annotate
 from trajstore.errors import ConfigurationError
+from trajstore.testing.waiting import wait_until
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_lbound=0, experience_rbound=4)
 
@@ -41,10 +41,7 @@ def full_pool(path: Path, rules: PoolRules = RULES) -> ExperienceManager:
 
 def until_taken_in(pool: ExperienceManager, number: int, value: float | None) -> None:
     store = pool._ledger.store
-    ends = time.monotonic() + 60
-    while store.outcomes_given().get(number) != value and time.monotonic() < ends:
-        time.sleep(0.02)
-    assert store.outcomes_given().get(number) == value
+    wait_until(lambda: store.outcomes_given().get(number) == value)
 
 
 def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(

@@ -176,7 +176,7 @@ def test_it_waits_until_both_buffers_are_filled() -> None:
         next(loader)
     replay.add_trajectories([block(0), block(1)])
     demos.add_trajectories([block(7)])
-    loader._timeout = 20
+    loader._timeout = 300
     assert rewards(next(loader))[2:] != []
     loader.close()
     with pytest.raises(StoreClosedError):

@@ -105,7 +105,7 @@ from trajstore.core.feeding import ReplayLoader
 
 def killed():
     dataset = ReplayLoader(reader(Path(sys.argv[1])), 8)
-    batches = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60))
+    batches = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=300))
     worker = batches._workers[0]
     told = []
 
@@ -131,7 +131,7 @@ def left():
 
 for _ in range(2):
     killed()
-for _ in range(400):  # what ends in the background may take its time
+for _ in range(6000):  # what ends in the background may take its time
     if left() == ([], []):
         break
     time.sleep(0.05)

@@ -113,7 +113,7 @@ def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> No
         buffer.points.pin("kept")
         add_each(buffer, [1])
         with recording() as recorder:
-            buffer.points.unpin("kept")
+            buffer.points.remove("kept")
     unpinned = recorder.place_of("unlink", "pins/kept.json")
     assert unpinned < recorder.place_of("fsync", str(tmp_path / "pins")) < recorder.place_of("unlink", "shards/")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from trainer_hooks.guidance import (
     TrajExpConfig,
     UpdateQueue,
 )
+from trajstore.testing.waiting import wait_until
 
 FAST: dict[str, Any] = {"retrieve_timeout": 0.3, "summary_timeout": 0.3, "retries": 1, "backoff": 0.01, "rest": 0.0}
 # No limit that a busy machine could reach where an answer is expected.
@@ -43,13 +42,6 @@ FAILURES = [
     ("drip headers", "timeout"),
     ("deep", "garbage"),
 ]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("dialect", ["auto", "0.2"])

@@ -13,8 +13,9 @@ import pytest
 from tests.mirroring.stores import add, is_sound, level, make
 from tests.stores import keys_at
 from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.opening import open_directory
-from trajstore.core.store.log_records import segment_name
+from trajstore.core.store.log_records import id_ranges, segment_name
 from trajstore.core.store.saved_points import pin_file
 from trajstore.core.store.sealed import LEDGER_NAME
 from trajstore.errors import StoreNotFoundError
@@ -107,8 +108,14 @@ def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
         generation = buffer.sink.mirror.state.generation  # type: ignore[union-attr]
     shutil.rmtree(path)
     ids = np.array([2, 3, 4], np.int64)  # 4 was added, and had not reached the mirror
-    open_directory(mirror).publish([pin_file(f"aside-{generation + 2}", ids, generation + 2, back_to=1)])
+    open_directory(mirror).publish([late_aside(ids, generation)])
     return {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def late_aside(ids: np.ndarray[Any, Any], generation: int) -> EncodedFile:
+    """Return the snapshot of a head that a writer was about to leave."""
+    left = {"ids": id_ranges(ids).tolist(), "generation": generation, "left_for": "step-1.0"}
+    return pin_file(f"aside-{generation + 1}", left)
 
 
 def pins_at(url: str) -> set[str]:
@@ -125,12 +132,12 @@ def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_
     before = lost_while_rolling_back(tmp_path / "lost", mirror)
     assert (keys_at(mirror), steps_at(mirror)) == (before, [1, 2])
     restore(mirror, tmp_path / "next")
-    assert "rollback to step 1 had not reached the mirror" in caplog.text
+    assert "going to the snapshot step-1.0 had not reached the mirror" in caplog.text
     found = verify(tmp_path / "next")
     assert (found.problems, found.notes) == ([], [])
     with make(tmp_path / "next", mirror) as buffer:
         level(buffer)
-        assert pins_at(mirror) == {"step-1", "step-2"}
+        assert pins_at(mirror) == {"step-1.0", "step-2.0"}
         for key in range(4, 12):  # past the generation that the rollback would have had
             add(buffer, [key])
         level(buffer)
@@ -143,7 +150,7 @@ def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_
 @pytest.mark.parametrize("named", ["live", "absent"])
 def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Path, mirror: str, named: str) -> None:
     """Of a writer that was frozen: it comes when another one has passed the generation that it names."""
-    late = pin_file("aside-6", np.array([2, 3] if named == "live" else [2, 3, 900], np.int64), 6, back_to=1)
+    late = late_aside(np.array([2, 3] if named == "live" else [2, 3, 900], np.int64), 5)
     with make(tmp_path / "store", mirror) as buffer:
         add(buffer, [0, 1])
         buffer.points.save(1)
@@ -159,10 +166,10 @@ def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Pat
         assert [point.step for point in other.points.saved] == [1, 2]
     assert verify(tmp_path / "next").sound
     with make(tmp_path / "store", mirror) as buffer:
-        wait_until(lambda: pins_at(mirror) == {"step-1", "step-2"})
+        wait_until(lambda: pins_at(mirror) == {"step-1.0", "step-2.0"})
         if "://" in mirror:  # elsewhere a frozen writer keeps its lock, and this one does not begin
             open_directory(mirror).publish([late])
             assert steps_at(mirror) == [1, 2]
             buffer.points.save(3)
-            wait_until(lambda: pins_at(mirror) == {"step-1", "step-2", "step-3"})
+            wait_until(lambda: pins_at(mirror) == {"step-1.0", "step-2.0", "step-3.0"})
     assert verify(mirror).sound

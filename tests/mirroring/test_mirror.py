@@ -15,7 +15,7 @@ import pytest
 
 from tests.mirroring.stores import add, is_sound, level, make
 from tests.stores import keys_at, keys_of
-from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore import Mirror, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.files.base import Buffer, EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats import FORMATS
@@ -51,10 +51,9 @@ class Watched(LocalDirectory):
             self._changed()
 
 
-def set_aside(buffer: TrajectoryReplayBuffer) -> str:
-    """Return the name of what the last rollback set aside."""
-    names = buffer.sink.writer.log.catalog.pins.names  # type: ignore[attr-defined]
-    return max((name for name in names if name.startswith("aside-") and "step" not in name), key=len)
+def left(buffer: TrajectoryReplayBuffer) -> str:
+    """Return the name of the head that was left last."""
+    return buffer.sink.writer.log.catalog.asides()[-1].name  # type: ignore[attr-defined]
 
 
 def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
@@ -74,8 +73,9 @@ def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
         lambda: add(buffer, range(14, 18)),
         lambda: buffer.points.rollback(1),
         lambda: add(buffer, range(18, 20)),
-        lambda: buffer.points.take_back(set_aside(buffer)),
-        lambda: buffer.points.unpin("early"),
+        lambda: annotate(buffer, buffer.trajectory_ids.tolist()[:2], {"v": 1.0}),
+        lambda: buffer.points.go_to(left(buffer)),
+        lambda: buffer.points.remove("early"),
         lambda: buffer.points.save(5, {"a": 5}, keep=1),
         lambda: buffer.evict(buffer.trajectory_ids.tolist()[:-1]),
     ]
@@ -216,7 +216,9 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
         append(self, name, data)
 
     monkeypatch.setattr(LocalDirectory, "append", failing)
-    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1, longest_pause=0.05)) as buffer:
+    monkeypatch.setattr("trajstore.remote.mirror.mirror._FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("trajstore.remote.mirror.mirror._LONGEST_PAUSE", 0.05)
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1)) as buffer:
         ids = add(buffer, range(3))
         assert buffer.mirror.wait(ids, 60)
         broken.set()

@@ -29,10 +29,9 @@ def rows_of(drawn: Drawn) -> list[tuple[int, int]]:
     return list(zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("stratified", [False, True])
-def test_without_factors_every_transition_is_as_likely(stratified: bool) -> None:
+def test_without_factors_every_transition_is_as_likely() -> None:
     sizes = {3: 5, 4: 1, 8: 14}
-    sampler = WeightedSampler(stratified=stratified)
+    sampler = WeightedSampler()
     sampler.added(told(sizes))
     drawn = rows_of(sampler.draw(20_000, torch.Generator().manual_seed(0)))
     every = [(number, at) for number, size in sizes.items() for at in range(size)]

@@ -13,6 +13,8 @@ import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.core.files.held import HeldFolder
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
 
 
 def block(key: int, steps: int = 4) -> Trajectory:
@@ -54,6 +56,13 @@ def loaded(path: str | Path, pin: str | None = None) -> dict[int, int]:
 def state_files(path: Path) -> int:
     """Return how many files with states of saved points there are."""
     return len(list((path / "pins").glob("*.state")))
+
+
+def names_in(path: str | Path, kind: str) -> list[str]:
+    """Return the names of the snapshots of a kind, of those that were left the earliest first."""
+    catalog = Catalog.open(open_directory(path))
+    heads = catalog.asides() if kind == "aside" else catalog.snapshots()
+    return [head.name for head in heads if head.kind == kind]
 
 
 @contextmanager

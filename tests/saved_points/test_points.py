@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trajstore
-from tests.saved_points.stores import add, keys_of, loaded, make, state_files
+from tests.saved_points.stores import add, keys_of, loaded, make, names_in, state_files
 from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.sampling import EpochSampler
@@ -40,13 +40,16 @@ def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
         assert len(drawn) == 8
     assert loaded(path) == {**{number: number for number in range(6)}, 9: 77}
     [aside] = [one["name"] for one in inspect(path)["aside"]]
-    assert loaded(path, aside) == {6: 6, 7: 7, 8: 8}
+    left = {0: 0, **{number: number for number in range(3, 9)}}
+    assert loaded(path, aside) == left
     assert verify(path).sound
     with make(path, trajectory_format=trajectory_format) as buffer:
-        assert buffer.points.take_back(aside) == 3
-        assert keys_of(buffer) == {**{number: number for number in range(9)}, 9: 77}
-        with pytest.raises(StoreNotFoundError, match="nothing was set aside"):
-            buffer.points.take_back(aside)
+        buffer.points.go_to(aside)
+        assert keys_of(buffer) == left
+        buffer.points.go_to(names_in(path, "aside")[-1])
+        assert keys_of(buffer) == {**{number: number for number in range(6)}, 9: 77}
+        with pytest.raises(StoreNotFoundError, match=r"no snapshot is called 'aside-99'; there are \['aside-"):
+            buffer.points.go_to("aside-99")
 
 
 def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> N
         assert buffer.live.contents is contents
 
 
-def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(3))
         buffer.points.save(1)
@@ -73,37 +76,51 @@ def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path, capl
             names = sorted(path.name for path in (tmp_path / "pins").glob("*.json"))
             assert len(names) == (3 if aside else 1), names
             assert state_files(tmp_path) == int(aside)
-        name = next(name for name in names if name.startswith("aside") and "step" not in name)[:-5]
-        deleted, kept = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
-        assert "3 trajectories (288 bytes) added since were deleted, 0 evicted are back" in deleted
-        assert f"were set aside as {name} (points.unpin({name!r}) deletes them, " in kept
-        buffer.points.unpin(name)
-        assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.json"]
+        [name] = names_in(tmp_path, "aside")
+        deleted, kept = [record.getMessage() for record in caplog.records if "went to" in record.getMessage()]
+        assert "3 trajectories (288 bytes) are no longer shown; 1 saved points are on another line now" in deleted
+        assert f"points.go_to({name!r}) undoes this, points.remove({name!r}) deletes what was left" in kept
+        buffer.points.remove(name)
+        assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.0.json"]
         assert buffer.get_stats()["shard_bytes"] == sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
         assert keys_of(buffer) == {0: 0, 1: 1, 2: 2}
 
 
-def test_points_of_later_steps_come_back_with_what_was_set_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_points_of_a_line_that_was_left_stay_and_can_be_gone_to(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         for step in (1, 2, 3):
             add(buffer, [step])
             buffer.points.save(step, {"step": step})
         buffer.points.rollback(1)
-        with pytest.raises(StoreNotFoundError, match="no saved point of step 3; there are: 1"):
+        with pytest.raises(StoreNotFoundError, match=r"of step 3; there are: 1; on other lines: step-3\.0"):
             buffer.points.rollback(3)
-        buffer.points.take_back("aside-4")
+        assert buffer.points.go_to("step-3.0") == {"step": 3}
         assert [point.step for point in buffer.points.saved] == [1, 2, 3]
         assert buffer.points.rollback(2) == {"step": 2}
         add(buffer, [30])
         buffer.points.save(3, {"step": "another"})
-        [name] = [path.stem for path in (tmp_path / "pins").glob("aside-*") if "step" not in path.stem]
-        buffer.points.take_back(name)
-        assert "the points" in caplog.text
-        assert "stay aside" in caplog.text
         assert buffer.points.rollback(3) == {"step": "another"}
+        assert [point.name for point in buffer.points.saved] == ["step-1.0", "step-2.0", "step-3.3"]
+        buffer.points.go_to("step-3.0")
+        assert sorted(keys_of(buffer).values()) == [1, 2, 3]
+        buffer.points.go_to("step-3.3")
         assert sorted(keys_of(buffer).values()) == [1, 2, 30]
+        assert {one.kind for one in buffer.points.snapshots} == {"point", "aside"}
+
+
+def test_going_there_and_back_names_nothing_twice(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(2))
+        buffer.points.save(1)
+        add(buffer, range(2, 4))
+        buffer.points.rollback(1)
+        [name] = names_in(tmp_path, "aside")
+        for _ in range(3):
+            buffer.points.go_to(name)
+            assert len(keys_of(buffer)) == 4
+            buffer.points.go_to(1)
+            assert len(keys_of(buffer)) == 2
+        assert names_in(tmp_path, "aside") == [name]
 
 
 def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path: Path) -> None:
@@ -115,7 +132,7 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
                 assert [point.step for point in buffer.points.saved] == [0, 1, 2]
         assert [point.step for point in buffer.points.saved] == [4, 5]
         assert state_files(tmp_path) == 2
-        buffer.points.unpin("step-4")
+        buffer.points.remove("step-4")
         assert state_files(tmp_path) == 1
         with pytest.raises(StoreNotFoundError, match="no saved point of step 4; there are: 5"):
             buffer.points.rollback(4)
@@ -133,7 +150,7 @@ def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> 
         buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
         buffer.clear()
-        buffer.points.unpin("step-1")
+        buffer.points.remove("step-1")
         assert list((tmp_path / "shards").iterdir()) == []
 
 
@@ -141,11 +158,11 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with make(tmp_path / "store") as buffer:
         add(buffer, range(2))
         buffer.points.save(7)
-        with pytest.raises(ConfigurationError, match="saved point of step 7, which is later; go back with rollback"):
+        with pytest.raises(ConfigurationError, match="saved point of step 7, which is later; go to an earlier one"):
             buffer.points.save(6)
         with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]: a object cannot be saved"):
             buffer.points.save(8, {"a": [1, object()]})
-        for name in ("step-8", "aside-3", "aside-3-step-9"):
+        for name in ("step-8", "aside-3", "step-9.2"):
             with pytest.raises(ConfigurationError, match="names like this are those of saved points"):
                 buffer.points.pin(name)
         assert [point.step for point in buffer.points.saved] == [7]
@@ -158,7 +175,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
         for call in (
             lambda: buffer.points.save(8),
             lambda: buffer.points.rollback(7),
-            lambda: buffer.points.take_back("aside-1"),
+            lambda: buffer.points.go_to("aside-1"),
         ):
             with pytest.raises(StoreError, match=r"shows what was loaded from .*copy"):
                 call()
@@ -215,7 +232,7 @@ def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> 
         add(buffer, range(2))
         saved = buffer.points.save(1, {"sampler": {"powers": torch.rand(rows, dtype=torch.float64)}})
     assert 8 * rows < saved.state_bytes < 8 * rows + 10_000
-    assert (tmp_path / "pins" / "step-1.json").stat().st_size < 20_000
+    assert (tmp_path / "pins" / "step-1.0.json").stat().st_size < 20_000
 
 
 def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:

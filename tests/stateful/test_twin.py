@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class Twin(Twinned):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pins: dict[str, dict[int, int]] = {}
+        self.pins: dict[str, tuple[dict[int, int], dict[int, dict[str, Any]]]] = {}
         self.checkpoint: tuple[dict[int, int], torch.Tensor, dict[int, dict[str, Any]]] | None = None
         self.notes: dict[int, dict[str, Any]] = {}
         self.point: tuple[int, dict[int, int], dict[int, dict[str, Any]]] | None = None
@@ -123,12 +122,12 @@ class Twin(Twinned):
         assert self.point is not None
         step, twin, notes = self.point
         before = self.twin, self.notes
+        known = {one.name for one in self.buffer.points.snapshots}
         self.buffer.points.rollback(step)
-        asides = [name for name in os.listdir(self.path / "store" / "pins") if name.startswith("aside-")]
-        newest = max(asides, key=lambda name: int(name.removeprefix("aside-").removesuffix(".json")), default=None)
-        if back and set(before[0]) > set(twin) and newest is not None:
-            self.buffer.points.take_back(newest.removesuffix(".json"))
-            self.twin, self.notes = {**twin, **before[0]}, before[1]
+        left = [one.name for one in self.buffer.points.snapshots if one.name not in known]
+        if back and left:
+            self.buffer.points.go_to(left[0])
+            self.twin, self.notes = before
         else:
             self.twin, self.notes = dict(twin), dict(notes)
         self.generator.set_state(self.buffer.state_dict()["rng_state"])
@@ -160,19 +159,21 @@ class Twin(Twinned):
     @rule(name=st.sampled_from(["a", "b"]))
     def pin(self, name: str) -> None:
         self.buffer.points.pin(name)
-        self.pins[name] = dict(self.twin)
+        self.pins[name] = dict(self.twin), dict(self.notes)
 
     @precondition(lambda self: self.pins)
     @rule()
     def unpin(self) -> None:
         name, _ = self.pins.popitem()
-        self.buffer.points.unpin(name)
+        self.buffer.points.remove(name)
 
     @precondition(lambda self: self.pins)
     @rule()
     def load_pins(self) -> None:
-        for name, expected in self.pins.items():
+        for name, (expected, notes) in self.pins.items():
             assert keys_at(self.path / "store", pin=name) == expected
+            with TrajectoryReplayBuffer.open(self.path / "store", pin=name) as reader:
+                check_notes(reader, notes)
 
     @rule()
     def save(self) -> None:

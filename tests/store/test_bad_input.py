@@ -339,7 +339,7 @@ def cut(path: Path, lines: int) -> None:
 def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
     path = killed(tmp_path, pinned=True)
     cut(path, lines)
-    refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.json was made at")
+    refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.0.json was made at")
     found = verify(path)
     assert not found.sound
     assert any("the log was cut or lost" in problem.message for problem in found.problems)

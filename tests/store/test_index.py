@@ -270,3 +270,58 @@ def test_ends_that_do_not_fit_and_what_is_no_text_are_refused(text: bytes, ends:
     value = {"bytes": pack(np.frombuffer(text, "V1")), "ends": pack(np.array(ends))}
     with pytest.raises(CorruptStoreError, match="string table"):
         StringTable.from_json(value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.DataObject) -> None:
+    view, store, twin = TrajectoryIndex("slot"), TrajectoryIndex(), TrajectoryIndex()
+    flat, number, pending = flatten(witness(1)), 0, 0
+
+    def drop(index: TrajectoryIndex, ids: list[int]) -> None:
+        found = index.find_many(ids)
+        index.drop(found[found >= 0])
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        for _ in range(data.draw(st.integers(0, 40))):
+            entry = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), view.texts, number).columns)
+            rows = starts_of([flat.extent], flat.schema.kind)
+            view.append({**entry, **rows, "slot": np.zeros(1)})
+            number, pending = number + 1, pending + 1
+        if pending and data.draw(st.integers(0, 4)) == 0:  # one that cannot be written
+            drop(view, [number - 1])
+            pending -= 1
+        count = data.draw(st.integers(0, pending))
+        if count:
+            columns = view.take(np.arange(view.end - pending, view.end - pending + count))
+            del columns["slot"]
+            columns |= {"shard": np.full(count, 7), "committed": columns["committed"] + 1000}
+            columns |= {name: columns[name] + 5 for name in ("start_samples", "start_extra", "start_document")}
+            store.borrow(view, columns["trajectory_id"])
+            for index in (store, twin):
+                index.append(index.translated(columns, view.texts))
+            pending -= count
+        ids = twin["trajectory_id"].tolist()
+        gone = data.draw(st.sampled_from([[], ids[:1], ids[: len(ids) // 2], ids[::3], ids]))
+        for index in (store, twin, view):
+            drop(index, gone)
+        assert len(store) == len(twin)
+        assert store.total_samples == twin.total_samples
+        for name in COLUMNS:
+            assert store[name].tolist() == twin[name].tolist(), name
+        assert [store.entry(store.position_of(i)) for i in ids if i not in gone] == [
+            twin.entry(twin.position_of(i)) for i in ids if i not in gone
+        ]
+
+
+def test_entries_that_a_view_shows_are_in_memory_once() -> None:
+    view, store = TrajectoryIndex("slot"), TrajectoryIndex()
+    flat = flatten(witness(1))
+    for number in range(1000):
+        entry = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), view.texts, number).columns)
+        rows = starts_of([flat.extent], flat.schema.kind)
+        view.append({**entry, **rows, "slot": np.zeros(1)})
+        store.borrow(view, np.array([number]))
+        store.append({**entry, **rows, "shard": np.zeros(1)})
+    for name in ("uuid", "nbytes", "version_low"):
+        assert np.shares_memory(view[name], store[name])

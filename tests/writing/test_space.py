@@ -76,7 +76,7 @@ def test_a_reader_of_a_pin_keeps_its_files_when_the_pin_goes(tmp_path: Path) -> 
         source.evict([0, 1])
         reader = TrajectoryReplayBuffer(sample_window_size=0)
         reader.load_checkpoint(tmp_path, pin="kept")
-        source.points.unpin("kept")
+        source.points.remove("kept")
         assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
         reader.close()
         add_each(source, range(3, 4))

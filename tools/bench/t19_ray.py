@@ -22,6 +22,7 @@ from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import Times, in_turn, processor_ratio, processor_seconds, ratio
 from tools.bench.workloads import LIST, add_all, agents, nbytes, opened, states
 from trajstore import TrajectoryReplayBuffer
+from trajstore.distributed.receipts import PARCEL_BYTES
 
 PRODUCERS = 4
 WARMUP = 2  # of memory that all processes share, each touches each page once
@@ -85,7 +86,6 @@ class _Producer:
 
 def _adding(options: Options, ray: Any) -> Figure:
     from trajstore.distributed import DistributedReplayBuffer
-    from trajstore.distributed.options import HandleOptions
 
     total = options.count(4096, LIST * PRODUCERS)
     pool = agents()
@@ -110,7 +110,7 @@ def _adding(options: Options, ray: Any) -> Figure:
             times["alone"].take(partial(add_all, buffer, pool, total))
         shutil.rmtree(folder)
         times["bare_lists"].take(partial(bare, LIST * one))
-        times["bare_parcels"].take(partial(bare, HandleOptions().parcel_bytes))
+        times["bare_parcels"].take(partial(bare, PARCEL_BYTES))
     for actor in (*producers, *sources, sink):
         ray.kill(actor)
     handle.stop()

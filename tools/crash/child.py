@@ -211,7 +211,7 @@ class Child(User):
         if self.pins:
             name = self.pins.pop(0)
             self.journal.note("unpinning", name=name)
-            self.buffer.points.unpin(name)
+            self.buffer.points.remove(name)
             self.journal.note("unpinned", name=name)
 
     def checkpoint(self) -> None:

@@ -27,7 +27,7 @@ def _use(folder: Path, form: str) -> None:
         buffer.flush()
         buffer.evict([1])
         buffer.points.pin("pin")
-        buffer.points.unpin("pin")
+        buffer.points.remove("pin")
         check_batch(buffer.sample(8))
         buffer.save_checkpoint(folder / "checkpoint")
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:

@@ -160,11 +160,11 @@ def _lacks_its_end(rest: Sequence[bytes], torn: bytes) -> bool:
 
 
 def pins_beyond(files: Files, records: int) -> list[str]:
-    """Return the pins that were made after so many records of the log; what a rollback sets aside is none."""
+    """Return the pins that were made after so many records of the log."""
     last = [orjson.loads(line[9:]) for line in _records(files)[:records]][-1:]
     generation = (last or [orjson.loads(files["metadata.json"])])[0]["generation"]
     pins = {name: orjson.loads(data)["pin"] for name, data in files.items() if re.fullmatch(r"pins/.*\.json", name)}
-    return [name for name, pin in pins.items() if pin["generation"] > generation and pin.get("back_to") is None]
+    return [name for name, pin in pins.items() if pin["generation"] > generation]
 
 
 def next_id(files: Files, records: int) -> int:

@@ -16,7 +16,7 @@ from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
 from tools.proc import status
 
-SECONDS = 60.0
+SECONDS = 300.0
 """A case that takes longer hangs, or the machine is very busy."""
 CPU_SECONDS = 10.0
 """Of the processor no case may need more."""

@@ -174,7 +174,7 @@ class _Session:
     def unpin(self) -> None:
         if self.pins:
             name = next(iter(self.pins))
-            self.buffer.points.unpin(name)
+            self.buffer.points.remove(name)
             del self.pins[name]
 
     def checkpoint(self) -> None:

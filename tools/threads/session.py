@@ -22,7 +22,7 @@ from trajstore.core.files.opening import open_directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.errors import EmptyBufferError, StoreClosedError, TrajectoryUnavailableError
 
-REPLACERS = ("rollback", "take_back", "load", "refresh", "close")
+REPLACERS = ("rollback", "go_to", "load", "refresh", "close")
 
 _FIRST = 16
 """Trajectories of a store before anything is replaced."""
@@ -164,24 +164,24 @@ class Stage:
             self.writer.points.rollback(1, aside=aside)
             name = self._aside() if aside else ""
             if name:  # what was added may all have been evicted before
-                self.writer.points.unpin(name)
+                self.writer.points.remove(name)
             yield
 
-    def _take_back(self) -> Iterator[object]:
+    def _go_to(self) -> Iterator[object]:
         while True:
             self.writer.points.save(1)
             self._grow()
             self.writer.points.rollback(1)
             name = self._aside()
             if name:
-                self.writer.points.take_back(name)
-                self.writer.points.unpin("step-1")
+                self.writer.points.go_to(name)
+                self.writer.points.remove("step-1")
             yield
             self._shrink()
 
     def _aside(self) -> str:
-        """Return the name of what a rollback set aside last; empty if it set nothing aside."""
-        return max((head.name for head in Catalog.open(open_directory(self.path)).asides()), default="")
+        """Return the name of the head that was left last; empty if none was."""
+        return next((head.name for head in reversed(Catalog.open(open_directory(self.path)).asides())), "")
 
     def _load(self) -> Iterator[object]:
         paths = [self.folder / "first", self.folder / "second"]

@@ -134,7 +134,7 @@ class CartPoleRun:
             self._take_up(self.buffer.points.rollback(self.rounds))
         else:
             for point in self.buffer.points.saved:  # of a learner that is there no longer
-                self.buffer.points.unpin(f"step-{point.step}")
+                self.buffer.points.remove(point.step)
 
     def _take_up(self, state: Mapping[str, Any]) -> None:
         """Go on with the sampler of the saved point, if it is the one that was asked for."""

@@ -138,15 +138,13 @@ def _write_points(report: dict[str, Any], out: Output) -> None:
         rows = [(f"{p['step']:,}", f"{p['trajectories']:,}", f"{p['ranks']:,}", _whole(p["lacking"])) for p in points]
         out.table([("step", "trajectories", "ranks", "complete"), *rows], right=(0, 1, 2))
     if asides := report.get("aside"):
-        out.heading("set aside by rollbacks")
-        lines = [("name", "back to step", "trajectories", "bytes", "saved points")]
+        out.heading("states that were left")
+        lines = [("name", "left for", "trajectories", "bytes", "saved points")]
         for a in asides:
-            back_to, count, nbytes = f"{a['rolled_back_to']:,}", f"{a['trajectories']:,}", format_bytes(a["bytes"])
-            name = f"{a['name']} (the next writer deletes it)" if a["deleted"] else a["name"]
-            lines.append((name, back_to, count, nbytes, ", ".join(map(str, a["steps"]))))
-        out.table(lines, right=(1, 2, 3))
-        if not all(a["deleted"] for a in asides):
-            out.line("  `trajstore rollback PATH --take-back NAME` shows them again")
+            count, nbytes = f"{a['trajectories']:,}", format_bytes(a["bytes"])
+            lines.append((a["name"], a["left_for"], count, nbytes, ", ".join(a["points"])))
+        out.table(lines, right=(2, 3))
+        out.line("  `trajstore rollback PATH --to NAME` goes there again")
 
 
 def _whole(lacking: list[int]) -> str:

@@ -47,8 +47,7 @@ def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
         for note in notes:
             given = "taken back" if note["value"] is None else shown_value(note["value"])
             when = datetime.fromtimestamp(note["time"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
-            gone = "  (taken back by a rollback)" if note["rolled_back"] else ""
-            out.line(f"  {when}  {note['name']}  {given}  {note['who']}{gone}")
+            out.line(f"  {when}  {note['name']}  {given}  {note['who']}")
 
 
 def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:

@@ -19,7 +19,6 @@ class HandleOptions(Settings):
         deadline: seconds for which a store that does not answer is asked again, before StoreUnreachableError.
         patience: seconds after which trajectories for such a store go to another one.
         max_pending_bytes: bytes that were sent and are not known to be committed, beyond which adding waits.
-        parcel_bytes: most bytes that are sent at once, unless one trajectory has more.
         refresh_interval: seconds after which a draw asks the stores what is new.
         sample_window_size: draws are from this many newest trajectories of all stores together; 0 = from all.
 
@@ -31,7 +30,6 @@ class HandleOptions(Settings):
     deadline: Positive = 60.0
     patience: Positive = 10.0
     max_pending_bytes: Count = 256 << 20
-    parcel_bytes: Count = 8 << 20
     refresh_interval: Seconds = 1.0
     sample_window_size: Whole = 0
 

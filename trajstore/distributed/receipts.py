@@ -22,6 +22,9 @@ from trajstore.errors import ConfigurationError, StoreUnreachableError
 
 logger = logging.getLogger(__name__)
 
+PARCEL_BYTES = 8 << 20
+"""Most bytes that are sent at once, unless one trajectory has more."""
+
 _HOPE = 10.0  # seconds after which silent stores are tried again
 _TOGETHER = 0.05  # seconds that trajectories may wait for others to share their parcel, as in a writer for a shard
 _LOOK = 1.0  # seconds after which whoever waits for an answer looks at the clock
@@ -108,7 +111,7 @@ class Outbox:
         self._routes = routes
         self._options = options
         self._watermarks = Watermarks()
-        self._arena = Arena(options.parcel_bytes)
+        self._arena = Arena(PARCEL_BYTES)
         self._lock = locks.rlock("Outbox._lock")
         self._under_way: deque[Shipment] = deque()
         self._timer: threading.Timer | None = None
@@ -126,7 +129,7 @@ class Outbox:
         parts = []
         with self._lock:
             self._ask_silent()
-            for part, nbytes in split(flats, self._options.parcel_bytes):
+            for part, nbytes in split(flats, PARCEL_BYTES):
                 self._make_room(nbytes)
                 parts.append(self._fill(part, nbytes))
             if parts:
@@ -163,7 +166,7 @@ class Outbox:
         """Add trajectories to the shipment that is being filled, if so many bytes fit, else to a new one."""
         last = self._under_way[-1] if self._under_way else None
         if last is not None and last.stage == "filling":
-            if last.nbytes + nbytes <= self._options.parcel_bytes:
+            if last.nbytes + nbytes <= PARCEL_BYTES:
                 return last, last.fill(flats, self._arena)
             self._depart(last)
         shipment = Shipment(self._stores, self._routes, self._watermarks)

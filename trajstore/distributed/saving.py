@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.core.base.arguments import check_kind, truth, whole, whole_or_none
+from trajstore.core.base.arguments import check_kind, text, truth, whole, whole_or_none
 from trajstore.core.buffer.runs import RunPoint, incomplete_sentence, unite_points
 from trajstore.core.buffer.saved_points import KEPT
-from trajstore.core.store.pin_names import point_name
+from trajstore.core.store.pin_names import STEP, point_name
 from trajstore.core.store.saved_points import SavedPoint
 from trajstore.core.store.states import asked
 from trajstore.distributed.drawing import DrawingHandle
@@ -118,9 +118,9 @@ class PointsOfHandle:
         with self._handle._held() as cut:
             return self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name)), "pin")
 
-    def unpin(self, name: str) -> None:
-        """Let go of the pins of this name, or of a saved point (``step-750``)."""
-        self._handle._stores.call_all(dict.fromkeys(self._handle._all_ranks(), (name,)), "unpin")
+    def remove(self, name: str | int) -> None:
+        """Remove the snapshots of this name, or a saved point by its step, from all stores."""
+        self._handle._stores.call_all(dict.fromkeys(self._handle._all_ranks(), (name,)), "remove_snapshot")
 
     @property
     def saved(self) -> list[RunPoint]:
@@ -135,7 +135,7 @@ class PointsOfHandle:
         return self._handle._stores.call_all(dict.fromkeys(self._handle._stores.look_whole(), ()), "saved_points")
 
     def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> RunPoint:
-        """Mark what all stores hold at one moment with the model's step, so that :meth:`rollback` can go back to it.
+        """Mark what all stores hold at one moment with the model's step, so that :meth:`go_to` can go back to it.
 
         It counts when every store has it. Earlier points are let go of after that only, so a complete one is there at
         every moment, whatever is killed.
@@ -156,9 +156,7 @@ class PointsOfHandle:
             points = self._by_rank()
             self._check_step(step, unite_points(points))
             begun = [rank for rank, saved in points.items() if any(point.step == step for point in saved)]
-            self._handle._stores.call_all(
-                {rank: (point_name(step),) for rank in begun}, "unpin"
-            )  # of an attempt that failed
+            self._handle._stores.call_all(dict.fromkeys(begun, (step,)), "remove_snapshot")  # of an attempt that failed
             parts = asked(state or {})  # first: parts bring their own state of the generator
             with self._handle._lock:
                 told = {"parts": parts, "draws": self._handle._draws.state_dict()}
@@ -168,7 +166,7 @@ class PointsOfHandle:
         complete = [point.step for point in saved if point.is_complete]
         for old in saved:
             if keep is not None and len(complete) > keep and old.step < complete[-keep]:
-                self.unpin(point_name(old.step))
+                self.remove(old.step)
         return next(point for point in saved if point.step == step)
 
     def _check_step(self, step: int, points: list[RunPoint]) -> None:
@@ -176,41 +174,61 @@ class PointsOfHandle:
         if later:
             raise ConfigurationError(
                 f"points.save({step}): there is a saved point of step {max(later)}, which is later; go back with "
-                f"rollback first, or let go of it with points.unpin({point_name(max(later))!r})"
+                f"rollback first, or remove it with points.remove({max(later)})"
             )
         if any(point.step == step and point.is_complete for point in points):
             raise ConfigurationError(
                 f"points.save({step}): every store has a point of this step; saving it again would leave none while it "
-                f"is saved. Let go of it first with points.unpin({point_name(step)!r})"
+                f"is saved. Remove it first with points.remove({step})"
             )
 
-    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
-        """Go back to the saved point of a step: all stores show what they showed then, and draws go on from there.
+    def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
+        """Go to a snapshot in all stores: they show what they showed then, and draws go on from there.
 
-        No producer should be adding: what one adds again after this stays. What was added since is set aside in each
-        store, see :meth:`PointsOfBuffer.rollback`. When a store is killed in the midst of it, call it again.
+        No producer should be adding: what is added again after this stays. Each store gives the state that it leaves a
+        name, see :meth:`PointsOfBuffer.go_to`. When a store is killed meanwhile, call it again.
 
         Args:
-            step: of the point.
-            aside: False deletes what was written since the point.
+            name: of a snapshot that every store has; or step of a saved point.
+            aside: False deletes the states that are left.
 
         Returns:
             The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
 
         Raises:
-            StoreNotFoundError: there is no point of this step, or a store lacks it; says which.
+            StoreNotFoundError: there is no such snapshot, or a store lacks it; says which.
             ConfigurationError: another number of stores saved it.
-            StoreUnreachableError, StoreWriteError: a store could not go back; others have, call again.
+            StoreUnreachableError, StoreWriteError: a store could not change; others have, call again.
         """
-        step, aside = whole("step", step, 0), truth("aside", aside)
+        name = text("name", name) if isinstance(name, str) else whole("name", name, 0)
+        aside = truth("aside", aside)
         with self._handle._held() as cut:
-            self._check_point(step, len(cut.ranks))
-            told = self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, step, aside)), "rollback")[0]
+            if isinstance(name, int):
+                self._check_point(name, len(cut.ranks))
+            else:
+                self._check_name(name, cut.ranks)
+            told = self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name, aside)), "go_to")[0]
         with self._handle._lock:
             if "draws" in told:
                 self._handle._draws.load_state_dict(told["draws"])
             self._handle._survey.refresh(True)
         return dict(told.get("parts", told))
+
+    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
+        """Go to the saved point of a step in all stores, see :meth:`go_to`."""
+        return self.go_to(whole("step", step, 0), aside=aside)
+
+    def _check_name(self, name: str, ranks: list[int]) -> None:
+        there = self._handle._stores.call_all(dict.fromkeys(ranks, ()), "snapshot_names")
+        lacking = [f"rank_{rank}" for rank, names in there.items() if name not in names]
+        match = STEP.fullmatch(name)
+        if match is not None and match[2] is None:
+            self._check_point(int(match[1]), len(ranks))
+        elif lacking:
+            raise StoreNotFoundError(
+                f"{self._handle._stores.name!r}: no snapshot is called {name!r} in {listed(lacking)}; all stores have: "
+                f"{listed(sorted(set.intersection(*map(set, there.values())))) or 'none'}"
+            )
 
     def _check_point(self, step: int, stores: int) -> None:
         points = self.saved

@@ -319,12 +319,12 @@ class StoreServer:
         with self._hold.keeping(by):
             return self._buffer.points.pin(name)
 
-    def unpin(self, name: str) -> None:
-        """Let go of a pin of the store."""
-        self._buffer.points.unpin(name)
+    def remove_snapshot(self, name: str | int) -> None:
+        """Remove a snapshot of the store."""
+        self._buffer.points.remove(name)
 
     def saved_points(self) -> list[SavedPoint]:
-        """Return the saved points of the store, lowest step first."""
+        """Return the saved points of the store's current line, lowest step first."""
         return self._buffer.points.saved
 
     def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> SavedPoint:
@@ -336,14 +336,18 @@ class StoreServer:
         with self._hold.keeping(by):
             return save_rank_point(self._buffer, step, state, ranks)
 
-    def rollback(self, by: str, step: int, aside: bool) -> dict[str, Any]:
-        """Go back to a saved point; return the state that was saved with it.
+    def snapshot_names(self) -> list[str]:
+        """Return the names of all snapshots of the store."""
+        return [one.name for one in self._buffer.points.snapshots]
+
+    def go_to(self, by: str, name: str | int, aside: bool) -> dict[str, Any]:
+        """Go to a snapshot; return the state that was saved with it.
 
         Raises:
             StoreWriteError: it could not be written, or the store is held no longer.
         """
         with self._hold.keeping(by), self._adding:
-            state = self._buffer.points.rollback(step, aside=aside)
+            state = self._buffer.points.go_to(name, aside=aside)
             self._known = Known()  # what was set aside is not here: who sends it again, adds it again
             self._recall()
             self._era += 1

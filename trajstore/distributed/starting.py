@@ -36,7 +36,7 @@ _METHODS = {
         "saved_points",
     ),
     "save": (
-        *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "unpin", "save_point", "rollback"),
+        *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),
         "compact",
     ),
 }

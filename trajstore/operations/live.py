@@ -64,10 +64,10 @@ def is_absent(directory: Directory, name: str) -> bool:
 
 
 def states_now(directory: Directory) -> set[str] | None:
-    """Return the names of the states of all saved points as they are now; None if a pin is damaged."""
+    """Return the names of the states and late values of all snapshots as they are now; None if one is damaged."""
     pins = Pins(directory)
     try:
         pins.load()
     except StoreError:
         return None
-    return {head.state.name for head in pins.heads.values() if head.state is not None}
+    return {file.name for head in pins.heads.values() for file in head.files}

@@ -1,4 +1,4 @@
-"""Saved points of stores: what ``inspect`` says of them, and going back to one without a buffer."""
+"""Snapshots of stores: what ``inspect`` says of them, and going to one without a buffer."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from trajstore.core.buffer.runs import incomplete_sentence, unite_points
 from trajstore.core.reading.places import Place, absent_above, find_place, is_of_rank, rank_of, ranks_above
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.pin_names import aside_name
-from trajstore.core.store.rollback import plan_rollback, set_aside
+from trajstore.core.store.rollback import has_a_name, plan_change
 from trajstore.core.store.saved_points import SavedPoint
 from trajstore.core.writing.unattended import held_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 
 
 @dataclass(frozen=True)
-class RolledBack:
-    """What a rollback of one directory changed, or would change.
+class WentTo:
+    """What going to a snapshot changed in one directory, or would change.
 
     Attributes:
         path: of the store, or of the folder of a run.
-        step: of the saved point.
+        to: the snapshot, as it was asked for.
         trajectories: live afterwards.
         leaving: trajectories that are no longer live.
         leaving_bytes: of their columns.
-        returning: evicted trajectories that are live again.
-        later_steps: of the saved points that are void.
-        aside: name under which what leaves stays; None if nothing leaves, or it is deleted.
+        returning: trajectories that are live again.
+        values: late values that do not count any more.
+        values_back: late values that count again.
+        later_steps: of the saved points that are not on the line of the snapshot.
+        aside: name of the head that is left; None if it has a name already, or is deleted.
         parts: of a run, one for each store.
     """
 
     path: str
-    step: int
+    to: str | int
     trajectories: int = 0
     leaving: int = 0
     leaving_bytes: int = 0
     returning: int = 0
+    values: int = 0
+    values_back: int = 0
     later_steps: tuple[int, ...] = ()
     aside: str | None = None
-    parts: list[RolledBack] = field(default_factory=list)
+    parts: list[WentTo] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -53,61 +57,36 @@ class RolledBack:
         return {**values, "later_steps": list(self.later_steps), **parts}
 
 
-def roll_back(path: str | Path, step: int, *, aside: bool = True, dry_run: bool = False) -> RolledBack:
-    """Go back to the saved point of a step: a store, or all stores of a run, which must all have it.
+_COUNTS = ("trajectories", "leaving", "leaving_bytes", "returning", "values", "values_back")
+
+
+def go_to(path: str | Path, name: str | int, *, aside: bool = True, dry_run: bool = False) -> WentTo:
+    """Go to a snapshot in a store, or in all stores of a run, which must all have it.
 
     Args:
         path: path or URL.
-        step: of the point.
-        aside: keep what leaves readable; False deletes it.
+        name: of the snapshot; or step of a saved point of the current line.
+        aside: keep the head that is left under a name; False deletes it.
         dry_run: change nothing.
 
     Raises:
-        StoreNotFoundError: there is no store, or one of them has no such point; nothing was changed.
+        StoreNotFoundError: there is no store, or one of them has no such snapshot; nothing was changed.
         ConfigurationError: it is no store of trajstore.
-        StoreLockedError: somebody writes there.
-        CorruptStoreError: a store or its point is damaged.
+        StoreLockedError: a writer has it open.
+        CorruptStoreError: a store or its snapshot is damaged.
         StoreWriteError: it could not be written.
     """
     place = find_place(path)
     stores = stores_of(place)
-    plans = [_planned(one, step, aside, len(stores)) for one in stores]  # first: a run goes back whole or not at all
+    plans = [_planned(one, name, aside, len(stores)) for one in stores]  # first: a run goes as a whole or not at all
     if not dry_run:
         for one in stores:
             with held_points(one.directory) as points:
-                points.roll_back(step, aside=aside)
+                points.go_to(name, aside=aside)
     if len(plans) == 1 and place.kind == "store":
         return plans[0]
-    totals = {
-        name: sum(getattr(plan, name) for plan in plans)
-        for name in ("trajectories", "leaving", "leaving_bytes", "returning")
-    }
-    return RolledBack(place.url, step, parts=plans, **totals)
-
-
-def take_back(path: str | Path, name: str, *, dry_run: bool = False) -> int:
-    """Make live again what a rollback set aside; return how many trajectories.
-
-    Args:
-        path: path or URL of a store.
-        name: ``"aside-..."``.
-        dry_run: change nothing.
-
-    Raises:
-        StoreNotFoundError: there is no store, or nothing was set aside under this name.
-        ConfigurationError: it is no store of trajstore.
-        StoreLockedError: somebody writes there.
-        StoreWriteError: it could not be written.
-    """
-    place = find_place(path)
-    if place.kind != "store":
-        why = "is a run; name one of its stores" if place.kind == "run" else "is no store of trajstore; name one store"
-        raise ConfigurationError(f"{place.url}: {why}")
-    if dry_run:
-        catalog = Catalog.open(place.directory)
-        return len(catalog.pinned.positions_in(set_aside(catalog, name).ids))
-    with held_points(place.directory) as points:
-        return points.take_back(name)
+    totals = {count: sum(getattr(plan, count) for plan in plans) for count in _COUNTS}
+    return WentTo(place.url, name, parts=plans, **totals)
 
 
 def stores_of(place: Place) -> list[Place]:
@@ -128,23 +107,26 @@ def stores_of(place: Place) -> list[Place]:
     return stores
 
 
-def _planned(place: Place, step: int, aside: bool, stores: int) -> RolledBack:
+def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:
     catalog = Catalog.open(place.directory)
-    plan = plan_rollback(catalog, step)
-    if (plan.point.ranks or 0) > stores > 1:
+    head = catalog.snapshot(name)
+    change = plan_change(catalog, head)
+    if (head.ranks or 0) > stores > 1:
         raise StoreNotFoundError(
-            f"{place.url}: the point of step {step} was saved by {plan.point.ranks} ranks, and {stores} are here"
+            f"{place.url}: the point of step {head.step} was saved by {head.ranks} ranks, and {stores} are here"
         )
-    leaves = bool(len(plan.leaving) or plan.void)
-    return RolledBack(
+    named = not aside or change.is_empty or has_a_name(catalog, change.line)
+    return WentTo(
         place.url,
-        step,
-        plan.point.count,
-        len(plan.leaving),
-        plan.nbytes,
-        len(plan.returning),
-        tuple(head.step or 0 for head in plan.void),
-        aside_name(catalog.generation + 1) if aside and leaves else None,
+        name,
+        head.count,
+        len(change.leaving),
+        change.nbytes,
+        len(change.returning),
+        change.values,
+        change.values_back,
+        tuple(point.step or 0 for point in change.points),
+        None if named else aside_name(catalog.generation + 1),
     )
 
 
@@ -203,25 +185,24 @@ def _said_of_ranks(place: Place) -> list[int | None]:
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:
-    """Return what ``inspect`` says of a store's saved points, of what rollbacks set aside, and of other pins."""
-    pins, voided = catalog.pins, catalog.void_points()
+    """Return what ``inspect`` says of a store's saved points, of heads that were left, of other points and of pins."""
+    on_line = {head.name for head in catalog.points()}
     reports = []
-    for head in sorted(catalog.asides(), key=lambda head: head.generation):
+    for head in catalog.asides():
         entries = catalog.pinned.positions_in(head.ids)
-        steps = {other.step for other in pins.heads.values() if other.aside == head.name}
-        steps |= {pins.heads[name].step for name, by in voided.items() if by == head.generation}
         reports.append(
             {
                 "name": head.name,
-                "rolled_back_to": head.back_to,
-                "trajectories": len(entries),
+                "left_for": head.left_for,
+                "trajectories": head.count,
                 "bytes": int(catalog.pinned.at("nbytes", entries).sum()),
-                "steps": sorted(step for step in steps if step is not None),
-                "deleted": head.deleted,
+                "points": [name for name in catalog.present_line(head) if name not in on_line],
             }
         )
+    others = [head.name for head in catalog.snapshots() if head.kind == "point" and head.name not in on_line]
     return {
         "saved_points": [asdict(SavedPoint.of(head)) for head in catalog.points()],
+        "other_points": others,
         "aside": reports,
-        "pins": [head.name for head in pins.heads.values() if head.step is None and head.back_to is None],
+        "pins": [head.name for head in catalog.snapshots() if head.kind == "pin"],
     }

@@ -90,7 +90,7 @@ _SECTOR = 512
 def _check_unnamed(catalog: Catalog, result: Verification) -> None:
     """Tell of files that no commit and no saved point names; those of a live writer come and go."""
     directory, needed = catalog.directory, needed_files(catalog)
-    states = catalog.pins.unnamed_states()
+    states = catalog.pins.unnamed_files()
     shards = [name for name in directory.names(SHARDS_FOLDER) if name not in needed]
     if not states and not shards:
         return
@@ -106,7 +106,7 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
     else:
         saving = adding = "; the next writer removes them"
     if states:
-        result.notes.append(f"{len(states):,} states in {PINS_FOLDER}/ are named by no saved point{saving}")
+        result.notes.append(f"{len(states):,} files in {PINS_FOLDER}/ are named by no snapshot{saving}")
     if shards:
         result.notes.append(f"{len(shards):,} files in {SHARDS_FOLDER}/ are named by no commit{adding}")
 
@@ -176,7 +176,7 @@ def check_state(file: str, values: Mapping[str, Any], result: Verification) -> N
 def _check_pins(catalog: Catalog, result: Verification) -> None:
     for name in catalog.pins.names:
         try:
-            said = catalog.pins.state(name)
+            said = catalog.pins.said(name)
         except StoreNotFoundError:  # its writer has let go of it since
             continue
         check_state(pin_name(name), said, result)
@@ -185,10 +185,12 @@ def _check_pins(catalog: Catalog, result: Verification) -> None:
 
 def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
     """Check that all trajectories are there which a pin names."""
-    if (lacking := catalog.lacking(name)) > 0:
+    if (lacking := catalog.lacking(catalog.pins.heads[name])) > 0:
         text = f"names {lacking:,} trajectories that are missing"
         if name in {head.name for head in catalog.unfinished_asides()}:
-            result.notes.append(f"the pin {name!r} is of a rollback that did not happen; the next writer removes it")
+            result.notes.append(
+                f"the head {name!r} was not left after all; the next writer removes this snapshot of it"
+            )
         else:
             # Ids that the store has not given yet, as far as it knows: the commits that did are lost, perhaps more.
             uncounted = int(catalog.pins.heads[name].ids[:, 1].max()) >= catalog.next_id
@@ -196,18 +198,16 @@ def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
 
 
 def _check_saved_states(catalog: Catalog, result: Verification) -> None:
-    """Check the states of saved points: that each is there, as it was written."""
-    for head in catalog.pins.heads.values():
-        if head.state is None:
-            continue
+    """Check the states and late values of snapshots: that each is there, as it was written."""
+    for file in (file for head in catalog.pins.heads.values() for file in head.files):
         result.files += 1
-        result.nbytes += head.state.size
+        result.nbytes += file.size
         try:
-            catalog.pins.read_state(head.state)
+            catalog.pins.read(file)
         except CorruptStoreError as error:
-            named = states_now(catalog.directory) if is_absent(catalog.directory, head.state.name) else None
-            if named is None or head.state.name in named:
-                result.problems.append(Problem(head.state.name, str(error)))
+            named = states_now(catalog.directory) if is_absent(catalog.directory, file.name) else None
+            if named is None or file.name in named:
+                result.problems.append(Problem(file.name, str(error)))
 
 
 def _check_entries(catalog: Catalog, result: Verification) -> None:

@@ -192,8 +192,7 @@ def _tokens_by_column(
 
 def note_report(note: Note) -> Report:
     """Return a value that came late as JSON values."""
-    names = ("name", "value", "who", "time", "in_force", "rolled_back")
-    return {name: getattr(note, name) for name in names}
+    return {name: getattr(note, name) for name in ("name", "value", "who", "time", "in_force")}
 
 
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:

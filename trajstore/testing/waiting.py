@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds; what has not come by then never will."""
 
 
@@ -13,10 +13,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
     """Return as soon as a condition holds.
 
     Raises:
-        TimeoutError: it did not within a minute.
+        TimeoutError: it did not within ``PATIENCE``.
     """
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("nothing happened for a minute")
+            raise TimeoutError(f"the condition did not hold within {PATIENCE:.0f} s")
         time.sleep(0.005)

@@ -18,9 +18,8 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> An
     """Return ``{"values", "earlier", "names"}``: values, the earliest first; how many came before; kinds by name.
 
     A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``: the time in milliseconds since 1970,
-    ``place`` one of ``"store"``, ``"inbox"`` (it waits for the writer), ``"refused"`` (it contradicts the store, and
-    ``why`` says how) and ``"rollback"`` (which has taken it back). ``latest`` is the one that
-    counts for its name.
+    ``place`` one of ``"store"``, ``"inbox"`` (it waits for the writer) and ``"refused"`` (it contradicts the store, and
+    ``why`` says how). ``latest`` is the one that counts for its name.
 
     Args:
         trajectory_id: of the trajectory, in its store.
@@ -28,7 +27,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> An
         waiting: what the inbox had a moment before, also what was set aside there, the oldest first.
     """
     history = notes.history(trajectory_id)
-    counts = {note.name: at for at, note in enumerate(history) if not note.rolled_back}
+    counts = {note.name: at for at, note in enumerate(history)}
     values = [_of_store(note, counts.get(note.name) == at) for at, note in enumerate(history)]
     told = values[-MOST_VALUES:]
     _, refused = notes.foreseen(said for said in waiting if not said.refused)
@@ -40,8 +39,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> An
 
 
 def _of_store(note: Note, latest: bool) -> Answer:
-    place = "rollback" if note.rolled_back else "store"
-    return _told(note.name, note.value, note.who, note.time, place) | {"latest": latest}
+    return _told(note.name, note.value, note.who, note.time, "store") | {"latest": latest}
 
 
 def _of_inbox(said: Said, name: str, value: Value, why: str | None) -> Answer:

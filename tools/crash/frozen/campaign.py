@@ -256,7 +256,7 @@ class _Round:
             acknowledged = {float(entry["value"]) for entry in given if number in entry["ids"]}
             if len(set(values)) < len(values) or not acknowledged <= set(values):
                 self.problem(f"trajectory {number} was given {acknowledged}, and {values} are told")
-            latest = [note.value for note in history if note.in_force][-1:]
+            latest = [note.value for note in history][-1:]
             found = list(seen[number].late.values())
             if found != [[value] for value in latest]:
                 self.problem(f"trajectory {number} has the rows {found}, but {latest} came with them")

@@ -67,7 +67,7 @@ class Writer(User):
         self.buffer.points.pin(f"pin-{self.chance.randrange(2)}")
 
     def unpin(self) -> None:
-        self.buffer.points.unpin(f"pin-{self.chance.randrange(2)}")
+        self.buffer.points.remove(f"pin-{self.chance.randrange(2)}")
 
 
 def sleep_and_go_on(url: str, options: dict[str, Any], journal: str, seed: str, freeze: Freeze, actions: int) -> None:

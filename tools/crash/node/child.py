@@ -11,6 +11,7 @@ from typing import Any
 from tools.crash.child import User
 from tools.crash.journal import Journal
 from trajstore import Mirror, TrajectoryReplayBuffer
+from trajstore.remote.mirror import mirror as mirror_module
 
 FORMATS = ("pt", "zarr", "pkl")
 
@@ -52,12 +53,13 @@ def work(store: str, mirror: str, storage_options: dict[str, Any], journal: str,
     logging.getLogger("trajstore").setLevel(logging.ERROR)  # rollbacks warn of what they set aside
     notes = Journal(Path(journal))
     writer = Writer(random.Random(seed), notes, first_key)
+    mirror_module._FIRST_PAUSE = mirror_module._LONGEST_PAUSE = 0.2
     writer.buffer = TrajectoryReplayBuffer(
         auto_save=True,
         auto_save_path=store,
         trajectory_format=FORMATS[seed % len(FORMATS)],
         sample_window_size=0,
-        mirror=Mirror(mirror, storage_options=storage_options, interval=0.0, longest_pause=0.2),
+        mirror=Mirror(mirror, storage_options=storage_options, interval=0.0),
     )
     notes.note("ready")
     while True:

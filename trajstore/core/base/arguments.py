@@ -81,15 +81,6 @@ def text(name: str, value: Any) -> str:
     raise ConfigurationError(f"{name}: {shown(value)} {what}, must be a text")
 
 
-def text_or_none(name: str, value: Any) -> str | None:
-    """Return an argument that is a text, not empty, or None.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    return None if value is None else text(name, value)
-
-
 def texts(name: str, value: Any, remedy: str = "") -> Sequence[str]:
     """Return an argument that is a list of texts, which one text alone is not.
 

@@ -365,6 +365,7 @@ class TrajectoryReplayBuffer(Reader):
 
     def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
         self.sink.flush()
+        self.sink.take_in_values()
         super().save_checkpoint(save_path, layout=layout)
 
     # -- the end ----------------------------------------------------------------------------------

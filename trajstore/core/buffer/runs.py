@@ -138,7 +138,7 @@ def save_run_point(
             f"save_run_point({step}): not every rank has saved it ({listed(failed)}); earlier points are as they were"
         ) from error
     for old in () if keep is None else buffer.points.saved[:-keep]:
-        buffer.points.unpin(point_name(old.step))
+        buffer.points.remove(old.step)
     return point
 
 
@@ -233,7 +233,7 @@ def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[R
         f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: bring it back from a copy "
         f"or its mirror, or begin a new run in another directory and load this one there (load_checkpoint({run!r}, "
         f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away "
-        "(points.unpin) and begin"
+        "(points.remove) and begin"
     )
 
 

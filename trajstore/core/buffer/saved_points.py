@@ -17,9 +17,9 @@ from trajstore.core.buffer.view import View
 from trajstore.core.files.opening import check_options, open_directory
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.rollback import RollbackPlan
 from trajstore.core.store.saved_points import SavedPoint
 from trajstore.core.store.states import asked
+from trajstore.core.writing.points import Gone
 from trajstore.core.writing.writer import StoreWriter
 from trajstore.errors import StoreError
 
@@ -69,15 +69,27 @@ class PointsOfBuffer:
 
     @property
     def saved(self) -> list[SavedPoint]:
-        """The saved points of the store, lowest step first; :func:`trajstore.saved_points` asks any store.
+        """The saved points of the current line, lowest step first; :func:`trajstore.saved_points` reads any store's.
+
+        The current line is what led to the present state. Points that were saved after one to which the store went
+        back are not on it: :attr:`snapshots` has them.
 
         Raises:
             StoreError: the buffer has no store, or shows what was loaded from elsewhere.
         """
         return self._own("saved").points.saved()
 
+    @property
+    def snapshots(self) -> list[SavedPoint]:
+        """Everything that :meth:`go_to` accepts: saved points of all lines, pins, and heads that were left.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+        """
+        return self._own("snapshots").points.snapshots()
+
     def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
-        """Mark what the store holds now with the model's step, so that :meth:`rollback` can go back to it.
+        """Mark what the store holds now with the model's step, so that :meth:`go_to` can go back to it.
 
         Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
         checkpoint of the model has its point.
@@ -86,8 +98,8 @@ class PointsOfBuffer:
             step: of the model; a point of the same step is replaced.
             state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
                 a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
-            keep: points that stay, those of the highest steps; older ones are released, with the trajectories that
-                only they held. None = all.
+            keep: points of the current line that stay, those of the highest steps; older ones are removed, with the
+                trajectories that only they held. None = all.
 
         Raises:
             StoreError: the buffer has no store, or shows what was loaded from elsewhere.
@@ -113,65 +125,49 @@ class PointsOfBuffer:
 
         return uninterrupted(partial(writer.points.save, step, capture, keep))
 
-    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
-        """Go back to the saved point of a step: the store shows what it showed then, and draws go on from there.
+    def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
+        """Show what a snapshot showed: its trajectories, late values and saved points; draws go on from there.
 
-        Trajectories that were evicted since come back. Those that were added since are set aside: they are no longer
-        shown, their ids are not given again, and :meth:`take_back` or ``load_checkpoint(path, pin="aside-...")`` have
-        them. Saved points of later steps are set aside with them.
+        Trajectories that were evicted since come back; those that were added since are no longer shown. The state that
+        is left becomes a snapshot itself, ``aside-...``, unless a snapshot has it already: going to that undoes this.
+        No id is given twice.
 
         Args:
-            step: of the point.
-            aside: False deletes what was written since the point.
+            name: of a snapshot; or step of a saved point of the current line.
+            aside: False deletes the state that is left, with the saved points that no other state needs.
 
         Returns:
-            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
+            The state that was saved with a point, what had a ``state_dict`` as what that returned; else empty.
 
         Raises:
-            StoreNotFoundError: there is no point of this step; names those that there are.
+            StoreNotFoundError: there is no such snapshot; names those that there are.
             StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            CorruptStoreError: the point is damaged; nothing was changed.
+            CorruptStoreError: the snapshot is damaged; nothing was changed.
             StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
         """
-        step, aside = whole("step", step, 0), truth("aside", aside)
-        writer = self._own("rollback")
+        name = text("name", name) if isinstance(name, str) else whole("name", name, 0)
+        aside, writer = truth("aside", aside), self._own("go_to")
 
-        def change() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-            plan, name, state, said = writer.points.roll_back(step, aside=aside)
-            if not plan.is_empty:
-                logger.warning(
-                    "%s: rolled back to step %d: %s, %d evicted are back",
-                    writer.directory.url,
-                    step,
-                    _left(plan, name),
-                    len(plan.returning),
-                )
-            return state, said
+        def change() -> Gone:
+            gone = writer.points.go_to(name, aside=aside)
+            if not gone.change.is_empty:
+                logger.warning("%s: went to %s: %s", writer.directory.url, gone.change.to.name, _left(gone))
+            return gone
 
-        state, said = self._while_nothing_is_added(writer, change)
-        restored = CheckpointState.from_json(said)
+        gone = self._while_nothing_is_added(writer, change)
+        restored = CheckpointState.from_json(gone.said)
         self._draws.take_up(restored.seed, restored.rng_state)
-        return dict(state)
+        return dict(gone.state)
 
-    def take_back(self, name: str) -> int:
-        """Show again what a rollback set aside, beside what is there now; return how many trajectories.
-
-        Args:
-            name: ``"aside-..."``, as the rollback's warning and ``trajstore inspect`` say it.
-
-        Raises:
-            StoreNotFoundError: nothing was set aside under this name.
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
-        """
-        name, writer = text("name", name), self._own("take_back")
-
-        return self._while_nothing_is_added(writer, partial(writer.points.take_back, name))
+    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
+        """Go to the saved point of a step of the current line, see :meth:`go_to`."""
+        return self.go_to(whole("step", step, 0), aside=aside)
 
     def pin(self, name: str) -> int:
-        """Keep the present state readable under a name of its own; return the store's generation.
+        """Keep the present state under a name of its own; return the store's generation.
 
-        ``load_checkpoint(path, pin=name)`` reads it, however much is added and evicted later.
+        ``load_checkpoint(path, pin=name)`` reads it and :meth:`go_to` goes back to it, whatever is added, evicted or
+        annotated later.
 
         Raises:
             StoreError: the buffer has no store (``auto_save=False``).
@@ -181,12 +177,13 @@ class PointsOfBuffer:
         self._sink.flush()
         return self._sink.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
 
-    def unpin(self, name: str) -> None:
-        """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
+    def remove(self, name: str | int) -> None:
+        """Remove a pin, a saved point (its step, or ``step-750``), or a head that was left (``aside-12``).
 
-        Evicted trajectories that only it named are deleted. Where there is no such name a warning says so.
+        With a head that was left go the saved points that are on its line alone. Evicted trajectories that only it
+        named are deleted. Where there is no such snapshot a warning says so.
         """
-        self._sink.unpin(text("name", name))
+        self._sink.remove_snapshot(text("name", name) if isinstance(name, str) else whole("name", name, 0))
 
     def _while_nothing_is_added(self, writer: StoreWriter, change: Callable[[], T]) -> T:
         with self._view.steady:
@@ -202,7 +199,7 @@ class PointsOfBuffer:
 
 
 def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
-    """Return the saved points of a store, lowest step first, without opening it for writing.
+    """Return the saved points of a store's current line, lowest step first, without opening it for writing.
 
     Args:
         path: directory or URL.
@@ -234,19 +231,17 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
     return Catalog.open(directory).read_state(whole("step", step, 0))
 
 
-def _left(plan: RollbackPlan, aside: str | None) -> str:
-    """Return what a rollback took away, and where it is now, in words."""
-    fate = (
-        "deleted"
-        if aside is None
-        else f"set aside as {aside} (points.unpin({aside!r}) deletes them, "
-        f"points.take_back({aside!r}) shows them again)"
+def _left(gone: Gone) -> str:
+    """Return what going to a snapshot changed, in words."""
+    change = gone.change
+    counted = (
+        (len(change.leaving), f"trajectories ({change.nbytes} bytes) are no longer shown"),
+        (len(change.returning), "are shown again"),
+        (change.values, "late values do not count any more"),
+        (change.values_back, "late values count again"),
+        (len(change.points), "saved points are on another line now"),
     )
-    told = []
-    if len(plan.leaving):
-        told.append(f"{len(plan.leaving)} trajectories ({plan.nbytes} bytes) added since were {fate}")
-    elif plan.void:
-        told.append(f"saved points of later steps were {fate}")
-    if plan.notes:
-        told.append(f"{plan.notes} values given since do not count any more")
-    return "; ".join(told) or "nothing was added since"
+    parts = [f"{count} {what}" for count, what in counted if count]
+    if gone.aside is not None:
+        parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
+    return "; ".join(parts)

@@ -17,9 +17,8 @@ from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.buffer.column_watch import ColumnWatch
 from trajstore.core.buffer.content_watch import ContentWatch
-from trajstore.core.buffer.listener import ViewListener
 from trajstore.core.buffer.retention import Retention
-from trajstore.core.buffer.view import View
+from trajstore.core.buffer.view import View, ViewListener
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.memory import Arena
 from trajstore.core.columns.owned import copied
@@ -40,6 +39,7 @@ from trajstore.errors import (
     PartlyAddedError,
     StoreError,
     TrajectoryUnavailableError,
+    written,
 )
 from trajstore.trajectory import AnyTrajectory
 
@@ -168,6 +168,9 @@ class Sink:
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives a crash."""
 
+    def take_in_values(self) -> None:
+        """Apply the late values that other processes have left in the inbox."""
+
     def compact(self) -> None:
         """Give back the disk space of evicted trajectories."""
 
@@ -175,8 +178,8 @@ class Sink:
         """Keep the present state readable under a name; return its generation."""
         raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
 
-    def unpin(self, name: str) -> None:
-        """Let go of a pin, a saved point, or what a rollback set aside."""
+    def remove_snapshot(self, name: str | int) -> None:
+        """Remove a snapshot."""
 
     def annotate(self, said: Said, rows: Rows) -> None:
         """Give trajectories of the store values, and values by row, a tensor for each of them.
@@ -356,14 +359,18 @@ class StoreSink(Sink):
     def flush(self, timeout: float | None = None) -> None:
         self.writer.flush(timeout)
 
+    def take_in_values(self) -> None:
+        with written(": late values could not be taken in"):
+            uninterrupted(self.writer.inbox.take_in)
+
     def compact(self) -> None:
         self.writer.compact()
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:
         return uninterrupted(partial(self.writer.points.pin, name, **state))
 
-    def unpin(self, name: str) -> None:
-        uninterrupted(partial(self.writer.points.unpin, name))
+    def remove_snapshot(self, name: str | int) -> None:
+        uninterrupted(partial(self.writer.points.remove, name))
         self.writer.rewriter.note()
 
     def annotate(self, said: Said, rows: Rows) -> None:

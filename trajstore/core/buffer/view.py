@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,15 @@ from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.places import is_of_rank, rank_number, ranks_of
 from trajstore.core.reading.sources import Source, StoreSource
+from trajstore.core.sampling.draws import Draws
 from trajstore.core.sampling.states import names_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.committed import change_in_run
+from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.run_ids import ALONE, ID_LIMIT
+from trajstore.core.writing.commits import Commit, CommitListener
 from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAP_LIMIT = 16384
+
+_UNLIMITED = Retention()
 
 OWN_SOURCE = 0
 """Number of the buffer's own store among the sources of the contents: it is attached first."""
@@ -365,7 +371,7 @@ class View:
             newest: id of the newest trajectory that counts. With a store it is the newest committed one: a crash
                 must not take those after it and find the older ones evicted already.
         """
-        if self.retention == Retention():
+        if self.retention == _UNLIMITED:
             return []
 
         def to_evict(contents: Contents) -> list[int]:
@@ -382,3 +388,77 @@ class View:
             return [number for number in ids if self.is_own(number) and not contents.is_pending(number)]
 
         return self.locked(to_evict)
+
+
+class ViewListener(CommitListener):
+    """Applies commits and evictions of the buffer's own store to its view, which it refers to weakly.
+
+    Each method is called with ``CommitLog._lock`` held; ``Contents.lock`` is taken under it.
+
+    Args:
+        view: the view. Only the buffer holds it, so that an unclosed buffer can be collected.
+        draws: its seed goes into the store's metadata.
+    """
+
+    def __init__(self, view: View, draws: Draws) -> None:
+        self._view = weakref.ref(view)
+        self._draws = draws
+        self._committed = -1
+
+    def metadata(self) -> Mapping[str, Any]:
+        return {"seed": self._draws.seed}
+
+    def opened(self, newest: int) -> None:
+        """Note that everything up to this id was committed before."""
+        self._committed = newest
+
+    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+        """Have memory for entries in the store's index: that of the view where it shows the store's entries."""
+        if (view := self._view()) is None:
+            index.reserve(len(ids))
+        else:
+            contents = view.contents
+            with contents.lock:
+                index.borrow(contents.index, ids)
+
+    def committed(self, commits: Sequence[Commit]) -> None:
+        self._committed = max(commit.ids[-1] for commit in commits)
+        if (view := self._view()) is not None:
+            for commit in commits:
+                view.contents.committed(OWN_SOURCE, commit.row, commit.ids, commit.columns)
+
+    def rejected(self, ids: Sequence[int]) -> None:
+        self.evicted(ids)
+
+    def to_evict(self) -> Sequence[int]:
+        """Return the ids that the store shall delete; what was loaded from elsewhere is only forgotten."""
+        view = self._view()
+        return () if view is None else view.expire(self._committed)
+
+    def evicted(self, ids: Sequence[int]) -> None:
+        if (view := self._view()) is not None:
+            view.forget(ids)
+
+    def moved(self, moved: Moved) -> None:
+        if (view := self._view()) is not None:
+            view.moved(moved)
+
+    def noted(self, noted: Noted) -> None:
+        if (view := self._view()) is not None:
+            view.noted(noted)
+
+    def replaced(self) -> None:
+        if (view := self._view()) is not None:
+            view.show_own_again()
+
+    def out_of_step(self, error: Exception) -> None:
+        if (view := self._view()) is not None:
+            view.out_of_step = error
+
+    def on_commit(self, ids: Sequence[int]) -> None:
+        """Call the user's function with the ids of a commit, holding nothing of the buffer meanwhile."""
+        view = self._view()
+        call = None if view is None else view.on_commit
+        del view
+        if call is not None:
+            call(ids)

@@ -56,6 +56,7 @@ _METADATA = "zarr.json"
 _LEVELS = {"none": range(1, 23), "zstd": range(1, 23), "blosc": range(1, 10)}
 _COMPRESSED_CHUNK_BYTES = 1 << 20
 _MAX_NODE_NAME = 150
+_BLOSC_LENGTH = slice(12, 16)  # of the whole chunk, in the header of Blosc 1
 _NOT_IN_ZARR = ("bfloat16", "complex32")  # and all float8 dtypes
 
 
@@ -70,7 +71,6 @@ class ZarrFormat(TrajectoryFormat):
         level: of the codec, 1 to 22 (zstd) or 1 to 9 (blosc); of no effect with ``"none"``.
         chunk_bytes: upper bound of a chunk's uncompressed bytes, but at least one row. None: the whole column if it
             is not compressed, else 1 MiB. Columns of more than one chunk are not mapped.
-        shard_chunks: chunks that share one file, by Zarr's sharding codec; 1 gives every chunk its own file.
 
     Raises:
         ConfigurationError: an option is out of range.
@@ -81,13 +81,11 @@ class ZarrFormat(TrajectoryFormat):
     codec: Literal["none", "zstd", "blosc"] = "none"
     level: int = 3
     chunk_bytes: int | None = None
-    shard_chunks: int = 1
 
     def __post_init__(self) -> None:
         levels = _LEVELS[one_of("zarr: codec", self.codec, tuple(_LEVELS))]
         object.__setattr__(self, "level", whole("zarr: level", self.level, levels[0], levels[-1]))
         object.__setattr__(self, "chunk_bytes", whole_or_none("zarr: chunk_bytes", self.chunk_bytes, 1))
-        object.__setattr__(self, "shard_chunks", whole("zarr: shard_chunks", self.shard_chunks, 1))
 
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
         schema, rows = content.schema, content.rows
@@ -202,7 +200,6 @@ def _create_array(
     """Return the files of a Zarr array, by their keys below it."""
     zarr = _import_zarr()
     inner = tuple(max(1, size) for size in spec.row_shape)
-    in_file = min(shard_format.shard_chunks, -(-len(data) // chunk_rows))
     attributes: dict[str, Any] = {"name": spec.name, "axis": spec.axis.name.lower()}
     if data.dtype.name != spec.dtype:
         attributes["torch_dtype"] = spec.dtype
@@ -212,7 +209,6 @@ def _create_array(
         data=data,
         write_data=write_data,
         chunks=(chunk_rows, *inner),
-        shards=(chunk_rows * in_file, *inner) if in_file > 1 else None,
         filters=None,
         compressors=_compressors(shard_format),
         fill_value=0,
@@ -290,13 +286,13 @@ class _ZarrReader(ShardReader):
         node = node_name(spec.name)
         keys = []
         if last > first and spec.row_nbytes:
-            per_file = (array.shards or array.chunks)[0]
             inner = (0,) * len(spec.row_shape)
             keys = [
                 f"{node}/{array.metadata.encode_chunk_key((number, *inner))}"
-                for number in range(first // per_file, -(-last // per_file))
+                for number in range(first // chunk, -(-last // chunk))
             ]
-        store = self._store([f"{node}/{_METADATA}", *keys])
+        blosc = any(isinstance(codec, self._zarr.codecs.BloscCodec) for codec in array.compressors)
+        store = self._store([f"{node}/{_METADATA}", *keys], keys if blosc else ())
         with _told_by_file(f"{self._folder}{node}", spec.name):
             data = self._zarr.open_array(store, path=node, mode="r", zarr_format=3)[first:last]
         content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -312,19 +308,23 @@ class _ZarrReader(ShardReader):
         with _told_by_file(f"{self._folder}{node}/{_METADATA}", spec.name):
             array: zarr.Array[Any] = self._zarr.open_array(store, path=node, mode="r", zarr_format=3)
             inner = tuple(max(1, size) for size in spec.row_shape)
-            unit = array.shards or array.chunks
+            unit = array.chunks
             if array.shape != (rows, *spec.row_shape) or array.dtype.name != _stored_dtype(spec):
                 raise CorruptStoreError(f"{self._folder}{node}/{_METADATA}: {array.dtype} {list(array.shape)}")
-            if unit[1:] != inner or array.chunks[1:] != inner or not 0 < unit[0] <= 2 * max(1, rows):
+            if array.shards or unit[1:] != inner or not 0 < unit[0] <= 2 * max(1, rows):
                 raise CorruptStoreError(f"{self._folder}{node}/{_METADATA}: chunks of shape {list(unit)}")
         self._arrays[column] = array
         return array
 
-    def _store(self, keys: Sequence[str]) -> Any:
+    def _store(self, keys: Sequence[str], blosc: Sequence[str] = ()) -> Any:
         """Return a store of these files of the shard.
 
+        Args:
+            keys: of the files below the group.
+            blosc: those that blosc decodes, which reads as many bytes as a chunk's header says.
+
         Raises:
-            CorruptStoreError: one is not in the manifest, is absent, or its checksum does not fit.
+            CorruptStoreError: one is not in the manifest, is absent, its checksum does not fit, or it is too short.
         """
         content = {}
         for key in keys:
@@ -335,6 +335,8 @@ class _ZarrReader(ShardReader):
             damage = check_file(data, self._manifest, self._files[name])
             if damage:
                 raise CorruptStoreError(f"{'; '.join(damage)}; restore it from a copy")
+            if key in blosc and len(data) != int.from_bytes(bytes(data[_BLOSC_LENGTH]), "little"):
+                raise CorruptStoreError(f"{name}: not as long as blosc's header says")
             content[key] = self._zarr.buffer.cpu.Buffer.from_bytes(data)
         return self._zarr.storage.MemoryStore(content, read_only=True)
 

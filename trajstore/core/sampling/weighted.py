@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.base.arguments import check_kind, finite, numbers, one_of, truth, whole, whole_numbers
+from trajstore.core.base.arguments import check_kind, finite, numbers, one_of, whole, whole_numbers
 from trajstore.core.columns.limits import shown
 from trajstore.core.sampling.base import Additions, Drawn, Fits, FloatArray, IntArray, Sampler, Unit, uniform
 from trajstore.core.sampling.factors import Factor
@@ -92,8 +92,6 @@ class WeightedSampler(Sampler):
         factors: weights of trajectories.
         priorities: weights of rows; they are changed with :meth:`update`.
         unit: what is drawn.
-        stratified: draw one row from each of ``count`` equal parts of the total weight instead of independently.
-            The rows then come sorted from old to new.
     """
 
     def __init__(
@@ -102,10 +100,8 @@ class WeightedSampler(Sampler):
         priorities: Priorities | None = None,
         *,
         unit: Unit = "sample",
-        stratified: bool = False,
     ) -> None:
         one_of("unit", unit, get_args(Unit))
-        stratified = truth("stratified", stratified)
         check_kind("priorities", priorities, Priorities, "Priorities(...)")
         if not isinstance(factors, Sequence) or not all(isinstance(factor, Factor) for factor in factors):
             raise ConfigurationError(
@@ -117,13 +113,10 @@ class WeightedSampler(Sampler):
             raise ConfigurationError(
                 "priorities: per 'sample' needs unit 'sample'; whole trajectories have per='trajectory'"
             )
-        if unit == "trajectory" and stratified:
-            raise ConfigurationError("stratified draws repeat rows, and trajectories are drawn once each")
         self.unit = unit
         self.priorities = priorities
         self.factors = tuple(factors)
         self.needs_tasks = any(factor.needs_tasks for factor in factors)
-        self._stratified = stratified
         self._by_sample = priorities is not None and priorities.per == "sample"
         self._roster = Roster()
         self._samples = Growing(np.int64)
@@ -236,10 +229,7 @@ class WeightedSampler(Sampler):
         return leaves, np.minimum((uniform(len(entries), generator) * sizes).astype(np.int64), sizes - 1)
 
     def _leaves(self, count: int, generator: torch.Generator, low: int) -> IntArray:
-        chance = uniform(count, generator)
-        if self._stratified:
-            chance = (np.arange(count) + chance) / count
-        return self._tree.find(chance * self._tree.total_from(low), low)
+        return self._tree.find(uniform(count, generator) * self._tree.total_from(low), low)
 
     def _without_repeats(self, count: int, generator: torch.Generator, low: int) -> IntArray:
         """Draw again and again, leaving out what was drawn: as if one by one without replacement."""
@@ -341,7 +331,7 @@ class WeightedSampler(Sampler):
 
     def _described(self) -> dict[str, Any]:
         fixed: dict[str, Any] = {"unit": self.unit, "factors": [factor.name for factor in self.factors]}
-        free: dict[str, Any] = {"stratified": self._stratified}
+        free: dict[str, Any] = {}
         for factor in self.factors:
             fixed |= {f"{factor.name}.{name}": value for name, value in factor.fixed.items()}
             free |= {f"{factor.name}.{name}": value for name, value in factor.free.items()}

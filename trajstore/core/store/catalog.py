@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import orjson
@@ -18,11 +18,12 @@ from trajstore.core.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import SHARDS_FOLDER
 from trajstore.core.store.committed import NONSENSE, Change, Committed
+from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.index_file import index_from_json
 from trajstore.core.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.packing import declared_rows
-from trajstore.core.store.saved_points import Pins, pin_name
+from trajstore.core.store.saved_points import Pins, Snapshot, pin_name
 from trajstore.core.store.sealed import (
     FROM_A_COPY,
     INDEX_NAME,
@@ -37,6 +38,8 @@ from trajstore.core.store.sealed import (
 )
 from trajstore.core.store.shard_table import ShardTable
 from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
+
+T = TypeVar("T")
 
 _RECORDS_AT_ONCE = 256  # of the log, made into columns together; who refreshes holds a lock for so long
 _ATTEMPTS = 20  # a reader that lost a race with a snapshot loads again
@@ -169,7 +172,7 @@ class Catalog(Committed):
 
     def _check_pins(self) -> None:
         for head in self.pins.heads.values():
-            if head.back_to is None and head.generation > self.generation:
+            if head.kind != "aside" and head.generation > self.generation:  # on a mirror, before its index
                 raise self._cut(
                     f"ends with generation {self.generation}, and {pin_name(head.name)} was made at generation "
                     f"{head.generation}"
@@ -229,6 +232,8 @@ class Catalog(Committed):
         """
         try:
             self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
+            self.visit = natural(value.get("visit", 0), MAX_GENERATION)
+            self.line = tuple(map(str, value.get("line", ())))
             self.next_id = natural(value["next_id"], MAX_ID // 2)
             self.next_shard = natural(value["next_shard"], MAX_ID // 2)
             self.store_id = str(value["store_id"])
@@ -246,8 +251,8 @@ class Catalog(Committed):
             raise CorruptStoreError(f"{source}: {error}") from error
         for index in (self.index, self.pinned):
             self._check_rows(index, source)
-            self.notes.lay_over(index)
-        self._check_given_rows(source)
+        self.notes.lay_over(self.index)
+        self._check_given_rows(self.notes, (self.index,), source)
         self._schemas = list(self.shards.schemas)
 
     def news(self) -> list[tuple[str, LogTail]] | None:
@@ -341,9 +346,27 @@ class Catalog(Committed):
             StoreNotFoundError: there is no point of this step; names those that there are.
             CorruptStoreError: its pin or the state is damaged.
         """
+        return self._again(lambda: self.pins.state_of(self.point(step)))
+
+    def shown_under(self, name: str) -> tuple[Snapshot, TrajectoryIndex, Notes]:
+        """Return a snapshot with its trajectories and late values, also while a writer saves it anew.
+
+        Raises:
+            StoreNotFoundError: there is none of this name; names those that there are.
+            CorruptStoreError: some of it is missing or damaged.
+        """
+
+        def read() -> tuple[Snapshot, TrajectoryIndex, Notes]:
+            head = self.snapshot(name)
+            return head, *self.shown_in(head)
+
+        return self._again(read)
+
+    def _again(self, read: Callable[[], T]) -> T:
+        """Read again when a file was replaced meanwhile."""
         for attempt in range(_ATTEMPTS):
             try:
-                return self.pins.state_of(self.point(step))
+                return read()
             except CorruptStoreError as error:
                 if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, FileNotFoundError):
                     raise

@@ -37,10 +37,10 @@ from trajstore.core.store.moves import Moved, check_moved, move_entries, move_fr
 from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Noted, Notes
 from trajstore.core.store.packing import StringTable
-from trajstore.core.store.pin_names import aside_name
+from trajstore.core.store.pin_names import STEP
 from trajstore.core.store.row_notes import RowShard
 from trajstore.core.store.run_ids import ID_LIMIT, in_run
-from trajstore.core.store.saved_points import PinHead, Pins
+from trajstore.core.store.saved_points import Pins, Snapshot
 from trajstore.core.store.sealed import (
     INDEX_NAME,
     LAYOUT,
@@ -98,10 +98,12 @@ class Committed:
     Attributes:
         shards: all shards that live or pinned trajectories need.
         index: the live trajectories, oldest first.
-        pins: the checkpoints inside the store.
-        pinned: evicted trajectories that a pin still names.
-        notes: values that came late.
+        pins: the snapshots.
+        pinned: trajectories that are not live and that a snapshot still names; without late values.
+        notes: late values of the live trajectories.
         generation: number of commits applied.
+        visit: how often the store went to a snapshot.
+        line: names of the saved points that led to the snapshot to which it went last.
         next_id: the next trajectory id; never goes back.
         next_shard: the next shard number; never goes back.
         store_id: UUID of the directory.
@@ -116,6 +118,8 @@ class Committed:
         self.pinned = TrajectoryIndex()
         self.notes = Notes()
         self.generation = 0
+        self.visit = 0
+        self.line: tuple[str, ...] = ()
         self.next_id = 0
         self.next_shard = 0
         self.store_id = ""
@@ -129,8 +133,11 @@ class Committed:
     @property
     def newest_time(self) -> int:
         """When the newest of the commits was made whose trajectories are there, in µs since 1970."""
-        newest = [int(index["committed"][-1]) for index in (self.index, self.pinned) if len(index)]
-        return max(newest, default=UNKNOWN_TIME)
+        newest = UNKNOWN_TIME
+        for index in (self.index, self.pinned):
+            if len(index):
+                newest = max(newest, int(index["committed"][-1]))
+        return newest
 
     @property
     def left_out(self) -> Mapping[int, str]:
@@ -307,33 +314,27 @@ class Committed:
         if said.rows is not None:
             self.lifetimes.add(self.shards.add(said.rows.number, said.rows.manifest), generation)
             self.next_shard = max(self.next_shard, said.rows.number + 1)
-        for index in (self.index, self.pinned):
-            index.note(noted.ids, noted.columns, noted.texts)
+        self.index.note(noted.ids, noted.columns, noted.texts)
         return noted
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
-        """Return the ids that neither a live nor a pinned trajectory has."""
-        absent = (self.index.find_many(ids) < 0) & (self.pinned.find_many(ids) < 0)
-        return set(np.array(ids, np.int64)[absent].tolist())
+        """Return the ids that no live trajectory has."""
+        return set(np.array(ids, np.int64)[self.index.find_many(ids) < 0].tolist())
 
     def extents_of(self, ids: Sequence[int]) -> tuple[list[Extent], list[Kind]]:
-        """Return how many rows live or pinned trajectories have, without their documents, and of which kind they are.
+        """Return how many rows live trajectories have, without their documents, and of which kind they are.
 
         Raises:
-            TrajectoryUnavailableError: an id is of neither.
+            TrajectoryUnavailableError: an id is not live.
         """
         self.check_known(ids)
-        extents: list[Extent] = []
-        kinds: list[Kind] = []
-        for number in ids:
-            at = self.index.find(number)
-            index, position = (self.index, at) if at is not None else (self.pinned, self.pinned.position_of(number))
-            extents.append(index.extent(position)._replace(document=0))
-            kinds.append(self.shards.schema(int(index.at("shard", position))).kind)
+        positions = [self.index.position_of(number) for number in ids]
+        extents = [self.index.extent(position)._replace(document=0) for position in positions]
+        kinds = [self.shards.schema(int(self.index.at("shard", position))).kind for position in positions]
         return extents, kinds
 
     def check_known(self, ids: Sequence[int]) -> None:
-        """Refuse ids of which one is neither live nor pinned.
+        """Refuse ids of which one is not live.
 
         Raises:
             TrajectoryUnavailableError: names those.
@@ -343,55 +344,59 @@ class Committed:
                 f"no trajectory has the id {ids_in_words(sorted(unknown))}; nothing was changed"
             )
 
-    # -- saved points -----------------------------------------------------------------------------
+    # -- snapshots --------------------------------------------------------------------------------
 
-    def asides(self) -> list[PinHead]:
-        """Return what rollbacks set aside that have happened."""
-        return [head for head in self.pins.heads.values() if head.back_to is not None and self._has_happened(head)]
+    def snapshots(self) -> list[Snapshot]:
+        """Return the snapshots, in the order of their names."""
+        unfinished = {head.name for head in self.unfinished_asides()}
+        return [head for head in self.pins.heads.values() if head.name not in unfinished]
 
-    def unfinished_asides(self) -> list[PinHead]:
-        """Return what rollbacks would have set aside that were interrupted before they happened."""
-        return [head for head in self.pins.heads.values() if head.back_to is not None and not self._has_happened(head)]
+    def asides(self) -> list[Snapshot]:
+        """Return the heads that were left, the earliest first."""
+        return sorted([head for head in self.snapshots() if head.kind == "aside"], key=lambda head: head.visit)
 
-    def _has_happened(self, aside: PinHead) -> bool:
-        """Return whether the index that rolls back followed its pin.
+    def unfinished_asides(self) -> list[Snapshot]:
+        """Return the heads that would have been left, if going to a snapshot had not been interrupted.
 
-        Where it did not, the generation of the rollback has not come or, in an object store, is that of the fence with
-        which the next writer began. On a mirror that another copy of the store has taken over, it may be another commit
-        by now; then trajectories that the pin names are in none.
+        The commit that goes to a snapshot counts a visit, so a head of the current visit was not left. On a mirror
+        that another copy of the store has taken over, one may name trajectories that are in no commit.
         """
-        if aside.generation > self.generation or aside.generation in self.fences:
-            return False
-        return bool(self.left_out) or self.lacking(aside.name) == 0
-
-    def deleted_asides(self) -> list[PinHead]:
-        """Return what rollbacks that delete it have set aside, with its saved points."""
-        going = {head.name for head in self._in_force() if head.deleted}
-        void = self.void_points()
         return [
             head
             for head in self.pins.heads.values()
-            if {head.name, head.aside, aside_name(void.get(head.name, 0))} & going
+            if head.kind == "aside" and (head.visit >= self.visit or (not self.left_out and self.lacking(head) > 0))
         ]
 
-    def void_points(self) -> dict[str, int]:
-        """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback."""
-        asides = sorted(self._in_force(), key=lambda back: back.generation, reverse=True)
-        return {
-            head.name: back.generation
-            for head in self.pins.heads.values()
-            for back in asides
-            if head.is_point and back.generation > head.generation and (back.back_to or 0) < (head.step or 0)
-        }
+    def points(self) -> list[Snapshot]:
+        """Return the saved points of the current line, lowest step first."""
+        latest: dict[int, Snapshot] = {}
+        for head in sorted(self.pins.heads.values(), key=lambda head: head.visit):
+            if head.step is not None and (head.visit == self.visit or head.name in self.line):
+                latest[head.step] = head
+        return [latest[step] for step in sorted(latest)]
 
-    def points(self) -> list[PinHead]:
-        """Return the saved points that are not void, lowest step first."""
-        void = self.void_points()
-        points = [head for head in self.pins.heads.values() if head.is_point and head.name not in void]
-        return sorted(points, key=lambda head: head.step or 0)
+    def present_line(self, head: Snapshot) -> tuple[str, ...]:
+        """Return the names of the saved points that led to a snapshot, with its own, of those that are there."""
+        return tuple(name for name in head.whole_line if name in self.pins.heads)
 
-    def point(self, step: int) -> PinHead:
-        """Return the saved point of a step.
+    def snapshot(self, name: str | int) -> Snapshot:
+        """Return the snapshot of a name or of a step; ``step-N`` is the saved point of the current line.
+
+        Raises:
+            StoreNotFoundError: there is none; names those that there are.
+        """
+        match = None if isinstance(name, int) else STEP.fullmatch(name)
+        if isinstance(name, int) or (match is not None and match[2] is None):
+            return self.point(name if isinstance(name, int) else int(str(match and match[1])))
+        heads = {head.name: head for head in self.snapshots()}
+        if name not in heads:
+            raise StoreNotFoundError(
+                f"{self.pins.url}: no snapshot is called {name!r}; there are {sorted(heads) or 'none'}"
+            )
+        return heads[name]
+
+    def point(self, step: int) -> Snapshot:
+        """Return the saved point of a step on the current line.
 
         Raises:
             StoreNotFoundError: there is none; names those that there are.
@@ -401,44 +406,62 @@ class Committed:
             if head.step == step:
                 return head
         steps = ", ".join(str(head.step) for head in points) or "none"
-        raise StoreNotFoundError(f"{self.pins.url}: no saved point of step {step}; there are: {steps}")
+        others = sorted(head.name for head in self.pins.heads.values() if head.step == step)
+        elsewhere = f"; on other lines: {', '.join(others)}" if others else ""
+        raise StoreNotFoundError(f"{self.pins.url}: no saved point of step {step}; there are: {steps}{elsewhere}")
 
-    def _in_force(self) -> list[PinHead]:
-        """Return what rollbacks set aside, none of which has been taken back."""
-        return [head for head in self.asides() if not len(self.index.positions_in(head.ids))]
-
-    # -- pins -------------------------------------------------------------------------------------
-
-    def pinned_index(self, name: str) -> TrajectoryIndex:
-        """Return the trajectories that a pin names, oldest first.
+    def shown_in(self, head: Snapshot) -> tuple[TrajectoryIndex, Notes]:
+        """Return the trajectories of a snapshot, oldest first, and their late values, as they were.
 
         Raises:
-            StoreNotFoundError: there is no such checkpoint.
+            CorruptStoreError: some of it is missing or damaged.
         """
-        ranges = self.pins.ranges(name)
         index = TrajectoryIndex()
         for part in (self.pinned, self.index):
-            positions = part.positions_in(ranges)
-            index.append(index.translated(part.take(positions), part.texts))
-        lacking = self.lacking(name)
+            index.append(index.translated(part.take(part.positions_in(head.ids)), part.texts))
+        lacking = self.lacking(head)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
-                f"the pin {name!r} names {lacking} trajectories that are missing: commits were lost, or a writer that "
-                "had lost the store to another one made it; let go of it with points.unpin"
+                f"the pin {head.name!r} names {lacking} trajectories that are missing: commits were lost, or a writer "
+                "that had lost the store to another one made it; remove it with points.remove"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))
-        return index
+        notes = self.values_of(head)
+        notes.lay_over(index)
+        return index, notes
 
-    def lacking(self, name: str) -> int:
-        """Return how many of the trajectories that a pin names are in no commit.
+    def values_of(self, head: Snapshot) -> Notes:
+        """Return the late values of a snapshot.
 
         Raises:
-            StoreNotFoundError: there is no such checkpoint.
+            CorruptStoreError: they are missing or damaged.
         """
-        ranges = self.pins.ranges(name)
-        named = int((ranges[:, 1] - ranges[:, 0] + 1).sum())
-        return named - sum(len(part.positions_in(ranges)) for part in (self.pinned, self.index))
+        value = self.pins.values_of(head)
+        if value is None:
+            return Notes()
+        source = f"{self.pins.url}: late values of the snapshot {head.name!r}"
+        row_of = {number: row for row, number in enumerate(self.shards.numbers().tolist())}
+        if not row_of.keys() >= set(head.shards):
+            raise CorruptStoreError(f"{source}: shards of rows are missing; restore them from a copy")
+        rows = np.array([row_of[number] for number in head.shards], np.int32)
+        notes = Notes.from_json(value, len(rows)).in_table(rows)
+        self._check_given_rows(notes, (self.index, self.pinned), source)
+        return notes
+
+    def lacking(self, head: Snapshot) -> int:
+        """Return how many of the trajectories that a snapshot names are in no commit."""
+        return head.count - sum(len(part.positions_in(head.ids)) for part in (self.pinned, self.index))
+
+    def shards_of_values(self, notes: Notes) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Return late values as a snapshot has them, and the numbers of the shards of those that are rows."""
+        ids = np.unique(notes.ids())
+        needed = notes.rows_needed(ids)
+        rows = notes.shards(needed)
+        places = np.full(len(self.shards), -1, np.int32)
+        places[rows] = np.arange(len(rows))
+        value = notes.to_json(ids, needed, places) | {"sources": []}
+        return value, tuple(self.shards.number(row) for row in rows.tolist())
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -446,10 +469,12 @@ class Committed:
         """Return ``trajectory_index.json`` of this state; shards that nobody needs are left out."""
         shards, rows = self.shards.compacted(self.needed_shards())
         given = self._rows_needed()
-        there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
+        there = self.index["trajectory_id"]
         body = orjson.dumps(
             {
                 "generation": self.generation,
+                "visit": self.visit,
+                "line": self.line,
                 "next_id": self.next_id,
                 "next_shard": self.next_shard,
                 "store_id": self.store_id,
@@ -483,27 +508,28 @@ class Committed:
         return homes
 
     def needed_shards(self) -> npt.NDArray[np.bool_]:
-        """Return, per shard, whether a live or pinned trajectory lies in it, or values by row that one has or had."""
+        """Return, per shard, whether a live or pinned trajectory lies in it, or late values by row that are shown."""
         needed = self.home_shards()
         needed[self.notes.shards(self._rows_needed())] = True
+        if named := self.pins.shards():
+            needed |= np.isin(self.shards.numbers(), named)
         return needed
 
     def _rows_needed(self) -> npt.NDArray[np.bool_]:
-        """Return of which values that came late the rows must be kept, see :meth:`Notes.rows_needed`."""
-        there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
-        return self.notes.rows_needed(there, self.pins.generations())
+        """Return of which late values the rows must be kept, see :meth:`Notes.rows_needed`."""
+        return self.notes.rows_needed(self.index["trajectory_id"])
 
-    def _check_given_rows(self, source: str) -> None:
+    def _check_given_rows(self, notes: Notes, indexes: Sequence[TrajectoryIndex], source: str) -> None:
         """Refuse values by row that lie outside their shard: they would be read out of bounds.
 
         Raises:
             CorruptStoreError: names the value.
         """
-        for column, ids, shards, starts in self.notes.row_homes():
+        for column, ids, shards, starts in notes.row_homes():
             if not all(column in self.shards.schema(row).columns for row in np.unique(shards).tolist()):
                 raise CorruptStoreError(f"{source}: values {column.name} are in a shard that has none")
             of_axis = self.shards.rows_on([column.axis])[shards]
-            for index in (self.index, self.pinned):
+            for index in indexes:
                 positions = index.find_many(ids)
                 there = positions >= 0
                 steps, batch, extra = (index.at(name, positions[there]).astype(np.int64) for name in _EXTENT)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from trajstore.core.store.facts import (
     MOST_SCORES,
     NOTE,
     NOTE_ROWS,
+    NOTE_START,
     NOTE_TEXT,
     is_fact,
     is_note,
@@ -133,6 +134,11 @@ class TrajectoryIndex:
         self._order: npt.NDArray[np.intp] | None = None
         self._ascending = True
         self._lent = _Lent()
+        self._borrowed = frozenset[str]()
+        """Columns in arrays of another index, see :meth:`borrow`."""
+        self._lender_ids: IntArray | None = None
+        self._offset = 0
+        """Position in the lender of the entry at position 0."""
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -222,7 +228,7 @@ class TrajectoryIndex:
 
     def reserve(self, count: int) -> None:
         """Have memory for ``count`` more entries."""
-        if any(waiting.is_overfull for waiting in self._waiting.values()):
+        if self._waiting and any(waiting.is_overfull for waiting in self._waiting.values()):
             self._unpack()
         capacity = self.end + count
         if capacity <= len(self.ends):
@@ -233,13 +239,61 @@ class TrajectoryIndex:
         capacity = max(capacity - self.first, 2 * len(self), 64)
         before = self.samples_before(self.first)
         for name, array in self._arrays.items():
-            self._arrays[name] = _with_room(name, array[kept], capacity)
+            borrowed = name in self._borrowed
+            self._arrays[name] = array[self.first :] if borrowed else _with_room(name, array[kept], capacity)
+        self._offset += self.first
         ends = np.zeros(capacity, np.int64)
         ends[: len(self)] = self.ends[kept] - before
         self.ends = ends
         self._lent = _Lent()
         self.revision += self.first > 0
         self.first, self.end = 0, len(self)
+
+    def borrow(self, lender: TrajectoryIndex, ids: IntArray) -> None:
+        """Have memory for entries of these ids, in the arrays of an index that holds the same entries before them.
+
+        Columns that differ between the two (texts, where rows are) stay apart. The caller guards both indexes. Later
+        appends to the lender, and entries that leave it, do not change rows in the arrays that are borrowed.
+        """
+        offset = self._offset_in(lender, ids)
+        if offset is None:
+            self._return_borrowed()
+        elif self._lender_ids is not lender._arrays["trajectory_id"]:
+            offset += self._forget_dropped()
+            arrays = {name: array[offset:] for name, array in lender._arrays.items() if _may_be_lent(name)}
+            self._return_borrowed(but=arrays)
+            self._arrays |= arrays
+            self._borrowed, self._lender_ids = frozenset(arrays), lender._arrays["trajectory_id"]
+            self._offset = offset
+        self.reserve(len(ids))
+
+    def _offset_in(self, lender: TrajectoryIndex, ids: IntArray) -> int | None:
+        """Return the position in another index of position 0; None if the entries and ``ids`` do not follow there."""
+        theirs, count = lender._arrays["trajectory_id"], len(self)
+        if self._lender_ids is theirs:
+            offset, known = self._offset, True
+        else:
+            mine = self["trajectory_id"]
+            offset, known = lender.first - self.first, np.array_equal(theirs[lender.first :][:count], mine)
+        new = theirs[offset + self.end : min(offset + self.end + len(ids), lender.end)]
+        return offset if known and not self._waiting and np.array_equal(new, ids) else None
+
+    def _forget_dropped(self) -> int:
+        """Let position 0 be that of the oldest kept entry; return by how much positions were higher."""
+        dropped = self.first
+        if dropped:
+            before = self.samples_before(dropped)
+            self._arrays = {name: array[dropped:] for name, array in self._arrays.items()}
+            self.ends = self.ends[dropped:] - before
+            self.first, self.end, self._order = 0, self.end - dropped, None
+            self.revision += 1
+        return dropped
+
+    def _return_borrowed(self, but: Collection[str] = ()) -> None:
+        """Have all columns, but for some, in arrays of this index alone."""
+        for name in self._borrowed.difference(but):
+            self._arrays[name] = _with_room(name, self._arrays[name][: self.end], len(self.ends))
+        self._borrowed, self._lender_ids = frozenset(), None
 
     def find(self, trajectory_id: int) -> int | None:
         """Return the position of an id, None if it is not in the index."""
@@ -467,6 +521,7 @@ class TrajectoryIndex:
         self.first = self.end = 0
         self._ascending = True
         self._arrays, self._waiting = self._empty(), {}
+        self._borrowed, self._lender_ids = frozenset(), None
         self.ends = np.zeros(0, np.int64)
         self.append(columns)
         self._shed_texts()
@@ -518,6 +573,7 @@ class TrajectoryIndex:
         if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
         self._arrays, self._waiting = dict(columns), {}
+        self._borrowed, self._lender_ids = frozenset(), None
         self.first, self.end = 0, len(columns["trajectory_id"])
         self.ends = np.cumsum(columns["num_samples"])
         ids = columns["trajectory_id"]
@@ -531,6 +587,12 @@ def renumbered(
     """Return columns whose texts have numbers of one table with the numbers of another, which takes the texts."""
     numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
     return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
+
+
+def _may_be_lent(name: str) -> bool:
+    """Return whether a column is the same in a view's index and in that of its store."""
+    apart = name in ("shard", "slot", "weights", *STARTS) or name.startswith((NOTE_ROWS, NOTE_START))
+    return not apart and not is_text(name)
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:

@@ -9,14 +9,13 @@ Guarded as the catalog is that it is a part of.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.limits import MAX_GENERATION
 from trajstore.core.columns.schema import ColumnSpec
 from trajstore.core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT, is_text
 from trajstore.core.store.given import (
@@ -51,7 +50,6 @@ _COLUMNS: Mapping[str, npt.DTypeLike] = {
     "who": np.int32,
     "times": np.int64,
     "generations": np.int64,
-    "void": np.int64,
     "shards": np.int32,
     "starts": np.int64,
 }
@@ -71,8 +69,7 @@ class Note:
         who: gave it; an empty text if nothing was said.
         time: when, in µs since 1970, by the clock of who gave it.
         generation: of the commit that brought it.
-        in_force: whether it counts now: no rollback took it back, and no later value or None replaced it.
-        rolled_back: whether a rollback to an earlier point took it back.
+        in_force: whether it counts now: no later value or None replaced it.
     """
 
     trajectory_id: int | str
@@ -82,7 +79,6 @@ class Note:
     time: int
     generation: int
     in_force: bool
-    rolled_back: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +209,6 @@ class Notes:
             "who": self._words.add(said.who),
             "times": said.time,
             "generations": generation,
-            "void": 0,
             "shards": _NO_SHARD,
             "starts": 0,
             **values,
@@ -241,38 +236,35 @@ class Notes:
         """Let an index have the latest values, and no others."""
         index.forget_notes()
         everything = self._all()
-        counts = everything["void"] == 0
         for number, name in enumerate(self._kinds):
-            of_name = np.flatnonzero(counts & (everything["names"] == number))
+            of_name = np.flatnonzero(everything["names"] == number)
             columns = {column: everything[of][of_name] for column, of in self._columns_of(name).items()}
             index.note(everything["ids"][of_name], columns, self._words)
 
-    def rows_needed(self, ids: npt.NDArray[np.int64], since: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Return of which of all values the rows must be kept: the latest now, and the latest at some generations.
+    def rows_needed(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return of which of all values the rows must be kept: the latest ones.
 
         Args:
             ids: of the trajectories that are there.
-            since: the generations to which the store can go back.
         """
+        needed = np.zeros(len(self), np.bool_)
         if not self.has_rows:
-            return np.zeros(len(self), np.bool_)
-        columns = self._all()
-        needed = np.zeros(len(columns["ids"]), np.bool_)
-        given = np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names())
-        if not (given & (columns["shards"] >= 0)).any():
             return needed
-        generations, void = columns["generations"], columns["void"]
-        for then in {MAX_GENERATION, *since}:
-            inside = np.flatnonzero(given & (generations <= then) & ((void == 0) | (void > then)))
-            keys = np.stack([columns["ids"][inside], columns["names"][inside]])[:, ::-1]
-            _, last = np.unique(keys, axis=1, return_index=True)
-            needed[inside[len(inside) - 1 - last]] = True
+        columns = self._all()
+        given = np.flatnonzero(np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names()))
+        keys = np.stack([columns["ids"][given], columns["names"][given]])[:, ::-1]
+        _, last = np.unique(keys, axis=1, return_index=True)
+        needed[given[len(given) - 1 - last]] = True
         return needed & (columns["shards"] >= 0)
 
     @property
     def has_rows(self) -> bool:
         """Whether a name stands for rows."""
         return bool(self._row_names())
+
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Return the trajectory of each value."""
+        return self._all()["ids"]
 
     def _row_names(self) -> list[int]:
         return [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
@@ -296,32 +288,37 @@ class Notes:
             homes = (columns[name][inside] for name in ("ids", "shards", "starts"))
             yield column_of_kind(*names[number]), *homes
 
-    def rolled_back(self, since: int, by: int) -> Notes:
-        """Return these, of which those of commits after a generation do not count any more.
+    def kept(self, ids: npt.NDArray[np.int64]) -> Notes:
+        """Return a copy that has the values of these trajectories alone."""
+        columns, other = self._all(), Notes()
+        inside = np.isin(columns["ids"], ids)
+        other._words, other._kinds, other.sources = self._words.copy(), dict(self._kinds), set(self.sources)
+        other._parts = [{name: column[inside] for name, column in columns.items()}]
+        return other
+
+    def count_not_in(self, other: Notes) -> int:
+        """Return how many values are here and not there."""
+        names = list(dict.fromkeys([*self._kinds, *other._kinds]))
+        mine, theirs = (notes._keys(names) for notes in (self, other))
+        return int(np.count_nonzero(~np.isin(mine, theirs)))
+
+    def _keys(self, names: Sequence[str]) -> npt.NDArray[Any]:
+        """Return what tells each value from all others that a store was ever given."""
+        columns, numbers = self._all(), np.array([names.index(name) for name in self._kinds], np.int64)
+        parts = (columns["generations"], columns["ids"], numbers[columns["names"]])
+        return np.rec.fromarrays(parts)
+
+    def in_table(self, rows: npt.NDArray[np.int32]) -> Notes:
+        """Return these, whose values by row lie in other rows of the shard table.
 
         Args:
-            since: the generation of the point to which the store goes back.
-            by: generation of the rollback.
+            rows: for each number that values by row refer to, the row of the table.
         """
         columns = self._all()
-        later = (columns["generations"] > since) & (columns["void"] == 0)
-        return self._with(columns | {"void": np.where(later, by, columns["void"])})
-
-    def taken_back(self, by: int) -> Notes:
-        """Return these, of which those count again that a rollback of this generation took out."""
-        columns = self._all()
-        return self._with(columns | {"void": np.where(columns["void"] == by, 0, columns["void"])})
-
-    def count_since(self, generation: int) -> int:
-        """Return how many values came after a generation and count."""
-        columns = self._all()
-        return int(np.count_nonzero((columns["generations"] > generation) & (columns["void"] == 0)))
-
-    def _with(self, columns: dict[str, npt.NDArray[Any]]) -> Notes:
-        other = Notes()
-        other._words, other._kinds, other.sources = self._words, dict(self._kinds), set(self.sources)
-        other._parts = [columns]
-        return other
+        there = columns["shards"] >= 0
+        columns["shards"][there] = rows[columns["shards"][there]]
+        self._parts = [columns]
+        return self
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return what a trajectory was given, the earliest first."""
@@ -334,10 +331,8 @@ class Notes:
                 value = rows_in_words(kind) if is_rows(kind) and value is not None else value
                 name, who = names[int(part["names"][at])], self._words[int(part["who"][at])]
                 time, generation = int(part["times"][at]), int(part["generations"][at])
-                gone = bool(part["void"][at])
-                found.append(Note(trajectory_id, name, value, who, time, generation, False, gone))
-        counts = {note.name: at for at, note in enumerate(found) if not note.rolled_back}
-        for at in counts.values():
+                found.append(Note(trajectory_id, name, value, who, time, generation, False))
+        for at in {note.name: at for at, note in enumerate(found)}.values():
             found[at] = replace(found[at], in_force=found[at].value is not None)
         return found
 

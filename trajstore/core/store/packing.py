@@ -193,8 +193,10 @@ class StringTable:
         first = np.where(wanted[named] > 0, other._ends[wanted[named] - 1], 0)
         lengths, before = last - first, len(self._blob)
         ends = np.cumsum(lengths)
-        places = np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
-        self._blob += np.frombuffer(other._blob, np.uint8)[places].tobytes()
+        begin = int(first.min())
+        blob = bytes(other._blob[begin : int(last.max())])  # a copy: a thread that adds to ``other`` resizes its own
+        places = np.repeat(first - begin - ends + lengths, lengths) + np.arange(ends[-1])
+        self._blob += np.frombuffer(blob, np.uint8)[places].tobytes()
         self._ends = np.concatenate([self._ends[: self._count], before + ends])
         numbered: npt.NDArray[np.int32] = np.where(named, self._count - 1 + np.cumsum(named), -1).astype(np.int32)
         self._count += len(ends)

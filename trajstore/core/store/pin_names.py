@@ -1,18 +1,17 @@
-"""Names of pins: which one may choose, and which are those of saved points and rollbacks."""
+"""Names of snapshots: those that users choose for pins, and those of saved points and of heads that were left."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 
 from trajstore.errors import ConfigurationError
 
-STEP = re.compile(r"step-(\d+)")
-"""The saved point of a step."""
+STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
+"""A saved point: its step, and the visit in which it was saved. Without the visit: the one on the current line."""
 
-ASIDE = re.compile(r"aside-(\d+)(?:-step-(\d+))?")
-"""What a rollback set aside, or a saved point that it set aside."""
+ASIDE = re.compile(r"aside-(\d+)")
+"""A head that was left."""
 
 IN_UTF8 = "start Python with PYTHONUTF8=1, or choose another locale than LC_ALL=C"
 """What to do where names of files cannot be read or written."""
@@ -21,26 +20,14 @@ _LONGEST = 200  # bytes: file systems take 255, and ".json" or a state's suffix 
 _UNFIT = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]")
 
 
-def point_name(step: int) -> str:
-    """Return the name of the pin that is the saved point of a step."""
-    return f"step-{step}"
+def point_name(step: int, visit: int | None = None) -> str:
+    """Return the name of the saved point of a step; without a visit: of the one on the current line."""
+    return f"step-{step}" + ("" if visit is None else f".{visit}")
 
 
-def aside_name(generation: int, step: int | None = None) -> str:
-    """Return the name of the pin of what a rollback set aside, or of a saved point that it set aside."""
-    return f"aside-{generation}" + ("" if step is None else f"-{point_name(step)}")
-
-
-def removal_order(names: Iterable[str]) -> list[list[str]]:
-    """Return names of pins that go together in the groups in which they must go, none of which is empty.
-
-    What rollbacks set aside goes last: without it nothing says which points are void, or deleted with it.
-    """
-    groups: tuple[list[str], list[str]] = ([], [])
-    for name in names:
-        match = ASIDE.fullmatch(name)
-        groups[match is not None and match[2] is None].append(name)
-    return [group for group in groups if group]
+def aside_name(generation: int) -> str:
+    """Return the name of the head that is left by the commit of a generation."""
+    return f"aside-{generation}"
 
 
 def check_pin_name(name: str) -> None:
@@ -48,7 +35,7 @@ def check_pin_name(name: str) -> None:
 
     Raises:
         ConfigurationError: it cannot be the name of a file right in the folder of pins, or is that of a saved point, or
-            of what a rollback set aside.
+            of a head that was left.
     """
     fits = not name.startswith(".") and not _UNFIT.search(name)
     if not fits or not 0 < len(name.encode(errors="replace")) <= _LONGEST:

@@ -1,7 +1,8 @@
-"""Rollback: which trajectories leave, which come back, and what the catalog is then. Pure; no I/O."""
+"""Going to a snapshot: what leaves, what comes back, and the index afterwards. Pure; no I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,75 +10,94 @@ import numpy.typing as npt
 
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.saved_points import PinHead
-from trajstore.errors import CorruptStoreError, StoreNotFoundError
+from trajstore.core.store.log_records import id_ranges
+from trajstore.core.store.notes import Notes
+from trajstore.core.store.saved_points import Snapshot
+from trajstore.errors import CorruptStoreError
 
 
 @dataclass(frozen=True, slots=True)
-class RollbackPlan:
-    """What a rollback changes.
+class Change:
+    """What going to a snapshot changes.
 
     Attributes:
-        point: to which it goes.
-        leaving: ids of trajectories that are live and not of the point, ascending.
-        returning: ids of trajectories of the point that were evicted since, ascending.
-        void: saved points of later steps.
+        to: the snapshot.
+        notes: its late values.
+        line: names of the saved points on its line that are there.
+        leaving: ids of trajectories that are live and not in the snapshot, ascending.
+        returning: ids of trajectories of the snapshot that are not live, ascending.
+        points: saved points of the current line that are not on the snapshot's.
         nbytes: of the trajectories that leave.
-        notes: values that came late, after the point, and are taken back.
+        values: late values that are in force and not in the snapshot.
+        values_back: late values of the snapshot that are not in force.
     """
 
-    point: PinHead
+    to: Snapshot
+    notes: Notes
+    line: tuple[str, ...]
     leaving: npt.NDArray[np.int64]
     returning: npt.NDArray[np.int64]
-    void: tuple[PinHead, ...]
+    points: tuple[Snapshot, ...]
     nbytes: int
-    notes: int
+    values: int
+    values_back: int
+    _line_differs: bool
 
     @property
     def is_empty(self) -> bool:
-        """Whether the store is at the point already."""
-        return not (len(self.leaving) or len(self.returning) or self.void or self.notes)
+        """Whether the store shows the snapshot already."""
+        return not (len(self.leaving) or len(self.returning) or self.values or self.values_back or self._line_differs)
 
 
-def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
-    """Return what a rollback to the saved point of a step would change.
+def plan_change(catalog: Catalog, to: Snapshot) -> Change:
+    """Return what going to a snapshot would change.
 
     Raises:
-        StoreNotFoundError: there is no such point; names those that there are.
-        CorruptStoreError: the store lacks trajectories that the point names.
+        CorruptStoreError: the store lacks trajectories or values of the snapshot.
     """
-    point = catalog.point(step)
-    stays = catalog.index.positions_in(point.ids)
-    back = catalog.pinned.positions_in(point.ids)
-    if len(stays) + len(back) != point.count:
+    notes = catalog.values_of(to)
+    stays = catalog.index.positions_in(to.ids)
+    back = catalog.pinned.positions_in(to.ids)
+    if len(stays) + len(back) != to.count:
         raise CorruptStoreError(
-            f"{catalog.directory.url}: the saved point of step {step} names {point.count} trajectories, of which "
-            f"{point.count - len(stays) - len(back)} are not in the store; roll back to another point"
+            f"{catalog.directory.url}: the snapshot {to.name} names {to.count} trajectories, of which "
+            f"{to.count - len(stays) - len(back)} are not in the store; go to another one"
         )
     leaves = np.ones(len(catalog.index), np.bool_)
     leaves[stays - catalog.index.first] = False
-    later = [head for head in catalog.points() if (head.step or 0) > step]
-    return RollbackPlan(
-        point,
+    present, line = catalog.points(), catalog.present_line(to)
+    mine = catalog.notes.kept(catalog.index["trajectory_id"])
+    return Change(
+        to,
+        notes,
+        line,
         np.sort(catalog.index["trajectory_id"][leaves]),
         np.sort(catalog.pinned.at("trajectory_id", back)),
-        tuple(later),
+        tuple(head for head in present if head.name not in line),
         int(catalog.index["nbytes"][leaves].sum()),
-        catalog.notes.count_since(point.generation),
+        mine.count_not_in(notes),
+        notes.count_not_in(mine),
+        tuple(head.name for head in present) != line,
     )
 
 
-def set_aside(catalog: Catalog, name: str) -> PinHead:
-    """Return what a rollback set aside under a name.
+def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
+    """Return whether the head is equal to one that was left, or to one of some saved points.
 
-    Raises:
-        StoreNotFoundError: there is nothing of this name; names what there is.
+    Args:
+        catalog: of the store.
+        reachable: names of the saved points that count.
     """
-    asides = {head.name: head for head in catalog.asides() if not head.deleted}
-    if name not in asides:
-        there = ", ".join(asides) or "none"
-        raise StoreNotFoundError(f"{catalog.directory.url}: nothing was set aside as {name!r}; there are: {there}")
-    return asides[name]
+    ids, line = catalog.index["trajectory_id"], tuple(head.name for head in catalog.points())
+    ranges, notes, counts = id_ranges(ids), catalog.notes.kept(ids), set(reachable)
+    for head in catalog.snapshots():
+        if head.kind == "pin" or (head.kind == "point" and head.name not in counts):
+            continue
+        if np.array_equal(head.ids, ranges) and catalog.present_line(head) == line:
+            theirs = catalog.values_of(head)
+            if not notes.count_not_in(theirs) and not theirs.count_not_in(notes):
+                return True
+    return False
 
 
 def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[TrajectoryIndex, TrajectoryIndex]:

@@ -1,6 +1,7 @@
-"""Pins: files that each keep the trajectories of one moment readable. Saved points, and what a rollback set aside.
+"""Snapshots: states of a store that are kept under a name. Pins, saved points and heads that were left are snapshots.
 
-Guarded as the catalog that they belong to.
+A snapshot stores everything that it showed: ids, late values, and which saved points led to it. Nothing changes it
+later. Guarded as the catalog that they belong to. See docs/design/saved-points.md.
 """
 
 from __future__ import annotations
@@ -8,27 +9,31 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.core.columns.limits import MAX_GENERATION
+from trajstore.core.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.core.files.base import Buffer, Directory, EncodedFile, check_name
 from trajstore.core.formats.base import crc32_of
 from trajstore.core.store.log_records import id_ranges, lie_in, natural, parse_ranges
-from trajstore.core.store.pin_names import ASIDE, IN_UTF8, STEP, aside_name
+from trajstore.core.store.pin_names import ASIDE, IN_UTF8, STEP
 from trajstore.core.store.sealed import seal, unseal
 from trajstore.core.store.states import decode_state
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 
 PINS_FOLDER = "pins"
 
+_STATE, _VALUES = ".state", ".values"
+
+Kind = Literal["pin", "point", "aside"]
+
 
 @dataclass(frozen=True, slots=True)
-class StateFile:
-    """Where the state of a saved point lies.
+class SideFile:
+    """A file that a snapshot names: its state, or its late values.
 
     Attributes:
         name: of the file.
@@ -42,29 +47,35 @@ class StateFile:
 
 
 @dataclass(frozen=True, slots=True)
-class PinHead:
-    """What a pin says of itself.
+class Snapshot:
+    """A named state of a store, without its values.
 
     Attributes:
-        name: of the pin.
+        name: of the snapshot.
         ids: of its trajectories, as inclusive ranges ``[n, 2]``.
-        generation: of the store when it was made; of what a rollback set aside, that of the rollback.
-        step: of a saved point; None for other pins.
-        state: of a saved point that has one.
-        back_to: step to which the rollback went that set this aside; None for other pins.
+        generation: of the store when it was taken.
+        visit: of the store when it was taken: how often it had gone to a snapshot before.
+        line: names of the saved points that led to it, lowest step first, without its own.
+        values: file with the late values; None if there were none.
+        shards: numbers of the shards with its late values by row.
+        step: of a saved point; None for others.
+        state: file with the state of a saved point; None without one.
         ranks: of a saved point of a run, how many ranks save it together; None for one of a store by itself.
-        deleted: of what a rollback set aside, whether it was told to delete that; then it is there only after a crash.
+        left_for: of a head that was left, the snapshot to which the store went; None for others.
         crc32: of all bytes of its file.
     """
 
     name: str
     ids: npt.NDArray[np.int64]
     generation: int
+    visit: int = 0
+    line: tuple[str, ...] = ()
+    values: SideFile | None = None
+    shards: tuple[int, ...] = ()
     step: int | None = None
-    state: StateFile | None = None
-    back_to: int | None = None
+    state: SideFile | None = None
     ranks: int | None = None
-    deleted: bool = False
+    left_for: str | None = None
     crc32: int = 0
 
     @property
@@ -73,27 +84,33 @@ class PinHead:
         return int((self.ids[:, 1] - self.ids[:, 0] + 1).sum())
 
     @property
-    def is_point(self) -> bool:
-        """Whether it is a saved point, and no rollback has set it aside."""
-        return self.step is not None and STEP.fullmatch(self.name) is not None
+    def kind(self) -> Kind:
+        """Whether it is a pin, a saved point, or a head that was left."""
+        return "point" if self.step is not None else "pin" if self.left_for is None else "aside"
 
     @property
-    def aside(self) -> str | None:
-        """Of a saved point that a rollback has set aside, the name of what else it set aside."""
-        match = ASIDE.fullmatch(self.name)
-        return None if match is None or match[2] is None else aside_name(int(match[1]))
+    def whole_line(self) -> tuple[str, ...]:
+        """Names of the saved points that led to it, with its own."""
+        return (*self.line, self.name) if self.step is not None else self.line
+
+    @property
+    def files(self) -> tuple[SideFile, ...]:
+        """The files that it names."""
+        return tuple(file for file in (self.values, self.state) if file is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPoint:
-    """A saved point of a store.
+    """A snapshot of a store, as users see it.
 
     Attributes:
-        step: of the model.
+        step: of the model; 0 for a snapshot that is no saved point.
         generation: of the store.
         trajectories: how many it names.
         state_bytes: of its state's file; 0 without one.
         ranks: how many ranks of a run save it together; None for one of a store by itself.
+        name: for ``go_to``, ``remove`` and ``open(pin=)``.
+        kind: ``"point"``, ``"pin"``, or ``"aside"`` for a head that was left.
     """
 
     step: int
@@ -101,32 +118,34 @@ class SavedPoint:
     trajectories: int
     state_bytes: int
     ranks: int | None = None
+    name: str = ""
+    kind: Kind = "point"
 
     @staticmethod
-    def of(head: PinHead) -> SavedPoint:
-        """Return what users see of a pin that is a saved point."""
+    def of(head: Snapshot) -> SavedPoint:
+        """Return what users see of a snapshot."""
         size = 0 if head.state is None else head.state.size
-        return SavedPoint(head.step or 0, head.generation, head.count, size, head.ranks)
+        return SavedPoint(head.step or 0, head.generation, head.count, size, head.ranks, head.name, head.kind)
 
 
 class Pins:
-    """The pins of one directory, as they were when :meth:`load` read them."""
+    """The snapshots of one directory, as they were when :meth:`load` read them."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._heads: dict[str, PinHead] = {}
-        self._coming: dict[str, tuple[npt.NDArray[np.int64], int]] = {}
+        self._heads: dict[str, Snapshot] = {}
+        self._coming: dict[str, tuple[npt.NDArray[np.int64], tuple[int, ...]]] = {}
 
     def load(self, damaged: Callable[[CorruptStoreError], None] | None = None) -> None:
-        """Read all pins anew.
+        """Read all snapshots anew, without values and states.
 
         Args:
-            damaged: told of each that is damaged, which is left out then.
+            damaged: called with the error of each that is damaged, which is left out then.
 
         Raises:
-            CorruptStoreError: one is damaged, and nobody is to be told.
+            CorruptStoreError: one is damaged, and ``damaged`` is None.
         """
-        found: dict[str, PinHead] = {}
+        heads: dict[str, Snapshot] = {}
         files, folders = self._directory.listing(PINS_FOLDER)
         for file in sorted([*files, *folders]):  # a folder in place of a file is refused when it is read
             if not file.endswith(".json"):
@@ -141,8 +160,8 @@ class Pins:
                     raise
                 damaged(error)
                 continue
-            found[head.name] = replace(head, crc32=zlib.crc32(data))
-        self._heads = found
+            heads[head.name] = replace(head, crc32=zlib.crc32(data))
+        self._heads = heads
 
     def _parsed(self, file: str, data: bytes) -> dict[str, Any]:
         source = f"{self._directory.url}/{file}"
@@ -162,125 +181,128 @@ class Pins:
 
     @property
     def names(self) -> list[str]:
-        """Names of all pins."""
+        """Names of all snapshots."""
         return list(self._heads)
 
     @property
-    def heads(self) -> Mapping[str, PinHead]:
-        """What each pin says of itself, by name."""
+    def heads(self) -> Mapping[str, Snapshot]:
+        """All snapshots, by name."""
         return self._heads
 
     def named(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return, per id, whether any pin names it."""
+        """Return, per id, whether any snapshot names it."""
         named = np.zeros(len(ids), np.bool_)
         coming = (ranges for ranges, _ in self._coming.values())
         for ranges in (*(head.ids for head in self._heads.values()), *coming):
             named |= lie_in(ids, ranges)
         return named
 
-    def generations(self) -> list[int]:
-        """Return the generations to which the store can go back: those that pins show."""
-        # What a rollback set aside is the state before it: that has the values which the rollback took back.
-        shown = [head.generation - (head.back_to is not None) for head in self._heads.values()]
-        return shown + [generation for _, generation in self._coming.values()]
+    def shards(self) -> list[int]:
+        """Return the numbers of the shards with late values by row that any snapshot names."""
+        coming = (shards for _, shards in self._coming.values())
+        return sorted(set().union(*(head.shards for head in self._heads.values()), *coming))
 
-    def expect(self, name: str, ids: npt.NDArray[np.int64], generation: int) -> None:
-        """Count a pin that is about to be written as one that is there, until :meth:`arrived`."""
-        self._coming[name] = id_ranges(ids), generation
+    def expect(self, name: str, ids: npt.NDArray[np.int64], shards: tuple[int, ...]) -> None:
+        """Count a snapshot that is about to be written as one that is there, until :meth:`arrived`."""
+        self._coming[name] = id_ranges(ids), shards
 
     def arrived(self, name: str) -> None:
-        """A pin was written, or will not be."""
+        """A snapshot was written, or will not be."""
         self._coming.pop(name, None)
 
-    def ranges(self, name: str) -> npt.NDArray[np.int64]:
-        """Return the ids that a pin names, as inclusive ranges ``[n, 2]``.
+    def said(self, name: str) -> dict[str, Any]:
+        """Return what the file of a snapshot says.
 
         Raises:
-            StoreNotFoundError: there is no such pin.
-        """
-        if name not in self._heads:
-            raise StoreNotFoundError(
-                f"{self._directory.url}: no pin is called {name!r}; there are {sorted(self._heads)}"
-            )
-        return self._heads[name].ids
-
-    def state(self, name: str) -> dict[str, Any]:
-        """Return what the file of a pin says.
-
-        Raises:
-            StoreNotFoundError: there is no such pin.
+            StoreNotFoundError: there is no such snapshot.
         """
         try:
             return self._parsed(pin_name(name), self._directory.read(pin_name(name)))
         except FileNotFoundError as error:
-            raise StoreNotFoundError(f"{self._directory.url}: no pin is called {name!r}") from error
+            raise StoreNotFoundError(f"{self._directory.url}: no snapshot is called {name!r}") from error
 
-    # -- saved points -----------------------------------------------------------------------------
+    # -- files of snapshots -----------------------------------------------------------------------
 
-    def state_of(self, head: PinHead) -> dict[str, Any]:
+    def state_of(self, head: Snapshot) -> dict[str, Any]:
         """Return the state that was saved with a point; empty if none was.
 
         Raises:
             CorruptStoreError: its file is missing or damaged.
         """
-        return {} if head.state is None else decode_state(self.read_state(head.state), self._source(head.state))
+        return {} if head.state is None else decode_state(self.read(head.state), self._source(head.state))
 
-    def read_state(self, state: StateFile) -> bytes:
-        """Return the bytes of a state's file, compared with their checksum.
+    def values_of(self, head: Snapshot) -> Any:
+        """Return the late values of a snapshot as JSON values; None if there are none.
+
+        Raises:
+            CorruptStoreError: its file is missing or damaged.
+        """
+        return None if head.values is None else unseal("values", self.read(head.values), self._source(head.values))
+
+    def read(self, file: SideFile) -> bytes:
+        """Return the bytes of a snapshot's file, compared with their checksum.
 
         Raises:
             CorruptStoreError: it is missing or damaged.
         """
-        source = self._source(state)
+        source = self._source(file)
         try:
-            data = self._directory.read(state.name)
+            data = self._directory.read(file.name)
         except FileNotFoundError as error:
-            raise CorruptStoreError(
-                f"{source}: the state of a saved point is missing; restore it from a copy"
-            ) from error
-        if len(data) != state.size or zlib.crc32(data) != state.crc32:
+            what = "state" if file.name.endswith(_STATE) else "late values"
+            raise CorruptStoreError(f"{source}: the {what} of a snapshot: missing; restore it from a copy") from error
+        if len(data) != file.size or zlib.crc32(data) != file.crc32:
             raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
         return data
 
-    def _source(self, state: StateFile) -> str:
-        return f"{self._directory.url}/{state.name}"
+    def _source(self, file: SideFile) -> str:
+        return f"{self._directory.url}/{file.name}"
 
-    def unnamed_states(self) -> list[str]:
-        """Return the state files that no pin names; an interrupted writer left them."""
-        named = {head.state.name for head in self._heads.values() if head.state is not None}
+    def unnamed_files(self) -> list[str]:
+        """Return the files of states and values that no snapshot names; an interrupted writer left them."""
+        named = {file.name for head in self._heads.values() for file in head.files}
         files, _ = self._directory.listing(PINS_FOLDER)
-        return [file for file in files if file.endswith(STATE_SUFFIX) and file not in named]
+        return [file for file in files if file.endswith((_STATE, _VALUES)) and file not in named]
 
 
-STATE_SUFFIX = ".state"
-
-
-def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
-    """Return what the file of a pin says, checked.
+def _head_of(value: Mapping[str, Any], name: str, source: str) -> Snapshot:
+    """Return what the file of a snapshot says, checked.
 
     Raises:
         CorruptStoreError: it makes no sense.
     """
     ids = parse_ranges(value["ids"])
     try:
-        step = None if value.get("step") is None else natural(value["step"])
-        back_to = None if value.get("back_to") is None else natural(value["back_to"])
-        ranks = None if value.get("ranks") is None else natural(value["ranks"])
-        generation = natural(value.get("generation", 0), MAX_GENERATION)
-        state = None
-        if value.get("state") is not None:
-            file, size, crc = (value["state"][key] for key in ("file", "size", "crc32"))
-            if not isinstance(file, str) or check_name(file).split("/")[0] != PINS_FOLDER:
-                raise ValueError(f"state: {file!r} is not in {PINS_FOLDER}/")
-            state = StateFile(file, natural(size), natural(crc, 0xFFFFFFFF))
-        if step is None and back_to is None:
-            return PinHead(name, ids, generation)
-        deleted = value.get("deleted", False)
-        if not isinstance(deleted, bool):
-            raise ValueError(f"deleted: {deleted!r} is neither true nor false")
-        return PinHead(name, ids, generation, step, state, back_to, ranks, deleted and back_to is not None)
+        step, ranks = (None if value.get(key) is None else natural(value[key]) for key in ("step", "ranks"))
+        left_for, line = value.get("left_for"), value.get("line", [])
+        if not all(isinstance(text, str) for text in (*line, left_for or "")):
+            raise ValueError("line or left_for: not names")
+        if (STEP.fullmatch(name) is None) != (step is None) or (ASIDE.fullmatch(name) is None) != (left_for is None):
+            raise ValueError(f"{name!r}: not the name of such a snapshot")
+        return Snapshot(
+            name,
+            ids,
+            natural(value.get("generation", 0), MAX_GENERATION),
+            natural(value.get("visit", 0), MAX_GENERATION),
+            tuple(line),
+            _side_file(value.get("values")),
+            tuple(natural(number, MAX_ID // 2) for number in value.get("shards", ())),
+            step,
+            _side_file(value.get("state")),
+            ranks,
+            left_for,
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
+
+
+def _side_file(value: Any) -> SideFile | None:
+    if value is None:
+        return None
+    name, size, crc = (value[key] for key in ("file", "size", "crc32"))
+    if not isinstance(name, str) or check_name(name).split("/")[0] != PINS_FOLDER:
+        raise ValueError(f"{name!r} is not in {PINS_FOLDER}/")
+    return SideFile(name, natural(size), natural(crc, 0xFFFFFFFF))
 
 
 def _name_in(file: str) -> str:
@@ -288,7 +310,7 @@ def _name_in(file: str) -> str:
 
 
 def pin_name(name: str) -> str:
-    """Return the name of a pin's file.
+    """Return the name of a snapshot's file.
 
     Raises:
         UnsafeContentError: it would lie elsewhere.
@@ -296,39 +318,32 @@ def pin_name(name: str) -> str:
     return check_name(f"{PINS_FOLDER}/{name}.json")
 
 
-def pin_file(name: str, ids: npt.NDArray[np.int64], generation: int, **state: Any) -> EncodedFile:
-    """Return the file that pins trajectories under a name.
+def pin_file(name: str, value: Mapping[str, Any]) -> EncodedFile:
+    """Return the file of a snapshot.
 
     Args:
-        name: of the pin.
-        ids: of the trajectories, ascending.
-        generation: of the store.
-        state: saved with it.
+        name: of the snapshot.
+        value: what else the file says.
     """
-    return _file(name, {**state, "name": name, "generation": generation, "ids": id_ranges(ids).tolist()})
-
-
-def renamed_pin(value: Mapping[str, Any], name: str) -> EncodedFile:
-    """Return the file of a pin under another name.
-
-    Args:
-        value: what its file says.
-        name: the other name.
-    """
-    return _file(name, {**value, "name": name})
-
-
-def _file(name: str, value: Mapping[str, Any]) -> EncodedFile:
-    return EncodedFile(pin_name(name), [seal("pin", orjson.dumps(value))])
+    return EncodedFile(pin_name(name), [seal("pin", orjson.dumps({**value, "name": name}))])
 
 
 def state_file(name: str, unique: str, pieces: Sequence[Buffer]) -> tuple[EncodedFile, dict[str, Any]]:
-    """Return the file of a saved point's state, and what the pin says of it.
+    """Return the file of a saved point's state, and what the snapshot says of it.
 
     Args:
-        name: of the pin.
-        unique: part of the file's name; a point that is saved again must not touch the state of the earlier one.
+        name: of the snapshot.
+        unique: part of the file's name; saving a point again must not touch the files of the earlier one.
         pieces: of the file.
     """
-    file = EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{STATE_SUFFIX}"), pieces)
-    return file, {"file": file.name, "size": file.nbytes, "crc32": crc32_of(pieces)}
+    return _told(EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{_STATE}"), pieces))
+
+
+def values_file(name: str, unique: str, values: Mapping[str, Any]) -> tuple[EncodedFile, dict[str, Any]]:
+    """Return the file of a snapshot's late values, and what the snapshot says of it; see :func:`state_file`."""
+    data = seal("values", orjson.dumps(values))
+    return _told(EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{_VALUES}"), [data]))
+
+
+def _told(file: EncodedFile) -> tuple[EncodedFile, dict[str, Any]]:
+    return file, {"file": file.name, "size": file.nbytes, "crc32": crc32_of(file.pieces)}

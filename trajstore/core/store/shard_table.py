@@ -127,6 +127,10 @@ class ShardTable:
         """Return the number of the shard in a row."""
         return int(self._numbers[row])
 
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return, per row, the number of the shard."""
+        return self._numbers[: self._count]
+
     def schema(self, row: int) -> Schema:
         """Return the schema of the shard in a row."""
         return self.schemas[self._families[int(self._family[row])].schema]

@@ -157,7 +157,8 @@ class CommitLog:
         def make() -> tuple[bytes, TakeIn]:
             left = [shards for shards in commits if shards[0].number not in self._taken_in]
             lines = add_lines(catalog, left, microseconds())
-            catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
+            if lines.entries:
+                self._listener.make_room(catalog.index, np.concatenate([e["trajectory_id"] for e in lines.entries]))
             return lines.data, partial(self._take_in, left, lines)
 
         self._append(make)
@@ -353,8 +354,8 @@ class CommitLog:
         self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
         self.garbage.collect(self.catalog)
 
-    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex, notes: Notes) -> None:
-        """Commit other entries, and other values that came late, than there are; within :meth:`changing`.
+    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex, notes: Notes, line: tuple[str, ...]) -> None:
+        """Commit other entries, late values and saved points than there are; within :meth:`changing`.
 
         The index is written whole. It is the one commit that is not in the log: whoever follows finds that the log does
         not go on, and loads again.
@@ -368,9 +369,9 @@ class CommitLog:
             raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
         changed = copy.copy(self.catalog)
         changed.index, changed.pinned, changed.notes = index, pinned, notes
-        changed.generation = self.catalog.generation + 1
-        for entries in (index, pinned):
-            notes.lay_over(entries)
+        changed.generation, changed.visit, changed.line = self.catalog.generation + 1, self.catalog.visit + 1, line
+        notes.lay_over(index)
+        pinned.forget_notes()
         try:
             self._write_snapshot(changed)
         except BaseException as error:

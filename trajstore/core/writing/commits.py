@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from trajstore.core.columns.schema import Extent, Schema
@@ -17,6 +18,7 @@ from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.additions import by_id
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import Said
+from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import encode_line, manifest_to_json
 from trajstore.core.store.moves import Moved, move_to_json
 from trajstore.core.store.new_entries import starts_of
@@ -43,6 +45,10 @@ class CommitListener:
     def metadata(self) -> Mapping[str, Any]:
         """Return what else ``metadata.json`` shall say (seed, ...)."""
         return {}
+
+    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+        """Have memory in the store's index for entries of these ids."""
+        index.reserve(len(ids))
 
     def committed(self, commits: Sequence[Commit]) -> None:
         """These shards are durable."""

@@ -171,6 +171,11 @@ class Group:
     failures: int = 0
 
     @property
+    def is_published(self) -> bool:
+        """True once the files of all shards are durable."""
+        return all(part.is_published for part in self.parts)
+
+    @property
     def ids(self) -> list[int]:
         """Ids of all trajectories that are to be written, ascending."""
         return sorted([number for part in self.parts for number in part.ids])

@@ -1,6 +1,6 @@
-"""Saved points of a store, and rollback to them. Only for the holder of the writer's lock.
+"""Snapshots of a store: saved points, pins and heads that were left. Only for the holder of the writer's lock.
 
-What a crash leaves at each point is written in docs/design/saved-points.md.
+What a crash leaves at each step is written in docs/design/saved-points.md.
 """
 
 from __future__ import annotations
@@ -9,95 +9,96 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from trajstore.core.base import locks
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.store.log_records import id_ranges
-from trajstore.core.store.pin_names import aside_name, check_pin_name, point_name, removal_order
-from trajstore.core.store.rollback import RollbackPlan, plan_rollback, set_aside, with_live
-from trajstore.core.store.saved_points import (
-    PinHead,
-    SavedPoint,
-    pin_file,
-    pin_name,
-    renamed_pin,
-    state_file,
-)
+from trajstore.core.store.notes import Notes
+from trajstore.core.store.pin_names import aside_name, check_pin_name, point_name
+from trajstore.core.store.rollback import Change, has_a_name, plan_change, with_live
+from trajstore.core.store.saved_points import SavedPoint, Snapshot, pin_file, state_file, values_file
 from trajstore.core.store.states import encode_state
 from trajstore.core.writing.commit_log import CommitLog
-from trajstore.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-    StoreNotFoundError,
-    StoreWriteError,
-    listed,
-    written,
-)
+from trajstore.core.writing.inbox import Inbox
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, listed, written
 
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""Returns the state of a point, and what its pin says besides."""
+"""Returns the state of a snapshot, and what its file says besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A store that went to a snapshot.
+
+    Attributes:
+        change: what changed.
+        aside: name of the head that was left; None if it has another name, or was not to be kept.
+        state: that was saved with the snapshot.
+        said: what the file of the snapshot says besides.
+    """
+
+    change: Change
+    aside: str | None
+    state: Mapping[str, Any]
+    said: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A snapshot in memory, not written yet.
+
+    Attributes:
+        name: of the snapshot.
+        notes: its late values.
+        values: the same, as its file has them.
+        state: of a saved point.
+        said: what else its file says.
+    """
+
+    name: str
+    notes: Notes
+    values: Mapping[str, Any]
+    state: Mapping[str, Any]
+    said: Mapping[str, Any]
+
+    def files(self) -> list[EncodedFile]:
+        """Encode; the last file is the one that names the others."""
+        files, said, unique = [], dict(self.said), uuid.uuid4().hex
+        if len(self.notes):
+            file, said["values"] = values_file(self.name, unique, self.values)
+            files.append(file)
+        if self.state:
+            file, said["state"] = state_file(self.name, unique, [encode_state(self.state)])
+            files.append(file)
+        return [*files, pin_file(self.name, said)]
 
 
 class Points:
-    """Saves points of a store, releases old ones, and goes back to them. Safe to call from several threads.
+    """Takes, removes and goes to snapshots. Safe to call from several threads.
 
     Args:
-        log: of the store. What an interrupted rollback left is brought to its end here.
+        log: of the store. What an interrupted writer left is removed here.
+        inbox: of the store. Acknowledged values are taken in before a snapshot is taken or left.
 
     Raises:
         StoreWriteError: it could not be.
     """
 
-    def __init__(self, log: CommitLog) -> None:
+    def __init__(self, log: CommitLog, inbox: Inbox) -> None:
         self._log = log
+        self._inbox = inbox
         self._directory = log.directory
         self._one = locks.lock("Points._one")
-        """Held by one change at a time: what a point has written and not yet named must not pass for left over."""
+        """Held by one change at a time: files that no snapshot names yet must not pass for left over."""
         with log.changing():
             if not log.directory.can_append:
                 self._claim()
-            self._end_interrupted()
-
-    # -- pins of the user's -----------------------------------------------------------------------
-
-    def pin(self, name: str, **state: Any) -> int:
-        """Keep what is committed now readable under a name, and return its generation.
-
-        Raises:
-            ConfigurationError: the name cannot be a file's, or is that of a saved point, or of what a rollback set
-                aside.
-            StoreWriteError: it could not be written.
-            StoreClosedError: the writer was closed, or belongs to the parent process.
-        """
-        check_pin_name(name)
-        catalog = self._log.catalog
-        with self._one, self._changing():
-            self._publish("was pinned", pin_file(name, catalog.index["trajectory_id"], catalog.generation, **state))
-            catalog.load_pins()
-            return catalog.generation
-
-    def unpin(self, name: str) -> None:
-        """Let go of a pin, a saved point, or what a rollback set aside with its points.
-
-        Evicted trajectories that only it named are deleted. Warns if there is no such pin.
-
-        Raises:
-            StoreClosedError: the writer was closed, or belongs to the parent process.
-        """
-        with self._one, self._changing():
-            self._rename_void()  # first: without what a rollback set aside, nothing says which points are void
-            heads = self._log.catalog.pins.heads.values()
-            going = [head for head in heads if name in (head.name, head.aside)]
-            if not going:
-                there = listed(self._log.catalog.pins.names) or "none"
-                logger.warning("%s: unpin: no pin %r here (there are: %s)", self._directory.url, name, there)
-            self._release(going)
+            self._release(log.catalog.unfinished_asides())
+            log.garbage.collect(log.catalog)  # shards of a snapshot that was removed just before a crash
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -113,25 +114,52 @@ class Points:
                 self._directory.confirm()
                 raise
 
+    @contextmanager
+    def _one_change(self) -> Iterator[None]:
+        """Let no other change begin, after the values that were acknowledged by now are in the log."""
+        with self._one:
+            with self._log.changing():
+                pass  # refuses a closed writer before anything is read
+            with written(": late values could not be taken in; nothing was changed"):
+                self._inbox.take_in()
+            yield
+
     def _publish(self, what: str, *files: EncodedFile) -> None:
         with written(f": nothing {what}"):
             self._directory.publish(files)
-            self._directory.confirm()  # a new name may be written by who has lost the store; nobody is told that it is
+            self._directory.confirm()  # who has lost the store may write new names, but must not report success
 
     def saved(self) -> list[SavedPoint]:
-        """Return the points that are there, lowest step first."""
+        """Return the saved points of the current line, lowest step first."""
         with self._log.standing_still() as catalog:
             return [SavedPoint.of(head) for head in catalog.points()]
 
-    # -- saving -----------------------------------------------------------------------------------
+    def snapshots(self) -> list[SavedPoint]:
+        """Return all snapshots, in the order of their names."""
+        with self._log.standing_still() as catalog:
+            return [SavedPoint.of(head) for head in catalog.snapshots()]
+
+    # -- taking -----------------------------------------------------------------------------------
+
+    def pin(self, name: str, **said: Any) -> int:
+        """Take a snapshot of what is committed now, and return its generation.
+
+        Raises:
+            ConfigurationError: the name cannot be a file's, or is that of a saved point, or of a head that was left.
+            StoreWriteError: it could not be written.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        check_pin_name(name)
+        with self._one_change():
+            return self._write(name, lambda: ({}, said)).generation
 
     def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
-        """Save a point of what is committed now, and release the oldest ones.
+        """Save a point of what is committed now, and remove the oldest ones of the current line.
 
         Args:
             step: of the model.
-            capture: called while nothing can be committed or evicted; returns the state, and what the pin's file shall
-                say besides (the buffer's generator).
+            capture: called while nothing can be committed or evicted; returns the state, and what the point's file
+                says besides (the buffer's generator).
             keep: most points that stay, those of the highest steps; None = all.
 
         Raises:
@@ -139,184 +167,143 @@ class Points:
             StoreWriteError: it could not be written; an earlier point of this step is still there.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        with self._one:
-            return self._save(step, capture, keep)
-
-    def _save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
-        catalog, name = self._log.catalog, point_name(step)
-        with self._changing():
-            self._rename_void()  # first: a void point of this step must not be written over
-            self._check_order(step)
-            state, said = capture()
-            ids, generation = catalog.index["trajectory_id"].copy(), catalog.generation
-            catalog.pins.expect(name, ids, generation)
-        try:
-            told: dict[str, Any] = {"step": step, **said}
-            if state:
-                file, told["state"] = state_file(name, uuid.uuid4().hex, [encode_state(state)])
-                self._publish("was saved", file)
+        with self._one_change():
+            catalog = self._log.catalog
             with self._changing():
-                self._publish("was saved", pin_file(name, ids, generation, **told))
+                before = catalog.points()
+                self._check_order(step, before)
+                name = point_name(step, catalog.visit)
+
+            def with_step() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+                state, said = capture()
+                return state, {"step": step, **said}
+
+            head = self._write(name, with_step)
+            with self._changing():
+                replaced = [old for old in before if old.step == step and old.name != name]
+                old = [] if keep is None else catalog.points()[:-keep]
+                self._release([*self._on_no_line(replaced), *old])
+            return SavedPoint.of(head)
+
+    def _write(self, name: str, capture: Capture) -> Snapshot:
+        """Take a snapshot; with :meth:`_one_change`."""
+        catalog = self._log.catalog
+        with self._changing():
+            taken = self._taken(name, *capture())
+            catalog.pins.expect(name, catalog.index["trajectory_id"].copy(), tuple(taken.said["shards"]))
+        try:
+            *files, head = taken.files()
+            if files:
+                self._publish("was saved", *files)
+            with self._changing():
+                self._publish("was saved", head)
         finally:
             with self._log.standing_still():
                 catalog.pins.arrived(name)
                 catalog.load_pins()
         with self._changing():
-            saved = SavedPoint.of(catalog.point(step))
-            self._release(() if keep is None else catalog.points()[:-keep])
-        return saved
+            self._release(())  # files of an earlier snapshot of this name
+            return catalog.pins.heads[name]
 
-    def _check_order(self, step: int) -> None:
+    def _taken(self, name: str, state: Mapping[str, Any], said: Mapping[str, Any]) -> _Taken:
+        """Return what the head is now; within :meth:`_changing`."""
         catalog = self._log.catalog
-        newest = max([head.step or 0 for head in catalog.points()], default=step)
+        ids = catalog.index["trajectory_id"]
+        notes = catalog.notes.kept(ids)
+        values, shards = catalog.shards_of_values(notes)
+        line = [head.name for head in catalog.points() if head.name != name]
+        if "step" in said:
+            line = [head.name for head in catalog.points() if (head.step or 0) < said["step"]]
+        place = {"generation": catalog.generation, "visit": catalog.visit, "line": line}
+        return _Taken(name, notes, values, state, {**said, **place, "ids": id_ranges(ids).tolist(), "shards": shards})
+
+    def _check_order(self, step: int, points: Sequence[Snapshot]) -> None:
+        newest = max([head.step or 0 for head in points], default=step)
         if newest > step:
             raise ConfigurationError(
                 f"points.save({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
-                f"back with rollback first, or let go of it with points.unpin({point_name(newest)!r})"
-            )
-        head = catalog.pins.heads.get(point_name(step))
-        if head is not None and head.step is None:
-            raise ConfigurationError(
-                f"points.save({step}): a pin made with pin() is called {head.name!r}; let go of it with points.unpin"
+                f"to an earlier one first (points.go_to), or remove it with points.remove({point_name(newest)!r})"
             )
 
-    def _release(self, heads: Sequence[PinHead]) -> None:
-        """Let go of pins, and delete state files that none names; within :meth:`_changing`."""
-        if heads:
-            logger.info("%s: lets go of %s", self._directory.url, ", ".join(head.name for head in heads))
-            for names in removal_order(head.name for head in heads):
-                self._log.release_pins(names)
-        if unnamed := self._log.catalog.pins.unnamed_states():
-            self._directory.remove(unnamed)
+    # -- removing ---------------------------------------------------------------------------------
 
-    # -- going back -------------------------------------------------------------------------------
+    def remove(self, name: str | int) -> None:
+        """Remove a snapshot; of a head that was left also the saved points that are on its line alone.
 
-    def roll_back(
-        self, step: int, *, aside: bool
-    ) -> tuple[RollbackPlan, str | None, Mapping[str, Any], Mapping[str, Any]]:
-        """Make the trajectories of a saved point the live ones.
+        Evicted trajectories and files that only it named are deleted. Warns if there is no such snapshot.
+
+        Raises:
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._one, self._changing():
+            catalog = self._log.catalog
+            try:
+                head = catalog.snapshot(name)
+            except StoreNotFoundError:
+                there = listed([one.name for one in catalog.snapshots()]) or "none"
+                logger.warning("%s: remove: no snapshot %r here (there are: %s)", self._directory.url, name, there)
+                return
+            if head.kind == "aside":
+                points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
+                self._release(self._on_no_line(points, but=head))  # first: after a crash it still names the others
+            self._release([head])
+
+    def _on_no_line(self, points: Sequence[Snapshot], but: Snapshot | None = None) -> list[Snapshot]:
+        """Return the points that are neither on the current line nor on that of a head that was left.
 
         Args:
-            step: of the point.
-            aside: keep what leaves readable; False deletes it.
+            points: some saved points.
+            but: a head whose line does not count.
+        """
+        catalog = self._log.catalog
+        lines = {head.name for head in catalog.points()}
+        lines.update(*(aside.line for aside in catalog.asides() if aside is not but))
+        return [point for point in points if point.name not in lines]
 
-        Returns:
-            What changed; the name under which what left stays, None if nothing left or it was deleted; the state that
-            was saved with the point; what the pin's file says besides.
+    def _release(self, heads: Sequence[Snapshot]) -> None:
+        """Remove snapshots, and files that none names; within :meth:`_changing`."""
+        if heads:
+            logger.info("%s: removes %s", self._directory.url, ", ".join(head.name for head in heads))
+            self._log.release_pins([head.name for head in heads])
+        if unnamed := self._log.catalog.pins.unnamed_files():
+            self._directory.remove(unnamed)
+
+    # -- going to a snapshot ----------------------------------------------------------------------
+
+    def go_to(self, name: str | int, *, aside: bool = True) -> Gone:
+        """Let the store show what a snapshot shows: ids, late values and the saved points that led to it.
+
+        Args:
+            name: of the snapshot, or step of a saved point of the current line.
+            aside: give the head that is left a name, unless it has one; False deletes it, with the saved points that
+                no line has then.
 
         Raises:
-            StoreNotFoundError: there is no such point; names those that there are.
-            CorruptStoreError: a file of the point is damaged; nothing was changed.
+            StoreNotFoundError: there is no such snapshot; names those that there are.
+            CorruptStoreError: a file of the snapshot is damaged; nothing was changed.
             StoreWriteError: it could not be written; open the store again.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         catalog = self._log.catalog
-        with self._one, self._changing():
-            plan = plan_rollback(catalog, step)
-            state, said = catalog.pins.state_of(plan.point), catalog.pins.state(plan.point.name)
-            if plan.is_empty:
-                return plan, None, state, said
-            generation = catalog.generation + 1
-            name = aside_name(generation)
-            leaves = bool(len(plan.leaving) or plan.void)
-            if leaves:
-                told = {"back_to": step} if aside else {"back_to": step, "deleted": True}
-                self._publish("was rolled back", pin_file(name, plan.leaving, generation, **told))
-                catalog.load_pins()
-            try:
-                notes = catalog.notes.rolled_back(plan.point.generation, generation)
-                self._log.replace(*with_live(catalog, plan.point.ids), notes)
-            except StoreWriteError:
-                if leaves and catalog.generation >= generation:  # another commit's: no rollback must seem to be of it
-                    self._release([catalog.pins.heads[name]])
-                raise
-            self._release(catalog.deleted_asides())
-            self._try(self._rename_void)
-        return plan, name if leaves and aside else None, state, said
-
-    def take_back(self, name: str) -> int:
-        """Make live again what a rollback set aside; return how many trajectories.
-
-        Raises:
-            StoreNotFoundError: no rollback set anything aside under this name.
-            StoreWriteError: it could not be written; open the store again.
-            StoreClosedError: the writer was closed, or belongs to the parent process.
-        """
-        catalog = self._log.catalog
-        with self._one, self._changing():
-            head = set_aside(catalog, name)
-            before = len(catalog.index)
-            live = id_ranges(catalog.index["trajectory_id"])
-            notes = catalog.notes.taken_back(head.generation)
-            self._log.replace(*with_live(catalog, np.concatenate([live, head.ids])), notes)
-            self._return_points(head)
-            self._release([head])
-            return len(catalog.index) - before
-
-    def _return_points(self, aside: PinHead) -> None:
-        catalog = self._log.catalog
-        newest = max([head.step or 0 for head in catalog.points()], default=-1)
-        theirs = [head for head in catalog.pins.heads.values() if head.aside == aside.name]
-        if newest > (aside.back_to or 0):
-            names = ", ".join(head.name for head in theirs)
-            if theirs:
-                logger.warning(
-                    "%s: step %d was saved after the rollback to step %d: the points %s stay aside",
-                    self._directory.url,
-                    newest,
-                    aside.back_to,
-                    names,
-                )
-            return
-        self._rename({head.name: point_name(head.step or 0) for head in theirs})
+        with self._one_change(), self._changing():
+            self._release(catalog.unfinished_asides())
+            change = plan_change(catalog, catalog.snapshot(name))
+            state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
+            left = None
+            if not change.is_empty:
+                if aside and not has_a_name(catalog, change.line):
+                    left = aside_name(catalog.generation + 1)
+                    self._publish("was changed", *self._taken(left, {}, {"left_for": change.to.name}).files())
+                    catalog.load_pins()
+                change.notes.sources.update(catalog.notes.sources)
+                self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
+            if not aside:  # also those that a crash has left the last time
+                self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
+        return Gone(change, left, state, said)
 
     def _claim(self) -> None:
-        """Write the pins of an object store again: what an earlier writer knows of them must not be true any more."""
+        """Write the snapshots of an object store again: what an earlier writer knows of their versions is outdated."""
         catalog = self._log.catalog
-        names = catalog.pins.names
-        if names:
-            said = {"fence": catalog.fences[-1]}
-            self._publish("claimed", *(renamed_pin({**catalog.pins.state(name), **said}, name) for name in names))
-
-    # -- what a crash leaves ----------------------------------------------------------------------
-
-    def _end_interrupted(self) -> None:
-        """Bring to its end what an interrupted writer began; within ``CommitLog.changing``."""
-        catalog = self._log.catalog
-        asides = catalog.asides()
-        self._release(catalog.unfinished_asides())
-        self._release(catalog.deleted_asides())
-        self._try(self._rename_void)
-        for head in filter(self._is_live, asides):
-            if self._try(partial(self._return_points, head)):
-                self._release([head])
-        self._log.garbage.collect(catalog)  # shards of a pin that went, where the crash came before theirs did
-
-    def _is_live(self, head: PinHead) -> bool:
-        """Return whether what a rollback set aside was taken back, all of it."""
-        return head.count > 0 and len(self._log.catalog.index.positions_in(head.ids)) == head.count
-
-    def _try(self, rename: Callable[[], None]) -> bool:
-        """Rename points, and return whether that could be written; if not, the next writer does it."""
-        try:
-            rename()
-        except StoreWriteError as error:
-            logger.warning("%s", error)
-            return False
-        return True
-
-    def _rename_void(self) -> None:
-        """Give points that a rollback made void the name of what it set aside; within :meth:`_changing`."""
-        catalog = self._log.catalog
-        void = catalog.void_points()
-        heads = catalog.pins.heads
-        self._rename({name: aside_name(generation, heads[name].step) for name, generation in void.items()})
-
-    def _rename(self, names: Mapping[str, str]) -> None:
-        if not names:
-            return
-        pins = self._log.catalog.pins
-        with written(": saved points of later steps could not be renamed; they are void all the same"):
-            self._directory.publish([renamed_pin(pins.state(old), new) for old, new in names.items()])
-            self._directory.remove([pin_name(old) for old in names], durable=True)
-        self._log.catalog.load_pins()
+        if names := catalog.pins.names:
+            fence = {"fence": catalog.fences[-1]}
+            self._publish("claimed", *(pin_file(name, {**catalog.pins.said(name), **fence}) for name in names))

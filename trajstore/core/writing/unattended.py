@@ -10,6 +10,7 @@ from trajstore.core.files.base import Directory
 from trajstore.core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.core.writing.commits import CommitListener
+from trajstore.core.writing.inbox import Inbox
 from trajstore.core.writing.points import Points
 from trajstore.errors import written
 
@@ -49,4 +50,4 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
 def held_points(directory: Directory) -> Iterator[Points]:
     """Yield the saved points of a store, as its one writer; raises what :func:`held_log` does."""
     with held_log(directory) as log:
-        yield Points(log)
+        yield Points(log, Inbox(log))

@@ -63,7 +63,7 @@ class StoreWriter:
     Attributes:
         queue: takes what is to be written, and tells what is committed.
         log: evicts, and has the catalog.
-        points: pins, saved points, and rollback to them.
+        points: snapshots: saved points, pins, and heads that were left.
         inbox: values that other processes have for trajectories.
         rewriter: gives back the space of shards that are partly alive.
 
@@ -89,8 +89,8 @@ class StoreWriter:
             self._lock = directory.lock_writer()
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
-            self.points = Points(self.log)
             self.inbox = Inbox(self.log)
+            self.points = Points(self.log, self.inbox)
             self.inbox.look()
         except BaseException as error:
             try:  # corruption here may mean that another writer took the store over meanwhile
@@ -230,7 +230,7 @@ class StoreWriter:
 
     def _publish(self, group: Group, publisher: Publisher) -> None:
         """Make a group's files durable; what cannot be written for its own sake leaves the group."""
-        if all(part.is_published for part in group.parts):
+        if group.is_published:
             return  # an earlier attempt did; only the log failed
         group.parts, unwritable = publisher.publish(group.parts, group.failures)
         self._set_aside(group, unwritable)

@@ -30,7 +30,8 @@ from trajstore.remote.mirror.source import Line, Picture, Tail
 logger = logging.getLogger(__name__)
 
 _ROUND_BYTES = 256 << 20  # of shards, copied between two publications while the mirror is behind
-_FIRST_PAUSE = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two attempts when the mirror cannot be written; each pause is twice as long as the one before."""
 _LONGEST_END = 5.0  # seconds that closing waits for a request under way
 
 
@@ -147,8 +148,8 @@ class StoreMirror:
                 left = self._step()
             except Exception as error:  # whatever it is, the store goes on; and so does this
                 self._failed(error)
-                self._wake.wait(min(pause, self._options.longest_pause))
-                pause = min(2 * pause, max(self._options.longest_pause, _FIRST_PAUSE))
+                self._wake.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
             pause = _FIRST_PAUSE
             if not left:
@@ -211,7 +212,7 @@ class StoreMirror:
         """Return the records that bring the mirror on, up to some bytes of shards; None if it must be written whole."""
         replica = self._replica
         lines = self._tail.lines(replica.generation, picture.generation)
-        if lines is None or any(picture.pins[name].back_to is not None for name in picture.pin_files):
+        if lines is None or any(picture.pins[name].kind == "aside" for name in picture.pin_files):
             return None
         # A reader keeps evicted trajectories that a pin names, so that pin must be there before the record.
         since = min([picture.pins[name].generation for name in picture.pin_files], default=picture.generation)

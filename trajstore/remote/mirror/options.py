@@ -26,8 +26,6 @@ class Mirror(Settings):
         storage_options: passed on to the fsspec file system.
         interval: seconds between two looks at what is new, while the mirror is not behind.
         close_timeout: seconds that ``close`` waits for what is not on the mirror yet.
-        longest_pause: seconds between two attempts when the mirror cannot be written; the first pause is a second, and
-            each later one twice as long.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -37,7 +35,6 @@ class Mirror(Settings):
     storage_options: Annotated[Mapping[str, Any], _MAPPING] = field(default_factory=dict)
     interval: Seconds = 1.0
     close_timeout: Seconds = 60.0
-    longest_pause: Seconds = 60.0
 
 
 def as_mirror(mirror: str | Path | Mirror) -> Mirror:

@@ -17,7 +17,6 @@ from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest
 from trajstore.core.formats.checksums import check_file
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, segment_name
-from trajstore.core.store.pin_names import removal_order
 from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.core.writing.commit_log import CommitLog
@@ -299,12 +298,12 @@ class Replica:
             self._write_ledger(catalog)
 
     def copy_states(self, picture: Picture, upto: int) -> None:
-        """Copy the states of saved points that the mirror does not have."""
+        """Copy the states and late values of snapshots that the mirror does not have."""
         for name in picture.pin_files:
             head = picture.pins[name]
-            if head.state is not None and head.generation <= upto:
-                data = self._source.read(head.state.name)
-                self.target.publish([EncodedFile(head.state.name, [data])])
+            if head.generation <= upto:
+                for file in head.files:
+                    self.target.publish([EncodedFile(file.name, [self._source.read(file.name)])])
 
     # -- publishing -------------------------------------------------------------------------------
 
@@ -314,7 +313,7 @@ class Replica:
             raise ValueError("the picture has no index")
         index, metadata = picture.whole
         self.target.check()
-        asides = [name for name in picture.pin_files if picture.pins[name].back_to is not None]
+        asides = [name for name in picture.pin_files if picture.pins[name].kind == "aside"]
         self._publish_pins(picture, asides)  # as by a rollback: before the index that makes it happen
         self.target.publish([index])
         self.target.publish([metadata])
@@ -362,8 +361,8 @@ class Replica:
         released = [name for name in self.pins if name not in picture.pins]
         self._remove_pins(released)
         if released or picture.pin_files:
-            states = {head.state.name for head in picture.pins.values() if head.state is not None}
-            kept = states.union(map(pin_name, self.pins))  # what else is there a writer that was frozen has put late
+            files = {file.name for head in picture.pins.values() for file in head.files}
+            kept = files.union(map(pin_name, self.pins))  # what else is there a writer that was frozen has put late
             self.target.remove([name for name in self.target.names(PINS_FOLDER) if name not in kept])
         count = len(picture.needed)
         unneeded = np.flatnonzero(self._there[:count] & ~picture.needed)
@@ -373,9 +372,9 @@ class Replica:
         self.remove_dead()
 
     def _remove_pins(self, names: Sequence[str]) -> None:
-        for group in removal_order(names):
-            self.target.remove([pin_name(name) for name in group], durable=True)
-            self.pins = {name: crc for name, crc in self.pins.items() if name not in group}
+        if names:
+            self.target.remove([pin_name(name) for name in names], durable=True)
+            self.pins = {name: crc for name, crc in self.pins.items() if name not in names}
 
     def remove_dead(self) -> None:
         """Remove files that the mirror does not need and no reader shows."""

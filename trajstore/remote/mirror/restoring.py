@@ -25,7 +25,7 @@ from trajstore.core.formats.checksums import check_file
 from trajstore.core.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.core.store.catalog import Catalog, oldest_generation
 from trajstore.core.store.log_records import LOG_FOLDER
-from trajstore.core.store.saved_points import PINS_FOLDER, PinHead, pin_name
+from trajstore.core.store.saved_points import PINS_FOLDER, Snapshot, pin_name
 from trajstore.core.store.sealed import LEDGER_NAME, METADATA_NAME
 from trajstore.core.writing.fencing import SHARDS_OF_A_WRITER
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed
@@ -232,7 +232,7 @@ class _Copy:
         target.create((SHARDS_FOLDER, LOG_FOLDER))
         rows = np.flatnonzero(catalog.needed_shards())
         heads = self._heads()
-        states = [head.state for head in heads.values() if head.state is not None]
+        states = [file for head in heads.values() for file in head.files]
         total = int(catalog.shards.nbytes()[rows].sum()) + sum(state.size for state in states)
         kept = {file.name for file in states}
         for row in rows.tolist():
@@ -263,19 +263,19 @@ class _Copy:
             copied=self._copied,
         )
 
-    def _heads(self) -> dict[str, PinHead]:
+    def _heads(self) -> dict[str, Snapshot]:
         """Return the pins that the new store gets: no unfinished rollbacks, none that lacks trajectories."""
-        unfinished = {head.name: head.back_to for head in self._catalog.unfinished_asides()}
-        for name, step in unfinished.items():
+        unfinished = {head.name: head.left_for for head in self._catalog.unfinished_asides()}
+        for name, left_for in unfinished.items():
             logger.warning(
-                "%s: a rollback to step %s had not reached the mirror when its store was lost, so it did not happen; "
-                "what it would have set aside (%s) is live",
+                "%s: going to the snapshot %s had not reached the mirror when its store was lost, so it did not "
+                "happen; the head that it would have left (%s) is live",
                 self._source.url,
-                step,
+                left_for,
                 name,
             )
         heads = {name: head for name, head in self._catalog.pins.heads.items() if name not in unfinished}
-        lacking = {name: count for name in heads if (count := self._catalog.lacking(name)) > 0}
+        lacking = {name: count for name, head in heads.items() if (count := self._catalog.lacking(head)) > 0}
         for name, count in lacking.items():
             logger.warning(
                 "%s: the pin %r is left out: %d of its trajectories are not in the mirror. The store had let go of the "

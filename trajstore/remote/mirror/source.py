@@ -17,7 +17,7 @@ from trajstore.core.store.additions import added_in
 from trajstore.core.store.catalog import Catalog, log_segments
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import decode_each, parse_ranges
-from trajstore.core.store.saved_points import PinHead, pin_name
+from trajstore.core.store.saved_points import Snapshot, pin_name
 from trajstore.errors import CorruptStoreError
 
 
@@ -120,7 +120,7 @@ class Picture:
     generation: int
     newest_id: int
     needed: npt.NDArray[np.bool_]
-    pins: Mapping[str, PinHead]
+    pins: Mapping[str, Snapshot]
     pin_files: Mapping[str, bytes]
     whole: tuple[EncodedFile, EncodedFile] | None
 

@@ -7,7 +7,7 @@ import { count, time } from "./numbers.js";
 
 const PATIENCE = 2000; // ms between two looks while something waits: the writer may also drop it, which is no commit
 
-const PLACES = { store: "", inbox: "waits for the writer", refused: "not taken in", rollback: "taken back by a rollback" };
+const PLACES = { store: "", inbox: "waits for the writer", refused: "not taken in" };
 
 /** Shows the values in a section; `changed` is called when there are others than before. */
 export function showLate(section, { id, signal, changed }) {

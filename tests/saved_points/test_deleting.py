@@ -1,0 +1,162 @@
+"""Going to a snapshot and deleting what is left, killed anywhere: calling it again deletes the rest."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
+from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore.core.writing.commit_log import CommitLog
+from trajstore.errors import StoreError, StoreWriteError
+from trajstore.operations.points import go_to
+from trajstore.operations.verify import verify
+from trajstore.remote.directory import RemoteDirectory
+
+THEN = {number: number for number in range(4)}
+
+
+def fill(path: str | Path, *, since: bool = True) -> None:
+    """Make the points 1, 2, 3, and a point 2 on a line that was left; ``since``: whether anything is added behind."""
+    with make(path) as buffer:
+        add(buffer, range(4))
+        buffer.points.save(1, {"step": 1})
+        add(buffer, [4])
+        buffer.points.save(2, {"step": "earlier"})
+        buffer.points.rollback(1)
+        if since:
+            add(buffer, range(5, 7))
+        else:
+            buffer.evict([0])
+        buffer.points.save(2, {"step": 2})
+        buffer.points.save(3, {"step": 3})
+        if since:
+            add(buffer, [7])
+
+
+def kept(path: str | Path) -> tuple[int, list[str]]:
+    """Return how many heads that were left there are, and the names of saved points."""
+    return len(names_in(path, "aside")), names_in(path, "point")
+
+
+AFTER = (1, ["step-1.0", "step-2.0"])
+
+
+@pytest.mark.parametrize("since", [True, False])
+def test_a_kill_anywhere_leaves_nothing_once_it_is_called_again(tmp_path: Path, since: bool) -> None:
+    fill(tmp_path / "store", since=since)
+    before = loaded(tmp_path / "store")
+    with make(tmp_path / "store") as buffer, moments(tmp_path / "store", tmp_path / "copies") as copies:
+        buffer.points.rollback(1, aside=False)
+    assert kept(tmp_path / "store") == AFTER
+    happened = []
+    for at, copy in enumerate(copies):
+        happened.append([point.step for point in saved_points(copy)] == [1])
+        assert loaded(copy) == (THEN if happened[-1] else before)
+        if at % 2:
+            go_to(copy, 1, aside=False)
+        else:
+            with make(copy) as buffer:
+                assert buffer.points.rollback(1, aside=False) == {"step": 1}
+        assert kept(copy) == AFTER
+        assert loaded(copy) == THEN
+        assert state_files(copy) == 2
+        found = verify(copy)
+        assert (found.problems, found.notes) == ([], [])
+    assert happened == sorted(happened)
+    assert set(happened) == {False, True}
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_a_node_that_is_gone_at_any_operation_in_an_object_store(aside: bool) -> None:
+    happened = []
+    for survived in range(12):
+        url = f"memory://bucket-{uuid.uuid4()}"
+        fill(url)
+        count = 0
+
+        def gone(genuine: Callable[..., Any], survived: int = survived) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count > survived:
+                    raise OSError(5, "the node is gone")
+                return genuine(*arguments, **options)
+
+            return call
+
+        buffer = make(url)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("publish", "remove", "append"):
+                patch.setattr(RemoteDirectory, name, gone(getattr(RemoteDirectory, name)))
+            with suppress(StoreError, OSError):
+                buffer.points.rollback(1, aside=aside)
+            with suppress(StoreError, OSError):
+                buffer.close()
+        with make(url) as buffer:
+            steps = [point.step for point in buffer.points.saved]
+            assert steps in ([1], [1, 2, 3])
+            happened.append(steps == [1])
+            assert buffer.points.rollback(1, aside=aside) == {"step": 1}
+            assert keys_of(buffer) == THEN
+        if not aside:
+            assert kept(url) == AFTER
+        else:
+            assert len(names_in(url, "aside")) == 2
+            assert names_in(url, "point") == ["step-1.0", "step-2.0", "step-2.1", "step-3.1"]
+        found = verify(url)
+        assert (found.problems, found.notes) == ([], [])
+        if count <= survived:
+            break
+    assert happened == sorted(happened)
+    assert set(happened) == {False, True}
+
+
+def test_a_commit_that_came_between_is_not_taken_for_the_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The acknowledgement of a commit was lost; it has the generation that the change would have had."""
+    fill(tmp_path, since=False)
+    before = kept(tmp_path)
+
+    def late(log: CommitLog, *given: Any) -> None:
+        log._evict([1])
+        raise StoreWriteError("an earlier change was committed after all; try again")
+
+    with make(tmp_path) as buffer:
+        with monkeypatch.context() as patch:
+            patch.setattr(CommitLog, "replace", late)
+            with pytest.raises(StoreWriteError, match="after all"):
+                buffer.points.rollback(1)
+        assert [point.step for point in buffer.points.saved] == [1, 2, 3]
+        assert kept(tmp_path) == before
+    with make(tmp_path):
+        pass
+    assert len(list((tmp_path / "pins").glob("aside-*.json"))) == 1, "the next writer removes the other one"
+
+
+def test_what_a_head_that_was_left_has_alone_goes_with_it(tmp_path: Path) -> None:
+    def steps(buffer: TrajectoryReplayBuffer) -> list[int]:
+        return [point.step for point in buffer.points.saved]
+
+    with make(tmp_path) as buffer:
+        add(buffer, [0])
+        buffer.points.save(1)
+        add(buffer, [1])
+        buffer.points.save(2)
+        buffer.points.rollback(1)
+        add(buffer, [2])
+        buffer.points.rollback(1)
+        first, second = names_in(tmp_path, "aside")
+        buffer.points.remove(second)
+        buffer.points.go_to(first)
+        assert steps(buffer) == [1, 2]
+        assert [key for _, key in sorted(keys_of(buffer).items())] == [0, 1]
+        buffer.points.rollback(1)
+        buffer.points.remove(first)
+        assert (steps(buffer), names_in(tmp_path, "point")) == ([1], ["step-1.0"])
