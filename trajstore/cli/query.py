@@ -102,7 +102,7 @@ def _run_list(options: Namespace, out: Output) -> int:
     from trajstore.query.words import split
 
     question = query.order_by(*split(options.sort))
-    if options.where:
+    if options.where is not None:
         question = question.where(options.where)
     total, passed = question.count(), whole("--offset", options.offset, 0)
     found = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
