@@ -240,3 +240,8 @@ def test_a_run_of_one_rank_is_a_run(tmp_path: Path, run: Run) -> None:
         assert [(row["judge"], row["task"]) for row in facts] == [(0.5, "b"), (None, "c")]
         assert [row["trajectory_id"] for row in run.json("list", path, "--sort", "trajectory_id")] == ["0/1", "0/2"]
         assert reader.get("0/2").task_id == "c"
+
+
+def test_an_empty_condition_is_refused(single: Path, run: Run) -> None:
+    for command in ("list", "tail", "prune"):
+        assert "must be an expression of SQL" in run.err(command, single, "--where", "")

@@ -118,7 +118,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
 
 def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
     flats = ContentWatch().flatten([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:  # as earlier versions chose them
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.sink.add_flattened(
             flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)])
         )

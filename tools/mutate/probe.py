@@ -23,7 +23,7 @@ from trajstore.operations.copying import repair_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verification import Problem, Verification
 from trajstore.operations.verify import verify
-from trajstore.query.facts import FACTS
+from trajstore.query import FACTS
 from trajstore.testing.witness import WitnessError, check_batch, witness
 
 NEW = 99

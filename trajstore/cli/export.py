@@ -27,7 +27,7 @@ def _run(options: Namespace, out: Output) -> int:
         )
     if options.json:
         out.json(done.to_json())
-        return int(bool(done.problems))
+        return int(bool(done.problems or done.damage))
     above = f"{options.path}: "
     out.problems([f"{above}trajectory {name} was left out: {why}" for name, why in done.problems.items()], above)
     if done.steps:
@@ -35,7 +35,7 @@ def _run(options: Namespace, out: Output) -> int:
             f"{options.path}: {done.steps:,} step trajectories were left out; they have neither messages nor tokens"
         )
     out.line(f"{done.target}: {done.rollouts:,} rollouts")
-    return int(bool(done.problems))
+    return int(bool(done.problems or done.damage))
 
 
 COMMAND = Command(

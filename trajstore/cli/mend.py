@@ -32,13 +32,13 @@ def _prune(options: Namespace, out: Output) -> int:
     pruned = prune(options.path, options.where, dry_run=not options.yes)
     if options.json:
         out.json({**pruned.to_json(), "dry_run": not options.yes})
-        return 0
+        return int(pruned.damage is not None)
     what = f"{pruned.trajectories:,} trajectories ({format_bytes(pruned.nbytes)})"
     would = "were evicted" if options.yes else "would be evicted"
     out.line(f"{pruned.path}: {what} {would}, {pruned.kept:,} stay")
     if not options.yes:
         out.line("  nothing was changed; --yes does it")
-    return 0
+    return int(pruned.damage is not None)
 
 
 def _compact(options: Namespace, out: Output) -> int:

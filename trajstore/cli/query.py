@@ -65,41 +65,44 @@ def _configure_form(parser: ArgumentParser) -> None:
     form.add_argument("--csv", action="store_true", help="write the rows as CSV")
 
 
-def _query(options: Namespace) -> Query:
-    from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+def _query(options: Namespace) -> tuple[Query, int]:
+    """Return a question about what is whole, and the exit code."""
+    from trajstore.operations.opening import open_readable
 
-    reader = TrajectoryReplayBuffer.open(options.path, pin=options.pin)
+    reader, damage = open_readable(options.path, options.pin)
     if not len(reader):
         logger.warning("%s: there are no trajectories", options.path)
-    return reader.query()
+    return reader.query(), int(damage is not None)
 
 
 def _run_query(options: Namespace, out: Output) -> int:
     from trajstore.query.ids import spelled
     from trajstore.query.naming import id_columns
 
+    query, code = _query(options)
     if options.csv:
-        for number, part in enumerate(_query(options).stream(options.sql)):
+        for number, part in enumerate(query.stream(options.sql)):
             out.data(spelled(part, id_columns(options.sql, part.columns)).write_csv(include_header=number == 0))
     else:
-        found = _query(options).sql(options.sql)
+        found = query.sql(options.sql)
         _write(found, id_columns(options.sql, found.columns), options, out)
-    return 0
+    return code
 
 
 def _run_list(options: Namespace, out: Output) -> int:
+    query, code = _query(options)
     if options.facts:
         from trajstore.query import FACTS, RELATIONS
 
-        names = _query(options).facts().columns
+        names = query.facts().columns
         below = [(f"{name}.{column}", what) for name, own in RELATIONS.items() for column, what in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), *below])
-        return 0
+        return code
     from trajstore.core.base.arguments import whole
     from trajstore.query.words import split
 
-    question = _query(options).order_by(*split(options.sort))
-    if options.where:
+    question = query.order_by(*split(options.sort))
+    if options.where is not None:
         question = question.where(options.where)
     total, passed = question.count(), whole("--offset", options.offset, 0)
     found = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
@@ -114,7 +117,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         which = f"{passed + 1:,} to {end:,}" if passed and len(found) else f"{len(found):,}"
         more = f", --offset {end} goes on" if end < total else ""
         out.line(f"{which} of {total:,} trajectories; --limit 0 shows all{more}")
-    return 0
+    return code
 
 
 def _known(names: list[str], table: DataFrame) -> list[str]:

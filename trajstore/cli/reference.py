@@ -52,8 +52,8 @@ def reference() -> str:
         "| code | meaning |",
         "| --- | --- |",
         "| 0 | done; `verify`: sound |",
-        f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it, `repair` and `pool` say what they had to "
-        "leave out, the others have done nothing |",
+        f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it; what commands had to leave out they "
+        "name, and do the rest; where nothing can be read they change nothing |",
         f"| {FAILED} | it could not be done: no store there, a value out of range, a package that is not installed, "
         "a full disk |",
         f"| {INTERRUPTED} | interrupted (Ctrl-C) |",

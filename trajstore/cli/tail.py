@@ -60,7 +60,7 @@ def _run(options: Namespace, out: Output) -> int:
         finally:
             if not options.json:
                 out.line(f"go on with: trajstore tail {options.path} --since {cursor}")
-    return 0
+    return int(tail.damage is not None)
 
 
 def _show(news: News, options: Namespace, out: Output, last: int | None) -> Iterator[Cursor]:

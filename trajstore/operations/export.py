@@ -27,6 +27,7 @@ from trajstore.core.reading.late import COLUMNS
 from trajstore.core.store.facts import FACTS
 from trajstore.core.store.run_ids import ID_LIMIT, shown_id, written_id
 from trajstore.errors import ConfigurationError, TrajstoreError
+from trajstore.operations.opening import open_readable
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
 from trajstore.query.query import Query
@@ -59,12 +60,14 @@ class Exported:
         rollouts: that were written.
         steps: trajectories that are no rollouts, and were left out.
         problems: by id, why a rollout could not be read; it was left out.
+        damage: of the source, by which trajectories were left out that cannot be listed; None for none.
     """
 
     target: str
     rollouts: int = 0
     steps: int = 0
     problems: dict[str, str] = field(default_factory=dict)
+    damage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -107,14 +110,15 @@ def export_rollouts(
         raise ConfigurationError(f"export: form {form!r}, must be one of {', '.join(get_args(Form))}")
     if target.exists() or target.is_symlink():
         raise ConfigurationError(f"export: {target} exists already; name another target, or delete it")
-    with Reader.open(source, pin=pin) as reader:
+    reader, damage = open_readable(source, pin, verify_shards=True)
+    with reader:
         question = reader.query() if where is None else reader.query().where(where)
         late = _late_columns(reader, question)
         given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
         columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
         rows = question.select(*columns).rows()
         is_run = bool((reader.trajectory_ids >= ID_LIMIT).any())
-        done = Exported(str(target), steps=sum(row["kind"] != "agent" for row in rows))
+        done = Exported(str(target), damage=damage, steps=sum(row["kind"] != "agent" for row in rows))
         rows = [row for row in rows if row["kind"] == "agent"]
         with _appearing(target) as folder:
             write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late, is_run)

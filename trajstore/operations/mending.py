@@ -11,6 +11,7 @@ from typing import Any
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.reading.places import Place, find_place, rank_number
 from trajstore.core.store.run_ids import ALONE, own_id, rank_of_id
+from trajstore.operations.opening import open_readable
 from trajstore.operations.points import stores_of
 
 
@@ -23,16 +24,19 @@ class Pruned:
         trajectories: how many leave.
         nbytes: of their columns. Files go when no pin and no reader needs them.
         kept: how many stay.
+        damage: of the store, by which trajectories were left as they are; None for none.
     """
 
     path: str
     trajectories: int
     nbytes: int
     kept: int
+    damage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return {"path": self.path, "trajectories": self.trajectories, "bytes": self.nbytes, "kept": self.kept}
+        names = {"path": self.path, "trajectories": self.trajectories, "bytes": self.nbytes, "kept": self.kept}
+        return {**names, "damage": self.damage}
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,13 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
         for one in () if dry_run else stores:  # all, before any is changed
             rank = rank_number(one.directory, place.directory) if place.kind == "run" else ALONE
             writers[rank] = held.enter_context(_written(one))
-        with TrajectoryReplayBuffer.open(path) as reader:
+        reader, damage = open_readable(path)
+        with reader:
             leaving = reader.query().where(where)
             ids, nbytes, total = leaving.ids(), int(leaving.table()["bytes"].sum()), len(reader)
         for rank, writer in writers.items():
             writer.evict(own_id(ids[rank_of_id(ids) == rank]).tolist())
-    return Pruned(place.url, len(ids), nbytes, total - len(ids))
+    return Pruned(place.url, len(ids), nbytes, total - len(ids), damage)
 
 
 def compact(path: str | Path) -> Compacted:
@@ -115,7 +120,8 @@ def compact(path: str | Path) -> Compacted:
 @contextmanager
 def _written(place: Place) -> Iterator[TrajectoryReplayBuffer]:
     """Yield a buffer that writes to a store, and leaves its seed and format as they are."""
-    with TrajectoryReplayBuffer.open(place.url) as reader:
+    reader, _ = open_readable(place.url)
+    with reader:
         seed, trajectory_format = reader.seed, reader.trajectory_format
     with TrajectoryReplayBuffer(
         seed, auto_save=True, auto_save_path=place.url, trajectory_format=trajectory_format

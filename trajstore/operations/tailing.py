@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajstore.core.buffer.reader import Reader
 from trajstore.core.store.run_ids import ALONE, ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
 from trajstore.errors import ConfigurationError
+from trajstore.operations.opening import open_readable
 from trajstore.query.engine import polars
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class Tail:
 
     def __init__(self, path: str | Path, since: Cursor | None = None) -> None:
         polars()
-        self._reader = Reader.open(path)
+        self._reader, self.damage = open_readable(path)
+        """What is damaged, and left out; None if nothing is."""
         self.cursor = since or Cursor({})
         """Up to where all was reported."""
 

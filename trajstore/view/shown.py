@@ -20,13 +20,11 @@ from trajstore.core.store.run_ids import id_from
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
-    StoreError,
-    StoreNotFoundError,
     StoreUnreachableError,
     TrajectoryUnavailableError,
-    UnsupportedVersionError,
     listed,
 )
+from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import Pool, PoolSupport, pool_support, pool_support_for
 from trajstore.trajectory import AnyTrajectory
 
@@ -85,12 +83,13 @@ class Shown(Protocol):
         """Show nothing more."""
 
 
-def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
+def shown_at(path: str | Path, *, pin: str | None = None, verify_shards: bool = False) -> Shown:
     """Return what lies at a path: a store, a checkpoint, a run, RLinf's directory, or a pool, in a store or as files.
 
     Args:
         path: directory or URL; of a folder of ``step_N`` pools the newest one is shown.
         pin: name of a pin, whose trajectories are shown.
+        verify_shards: compare the checksums of each shard when it is read for the first time.
 
     Raises:
         StoreNotFoundError: there is nothing that can be shown.
@@ -109,7 +108,7 @@ def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
             if pin is not None:
                 raise ConfigurationError(f"pin: {pin!r}: {path} has files of a pool, which have no pins")
             return PoolFiles(Path(path), pool_support_for(str(path)))
-    return OfReader(path, pin)
+    return OfReader(path, pin, verify_shards)
 
 
 class _OfBuffer:
@@ -141,11 +140,13 @@ class OfReader(_OfBuffer):
     Args:
         path: directory or URL.
         pin: name of a pin, whose trajectories are shown; None: the newest.
+        verify_shards: compare checksums.
     """
 
-    def __init__(self, path: str | Path, pin: str | None) -> None:
+    def __init__(self, path: str | Path, pin: str | None, verify_shards: bool) -> None:
         self.path = str(path)
-        self._reader, self.damage = _opened(path, pin)
+        self._reader, damage = open_readable(path, pin, verify_shards=verify_shards)
+        self.damage = damage and f"not all of it can be shown, as it was when the page was started: {damage}"
         self._support = pool_support()
         self._records = None if self._support is None else self._support.records(self._reader)
         self._is_pool: bool | None = None
@@ -178,24 +179,6 @@ class OfReader(_OfBuffer):
     def close(self) -> None:
         """Give the reader's lease back."""
         self._reader.close()
-
-
-def _opened(path: str | Path, pin: str | None) -> tuple[Reader, str | None]:
-    """Return a reader of a directory, and what is damaged there; None if all is whole. The rest is shown then.
-
-    Raises:
-        StoreNotFoundError: there is nothing that can be shown.
-        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
-    """
-    try:
-        return Reader.open(path, pin=pin), None
-    except (StoreNotFoundError, UnsupportedVersionError):
-        raise
-    except StoreError as error:
-        reader = Reader.open(path, pin=pin, strict=False)
-        damage = f"not all of it can be shown, as it was when the page was started: {error}"
-        logger.warning("%s", damage)
-        return reader, damage
 
 
 class PoolFiles(_OfBuffer):

@@ -326,8 +326,8 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
         unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
         if np.count_nonzero(unknown) > 1:
             loaded.warnings.append(
-                f"{path}: an earlier version of trajstore did not note when it committed {sum(unknown):,} of the "
-                "trajectories: of these, the ranks are shown one after another; what was committed since is newer"
+                f"{path}: {sum(unknown):,} trajectories have no commit time, as those of RLinf's directories: they "
+                "come first, rank after rank"
             )
 
 

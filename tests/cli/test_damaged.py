@@ -1,0 +1,67 @@
+"""Commands that read a damaged store: they do what they can, name what they leave out, and exit with 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.stores import Run
+from tests.stores import stored
+from trajstore import AgentTrajectory, Reward
+from trajstore.cli import DAMAGED
+from trajstore.operations.verify import verify
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def rollout(number: int) -> AgentTrajectory:
+    return AgentTrajectory(input_ids=torch.full((64,), number), task_id=f"t{number}", reward=Reward(outcome=number / 8))
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Six rollouts, each in a shard of its own; the shard of the third is missing."""
+    path = stored(tmp_path / "store", [rollout(number) for number in range(6)], each=True)
+    sorted((path / "shards").iterdir())[2].unlink()
+    return path
+
+
+LEFT = [0, 1, 3, 4, 5]
+
+
+def test_a_missing_shard_hides_only_what_is_in_it(damaged: Path, tmp_path: Path, run: Run, caplog: Any) -> None:
+    rows = run.json("list", damaged, "--sort", "trajectory_id", code=DAMAGED)
+    assert [row["trajectory_id"] for row in rows] == LEFT
+    assert "ids 2" in caplog.text or "trajectory 2" in caplog.text
+    assert "strict" not in caplog.text
+    rows = run.json("query", damaged, "select trajectory_id from trajectories order by 1", code=DAMAGED)
+    assert [row["trajectory_id"] for row in rows] == LEFT
+    assert run.out("query", damaged, "select task from trajectories", "--csv", code=DAMAGED).count("t") == 6
+    shown = run.out("tail", damaged, "--json", code=DAMAGED).splitlines()
+    assert [json.loads(line)["trajectory_id"] for line in shown] == LEFT
+    assert "5 rollouts" in run.out("export", damaged, tmp_path / "out.jsonl", code=DAMAGED)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5
+    assert run.json("prune", damaged, "--where", "outcome >= 0.5", code=DAMAGED)["trajectories"] == 2
+    assert run.json("prune", damaged, "--where", "outcome >= 0.5", "--yes", code=DAMAGED)["trajectories"] == 2
+    rows = run.json("list", damaged, "--sort", "trajectory_id", code=DAMAGED)
+    assert [row["trajectory_id"] for row in rows] == [0, 1, 3]
+
+
+def test_corrupted_tokens_are_not_exported(tmp_path: Path, run: Run) -> None:
+    path = stored(tmp_path / "store", [rollout(number) for number in range(4)], each=True)
+    shard = sorted((path / "shards").iterdir())[1]
+    data = bytearray(shard.read_bytes())
+    at = data.index(torch.full((64,), 1).numpy().tobytes())
+    data[at + 80] ^= 4
+    shard.write_bytes(bytes(data))
+    assert not verify(path).sound
+    out = run.out("export", path, tmp_path / "out.jsonl", code=DAMAGED)
+    assert "trajectory 1 was left out" in out
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["trajectory_id"] for line in lines] == [0, 2, 3]
+    assert all(set(line["input_ids"]) == {line["trajectory_id"]} for line in lines)
+    assert "trajectory 1 cannot be read" in run.out("view", path, "--bundle", tmp_path / "page", code=DAMAGED)
