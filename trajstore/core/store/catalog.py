@@ -240,6 +240,7 @@ class Catalog(Committed):
             self.fences = [natural(generation, MAX_GENERATION) for generation in value["fences"]]
             entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
             entries += declared_rows(value["notes"]["columns"]["ids"])
+            entries += natural(value.get("row_shards", 0), 1 << 31)  # of snapshots alone
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories, and values of them")
             self.shards = ShardTable.from_json(value.pop("shards"))

@@ -475,6 +475,7 @@ class Committed:
                 "generation": self.generation,
                 "visit": self.visit,
                 "line": self.line,
+                "row_shards": len(self.pins.shards()),
                 "next_id": self.next_id,
                 "next_shard": self.next_shard,
                 "store_id": self.store_id,
