@@ -260,7 +260,7 @@ class Stores:
         Raises:
             StoreUnreachableError: a store has not answered.
             StoreWriteError: raised by a store; the message names the store.
-            Exception: any other exception of a store. With several errors, the lowest rank's is raised, the rest logged.
+            Exception: any other exception of a store. Of several errors, the lowest rank's is raised, others logged.
         """
         answers, failed = self.ask(arguments, method, self.deadline)
         for rank in sorted(failed)[1:]:

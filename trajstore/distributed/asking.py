@@ -94,7 +94,9 @@ class Round:
             sent = [call for call in self._calls if call.sent]
             if sent and len(sent) == len(self._calls) and self._take_all(sent):
                 return
-            pause = max(0.001, min([self._until, *(call.due for call in self._calls if not call.sent)]) - time.monotonic())
+            pause = max(
+                0.001, min([self._until, *(call.due for call in self._calls if not call.sent)]) - time.monotonic()
+            )
             if sent:
                 references = [call.sent[0] for call in sent]
                 self._ray.wait(references, num_returns=1, timeout=pause)
