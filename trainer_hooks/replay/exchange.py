@@ -1,4 +1,4 @@
-"""Pools between a store and files, and rollouts that exist already into a pool: what ``trajstore pool`` does."""
+"""Export, import and checks of experience pools: the work of ``trajstore pool``."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from trajstore.trajectory import AgentTrajectory
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an export or import did.
+    """Result of an export or import.
 
     Attributes:
-        source: where it was read from: of several ``step_N`` the one that was taken.
+        source: what was read; of several ``step_N``, the chosen one.
         trajectories: trajectories in the pool afterwards.
         tasks: tasks with trajectories.
-        refused: how many were not taken, by reason (see ``Refusal``).
-        read: what was looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are together.
-        before: trajectories that were in the pool before; 0 where files have replaced them.
-        entered: what entered the pool: ``trajectories`` are those ``before`` and those that entered, without those that
+        refused: trajectories that were refused, by reason (see ``Refusal``).
+        read: trajectories that were examined: the sum of ``entered``, ``refused``, ``left_out`` and ``unreadable``.
+        before: trajectories in the pool before; 0 if files replaced them.
+        entered: trajectories that entered the pool; ``trajectories`` is ``before`` plus these, less those that
             ``left``.
-        left: how many left the pool in the course of it, by reason (see ``Departure``).
-        left_out: a sentence on each kind of rollout of a store that was never to enter, with their number.
-        unreadable: trajectories of the store that was read which are damaged, and left out.
-        tokenized: how many had messages only, and have the tokens that a tokenizer made of them.
+        left: trajectories that left the pool meanwhile, by reason (see ``Departure``).
+        left_out: for each reason why rollouts could never enter, a sentence with their number.
+        unreadable: damaged trajectories of the source store, left out.
+        tokenized: trajectories that had messages only and were given tokens.
         without_log_probs: how many of these have no recorded log-probs that fit the tokens.
     """
 
