@@ -51,9 +51,7 @@ class ControlTokens:
         if in_messages:
             rendered = _rendered(tokenizer)
             added = [name for name in added if name in rendered and name not in _THOUGHTS]
-        names = [
-            name for name in dict.fromkeys([*special, *added]) if name.strip()
-        ]  # runs of blanks are no control tokens
+        names = [name for name in dict.fromkeys([*special, *added]) if name.strip()]  # not runs of blanks
         unknown = getattr(tokenizer, "unk_token_id", None)  # any text may map to it
         ids = frozenset(tokenizer.convert_tokens_to_ids(names)) - {unknown, None}
         return cls(tuple(names), ids, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])

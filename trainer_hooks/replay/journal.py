@@ -193,17 +193,15 @@ class PoolState:
     def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
         """Return the entries of a task that may be drawn at this step, oldest first."""
         held = self.entries.get(task, ())
-        eligible_entries = tuple(
-            entry for entry in held if eligible(entry, rules, global_steps) and not self.is_of_other_row(entry)
+        allowed = tuple(
+            candidate
+            for candidate in held
+            if eligible(candidate, rules, global_steps) and not self.is_of_other_row(candidate)
         )
         max_uses = rules.max_uses
         if max_uses is None:
-            return eligible_entries
-        return tuple(
-            entry
-            for entry, uses in zip(eligible_entries, self.uses_of(eligible_entries), strict=True)
-            if uses < max_uses
-        )
+            return allowed
+        return tuple(entry for entry, uses in zip(allowed, self.uses_of(allowed), strict=True) if uses < max_uses)
 
     def is_of_other_row(self, entry: PoolEntry) -> bool:
         """Return whether an entry answers another prompt than its task's row; then it is never drawn."""
@@ -461,9 +459,7 @@ def _replay(
             head["sequence"] - result.sequence,
         )
     changes = {task: TaskChange(difficulty, skip, forget) for task, difficulty, skip, forget in head["tasks"]}
-    result.state.uses.update(
-        uses_from_json(head.get("uses", ()))
-    )  # these are counts from before the changes, as at writing
+    result.state.uses.update(uses_from_json(head.get("uses", ())))  # from before the changes
     result.garbage.extend(result.state.apply(changes))
     _note_head(record_id, head, result)
 

@@ -200,8 +200,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return histories
 
     def count_histories(self, experience_tasks: Sequence[Task]) -> dict[str, int]:
-        """Return the number of histories that :meth:`get_histories` will find, for each task that has any. Draws
-        nothing."""
+        """Return, for each task that has any, how many histories :meth:`get_histories` will find; draws nothing."""
         return self._manager.count_offpolicy(experience_tasks, self._histories)
 
     def fresh_rollouts(

@@ -129,15 +129,13 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     if valid and rules.replay_difficulty is None and rules.task_sampling != "similar":
         sizes = {difficulty: len(tasks) for difficulty, tasks in valid.items()}
         if not bucket_probabilities(sizes, rules.task_sampling, rules.n_rollout).any():
-            difficulties = ", ".join(map(str, sorted(valid)))
-            return f"task_sampling: {rules.task_sampling} gives no weight to difficulty {difficulties}, and no other is there"
+            levels = ", ".join(map(str, sorted(valid)))
+            return f"task_sampling: {rules.task_sampling} gives no weight to difficulty {levels}, and no other is there"
     if valid and (rules.replay_difficulty is None or rules.replay_difficulty in valid):
         return ""
     if valid:
-        difficulties = ", ".join(map(str, sorted(valid)))
-        return (
-            f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {difficulties}"
-        )
+        levels = ", ".join(map(str, sorted(valid)))
+        return f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {levels}"
     if not state.entries:
         reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
         low, high = rules.experience_lbound, rules.experience_rbound
