@@ -314,7 +314,7 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> 
     assert data.batch["old_log_probs"].equal(data.batch["current_old_log_probs"]), "sampled under another prompt"
     data.reorder(torch.tensor([2, 0, 1]))
     step_done(data, [row.trajectory for row in rows], hook)
-    held = {one.rollout_id: one.old_log_probs for one in hook.manager.task2trajectories["task-0"]}
+    held = {history.rollout_id: history.old_log_probs for history in hook.manager.task2trajectories["task-0"]}
     assert set(held) == {"1", "2"}
     for place, number in enumerate(numbers_of(data)):
         if number != 3:

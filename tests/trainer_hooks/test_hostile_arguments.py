@@ -84,9 +84,13 @@ KINDS = (ExperienceReplayConfig, PoolRules, GuidanceConfig, TrainerConfig, Recor
 def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
     given = {"n_rollout": 8} if kind is PoolRules else {}
     for field, value in itertools.product(dataclasses.fields(kind), HOSTILE):
-        said = outcome(kind, {**given, field.name: value})
-        assert said is None or (field.name in said and not said.startswith("RAW")), (field.name, value, said)
-        assert said is not None or may_take(kind.__name__, field.name, value), (field.name, value)
+        answer = outcome(kind, {**given, field.name: value})
+        assert answer is None or (field.name in answer and not answer.startswith("RAW")), (
+            field.name,
+            value,
+            answer,
+        )
+        assert answer is not None or may_take(kind.__name__, field.name, value), (field.name, value)
 
 
 def test_unknown_keys_are_named_with_the_nearest_one() -> None:

@@ -170,12 +170,12 @@ def check_against_reference(case: Case, tolerance: float) -> None:
         torch.testing.assert_close(
             result[name].double(), expected, rtol=tolerance, atol=tolerance, msg=f"{name} differs"
         )
-    (found,) = torch.autograd.grad(result["pg_loss"], case.log_prob)
-    assert found.dtype == case.log_prob.dtype
+    (gradients,) = torch.autograd.grad(result["pg_loss"], case.log_prob)
+    assert gradients.dtype == case.log_prob.dtype
     # A gradient in half precision is rounded once more, on its way to the log-probs.
-    tolerance = max(tolerance, 2 * torch.finfo(found.dtype).eps)
-    expected = torch.tensor(gradient, dtype=torch.float64).reshape(found.shape)
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    tolerance = max(tolerance, 2 * torch.finfo(gradients.dtype).eps)
+    expected = torch.tensor(gradient, dtype=torch.float64).reshape(gradients.shape)
+    torch.testing.assert_close(gradients.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 # -- values ------------------------------------------------------------------------------------------
@@ -333,7 +333,9 @@ def test_inputs_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [OPTIONS[0], *(pytest.param(one, marks=pytest.mark.campaign) for one in OPTIONS[1:3])], ids=str
+    "options",
+    [OPTIONS[0], *(pytest.param(loss_options, marks=pytest.mark.campaign) for loss_options in OPTIONS[1:3])],
+    ids=str,
 )
 def test_compiles_to_one_graph(options: dict[str, Any]) -> None:
     torch.compiler.reset()

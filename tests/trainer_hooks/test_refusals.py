@@ -120,7 +120,7 @@ def test_a_task_whose_rollouts_crashed_is_not_solved(asked: dict[str, int] | Non
     """One of four crashed, the others succeeded: unknown, unless the trainer says that it asked for three."""
     with make_hook() as replay:
         planned = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
-        came = [PlannedTask(one.task, one.fresh_rollouts - 1, ()) for one in planned]
+        came = [PlannedTask(task_plan.task, task_plan.fresh_rollouts - 1, ()) for task_plan in planned]
         fresh = roll_out(came, 1, successes=N)
         batch = build_batch(rows_of_plan(came, fresh, "shared"), pad_token_id=0)
         current = log_probs_of(batch, 1)
@@ -164,11 +164,11 @@ def test_histories_of_another_prompt_are_left_out_of_the_batch_and_drawn_no_more
         made = [asked(7, "old"), asked(7, "failed", 0.0), asked(7, "failed too", 0.0)]
         assert hook.admit(made) == {"experience_replay/refused_share": 0.0}
         plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
-        assert [len(one.histories) for one in plan] == [1]
+        assert [len(item.histories) for item in plan] == [1]
         rows = hook.batch_rows(plan, [asked(8, "x"), asked(8, "y", 0.0)])
         assert [row.is_experience_replay for row in rows] == [False, False], "the row asks something else by now"
         assert not hook.tasks_chosen(["a"], 0.5, 2).experience
-        assert [one.task_id for one in hook.manager.of_other_rows()] == ["a"]
+        assert [item.task_id for item in hook.manager.of_other_rows()] == ["a"]
 
 
 PROMPT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2?"}]

@@ -37,10 +37,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def page(driver: Any) -> Iterator[Page]:
     """Return the browser; when the test ends, nothing was asked of other machines, and the console is empty."""
-    found = Page(driver)
-    found.console(), found.requested()
-    yield found
-    complaints, requested = found.console(), found.requested()
+    new_page = Page(driver)
+    new_page.console(), new_page.requested()
+    yield new_page
+    complaints, requested = new_page.console(), new_page.requested()
     driver.get("about:blank")
     assert complaints == []
     inner = ("about:", "chrome:", "chrome-untrusted:", "data:")  # the browser's own pages come with it

@@ -40,7 +40,7 @@ def told_of(page: Page) -> list[dict[str, Any]]:
         {
             "role": node["role"]["value"],
             "name": node.get("name", {}).get("value", ""),
-            **{one["name"]: one["value"].get("value") for one in node.get("properties", ())},
+            **{prop["name"]: prop["value"].get("value") for prop in node.get("properties", ())},
         }
         for node in nodes
         if not node["ignored"]
@@ -60,7 +60,7 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
     rollouts, blocks = serve(tmp_path / "rollouts", who="anna"), serve(tmp_path / "blocks")
     prefer(page, theme)
     page.expected_errors += ["status of 400", "status of 404"]
-    found = []
+    violations = []
     for address, drawn in (
         (f"{rollouts}/#/overview", "document.querySelectorAll('.curves canvas').length === 5"),
         (f"{rollouts}/#/table", "document.querySelectorAll('.row').length > 5"),
@@ -80,17 +80,17 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
         page.until(drawn)
         page.run("for (const one of document.querySelectorAll('details')) one.open = true")
         nodes = told_of(page)
-        found += [
-            f"{address}: a {one['role']} without a name"
-            for one in nodes
-            if one["role"] in CONTROLS and not one["name"].strip()
+        violations += [
+            f"{address}: a {node['role']} without a name"
+            for node in nodes
+            if node["role"] in CONTROLS and not node["name"].strip()
         ]
-        found += [f"{address}: no {role}" for role in LANDMARKS - {one["role"] for one in nodes}]
+        violations += [f"{address}: no {role}" for role in LANDMARKS - {node["role"] for node in nodes}]
         if AXE:
             page.run(Path(AXE).read_text())
-            found += [f"{address}: {one}" for one in page.driver.execute_async_script(RUN_AXE)]
+            violations += [f"{address}: {node}" for node in page.driver.execute_async_script(RUN_AXE)]
     prefer(page, "")
-    assert not found, "\n".join(dict.fromkeys(found))
+    assert not violations, "\n".join(dict.fromkeys(violations))
 
 
 def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -133,8 +133,8 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
             assert page.run(f"return {focused}") == held
         page.until("document.querySelector('#said').textContent === '2 trajectories more, 50 now'")
         page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: from version 7 to 4
-        told = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-        assert page.run(f"return {told}") == "version 4: 8"
+        label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
+        assert page.run(f"return {label}") == "version 4: 8"
         page.keys("[data-curve=count] .u-over", "\ue007")  # Enter
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
         assert page.run("return document.title") == f"Trajectories · {tmp_path.name} · trajstore"

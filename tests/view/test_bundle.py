@@ -68,8 +68,8 @@ def bundled(source: Path, target: Path, *options: str) -> Path:
 
 def shown(page: Page) -> list[str]:
     """Return the ids in the table."""
-    found: list[str] = page.run(f"return {ROWS}")
-    return found
+    rows: list[str] = page.run(f"return {ROWS}")
+    return rows
 
 
 def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve, page: Page) -> None:
@@ -184,7 +184,7 @@ def test_blocks_have_their_pictures_alone_and_beside_each_other(
     pixels = "[...document.querySelectorAll('.episodes .large')]" + (
         ".map((one) => one.getContext('2d').getImageData(2, 1, 1, 1).data.slice(0, 3).join())"
     )
-    colors = [",".join(str(value) for value in one.curr_obs["image"][0, 0, 1, 2].tolist()) for one in (block, other)]
+    colors = [",".join(str(value) for value in view.curr_obs["image"][0, 0, 1, 2].tolist()) for view in (block, other)]
     page.until(f"{pixels}.join(' ') === arguments[0]", " ".join(colors))
 
 
@@ -198,9 +198,9 @@ def test_damage_is_said_and_hides_nothing_else(
         done = bundle.write_bundle(living, tmp_path / "out")
     assert list(done.problems) == ["1"], "it came while the bundle was written"
     assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "later")]) == 1
-    said = capsys.readouterr().out
-    assert "not all of it can be shown" in said
-    assert "later: 2 trajectories" in said
+    message = capsys.readouterr().out
+    assert "not all of it can be shown" in message
+    assert "later: 2 trajectories" in message
     opened(page, f"{serve_files(tmp_path / 'later')}#/table", f"{ROWS}.join() === '2,0'")
     page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
     address = serve_files(tmp_path / "out")
@@ -208,9 +208,9 @@ def test_damage_is_said_and_hides_nothing_else(
     page.until(
         "document.querySelector('#trouble').textContent.startsWith('1 could not be read when this was written: 1')"
     )
-    for at, found in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
+    for at, selector in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
         page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
-        page.until("document.querySelector(`main ${arguments[0]}`)", found)
+        page.until("document.querySelector(`main ${arguments[0]}`)", selector)
     (tmp_path / "out" / "data" / "2.bin").unlink()  # whoever copied it forgot one
     page.expected_errors.append("status of 404")
     page.open(f"{address}#/trajectory/2")

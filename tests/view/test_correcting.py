@@ -33,10 +33,10 @@ HOSTILE = "<img src=x onerror='window.stolen = 1'>\x1b[2J \u202egnp.exe\u202c {{
 def post(address: str, body: Any, headers: Mapping[str, str | None] | None = None) -> tuple[int, str]:
     """Return status and sentence of the answer to what the page sends; a header that is None is left out."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
-    said = {"Origin": address, "Sec-Fetch-Site": "same-origin", **JSON, **(headers or {})}
+    sent_headers = {"Origin": address, "Sec-Fetch-Site": "same-origin", **JSON, **(headers or {})}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(
-        "POST", "/api/annotate", data, {name: value for name, value in said.items() if value is not None}
+        "POST", "/api/annotate", data, {name: value for name, value in sent_headers.items() if value is not None}
     )
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -54,7 +54,7 @@ def given(path: Path, shown: str = "0") -> list[Any]:
 
 def told(address: str, shown: str = "0") -> list[Any]:
     """Return what the page is told of values that came late."""
-    return [(one["name"], one["value"], one["place"]) for one in ask(address, "notes", id=shown)["values"]]
+    return [(value["name"], value["value"], value["place"]) for value in ask(address, "notes", id=shown)["values"]]
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     ):
         assert post(address, wish(value, kind, name)) == (200, ""), (name, value)
     expected = [("judge", 0.5), ("judge", -3), ("tag", "5"), ("tag", HOSTILE), ("judge", None), ("outcome", 2**53 - 1)]
-    assert given(path) == [(*one, "anna") for one in expected]
+    assert given(path) == [(*note, "anna") for note in expected]
     answer = ask(address, "notes", id="0")
-    assert [(one["name"], one["value"]) for one in answer["values"]] == expected
-    assert [one["latest"] for one in answer["values"]] == [False, False, False, True, True, True]
+    assert [(note["name"], note["value"]) for note in answer["values"]] == expected
+    assert [note["latest"] for note in answer["values"]] == [False, False, False, True, True, True]
     assert answer["names"] == [["judge", "number"], ["tag", "text"], ["outcome", "number"]]
     assert ask(address, "about")["write"] == {"who": "anna"}
     assert ask(address, "facts", id="0")["outcome"] == 2**53 - 1
@@ -91,7 +91,7 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
 def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) -> None:
     annotate(path, 0, {"known": 1})
     address = serve(path, who="anna")
-    for body, said in (
+    for body, message in (
         (wish("0.5", name="1x"), "'1x', must be a name"),
         (wish("0.5", name="__proto__ "), "must be a name"),
         (wish("0,5"), "'0,5' is no number, such as 0.5"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) ->
         (b'"' + b"x" * 600_000, "at most 524,288 bytes"),
     ):
         status, sentence = post(address, body)
-        assert (status >= 400, said in sentence) == (True, True), sentence
+        assert (status >= 400, message in sentence) == (True, True), sentence
     assert len(given(path)) == 1
 
 
@@ -171,7 +171,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
         "method POST: nothing can be changed here; with --write, `trajstore view` takes values",
     )
     answer = ask(address, "notes", id="0")
-    assert (ask(address, "about")["write"], [one["who"] for one in answer["values"]]) == (None, ["bob"])
+    assert (ask(address, "about")["write"], [value["who"] for value in answer["values"]]) == (None, ["bob"])
     assert len(given(path)) == 1
 
 
@@ -227,7 +227,11 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
-    rlinf = next(one for one in sorted((shared_fixtures / "rlinf").iterdir()) if (one / "metadata.json").is_file())
+    rlinf = next(
+        directory
+        for directory in sorted((shared_fixtures / "rlinf").iterdir())
+        if (directory / "metadata.json").is_file()
+    )
     assert ask(serve(rlinf), "notes", id="0")["values"] == []
     for absent in (rlinf, tmp_path / "none"):
         with pytest.raises(StoreNotFoundError):
@@ -299,13 +303,13 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
 ) -> None:
     opened(page, f"{serve(path, who=HOSTILE)}/#/trajectory/0", FORM)
     page.expected_errors.append("status of 400")
-    for name, value, kind, said in (
+    for name, value, kind, message in (
         ("1x", "1", "number", "must be a name"),
         ("judge", "1,5", "number", "is no number"),
         ("outcome", "good", "text", "takes the place of a number"),
     ):
         enter(page, name, value, f"a {kind}")
-        page.until(f"{REFUSED}.includes(arguments[0])", said)
+        page.until(f"{REFUSED}.includes(arguments[0])", message)
         assert page.run("return document.querySelector('#late-value').value") == value  # to be put right
     assert given(path) == []
     page.run("document.querySelector('#late-name').value = 'tag'; document.querySelector('#late-kind').value = 'text'")

@@ -401,7 +401,7 @@ def test_two_threads_do_not_mix_their_masks(monkeypatch: pytest.MonkeyPatch) -> 
             _, metrics = het_ppo_loss(config, output, data, options=PLAIN)
             tokens.setdefault(name, []).append(metrics[f"{FIGURES}off_tokens"].aggregate())
 
-    threads = [threading.Thread(target=work, args=one) for one in (("none", rows), ("all", all_replayed))]
+    threads = [threading.Thread(target=work, args=case) for case in (("none", rows), ("all", all_replayed))]
     for thread in threads:
         thread.start()
     for thread in threads:

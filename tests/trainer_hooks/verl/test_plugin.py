@@ -71,9 +71,9 @@ def test_another_verl_gets_one_warning_and_nothing_registered(
     with pytest.raises(ConfigurationError, match=r"0\.10\.3"):
         plugin.register()  # verl goes on after that
     assert registered == []
-    (told,) = caplog.records
-    assert (told.name, told.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
-    assert SUPPORTED in told.getMessage()
+    (records,) = caplog.records
+    assert (records.name, records.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
+    assert SUPPORTED in records.getMessage()
 
 
 # ---- versions ----

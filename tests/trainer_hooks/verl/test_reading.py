@@ -25,7 +25,7 @@ def conversation(tokenizer: Any) -> Row:
     """Return the row of a rollout in which the model wrote twice and was told something in between."""
     parts = [("say 1<eos>", 1), ("<user>go on<eos><assistant>", 0), ("1<eos>", 1)]
     spoken = [(tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in parts]
-    response = torch.tensor([one for ids, _ in spoken for one in ids])
+    response = torch.tensor([part for ids, _ in spoken for part in ids])
     mask = torch.tensor([mask for ids, mask in spoken for _ in ids])
     row = rated(fresh_row("u1", response=len(response), index=17))
     columns = {**row.columns, "responses": response, "response_mask": mask, "loss_mask": mask}
@@ -43,28 +43,28 @@ def made_of(row: Row, tokenizer: RunTokenizer, *, text: bool = True) -> AgentTra
 def test_inspect_shows_what_an_agent_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decoder = make_tokenizer()
     decoder.save_pretrained(tmp_path / "model")
-    one = made_of(conversation(decoder), RunTokenizer("f1", str(tmp_path / "model"), decoder))
-    assert [(said["role"], said["content"]) for said in one.messages] == [
+    rollout = made_of(conversation(decoder), RunTokenizer("f1", str(tmp_path / "model"), decoder))
+    assert [(message["role"], message["content"]) for message in rollout.messages] == [
         ("user", "task 17"),
         ("assistant", "say 1"),
         ("environment", "<user>go on<eos><assistant>"),
         ("assistant", "1"),
     ]
-    assert [said.get("author") for said in one.messages] == [None, "llm", "env", "llm"]
+    assert [message.get("author") for message in rollout.messages] == [None, "llm", "env", "llm"]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        (number,) = buffer.add_trajectories([one])
+        (number,) = buffer.add_trajectories([rollout])
     assert main(["inspect", str(tmp_path / "store"), "--trajectory", str(number)]) == 0
     shown = capsys.readouterr().out
-    for told in ("sums:17", "task 17", "outcome", "step", "assistant (llm)", "say 1", "go on", "ground_truth"):
-        assert told in shown, told
+    for expected in ("sums:17", "task 17", "outcome", "step", "assistant (llm)", "say 1", "go on", "ground_truth"):
+        assert expected in shown, expected
     assert "the model wrote, tokens 3 to 8" in shown, "the tokenizer is found where the rollout says"
 
 
 def test_text_can_be_left_out(tmp_path: Path) -> None:
     decoder = make_tokenizer()
-    one = made_of(conversation(decoder), RunTokenizer("f1", "hub/model", decoder), text=False)
-    assert one.messages == [{"role": "user", "content": "task 17"}]
-    assert (one.query, one.metadata["tokenizer"]) == ("task 17", "hub/model")
+    rollout = made_of(conversation(decoder), RunTokenizer("f1", "hub/model", decoder), text=False)
+    assert rollout.messages == [{"role": "user", "content": "task 17"}]
+    assert (rollout.query, rollout.metadata["tokenizer"]) == ("task 17", "hub/model")
     with pytest.raises(ConfigurationError, match=r"recording: text: 'no' is a str, must be true or false"):
         RecordingConfig(text="no")  # type: ignore[arg-type]
 
@@ -81,9 +81,9 @@ class Broken:
         self._error = error
 
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        if any(self._bad in one for one in ids):
+        if any(self._bad in row_ids for row_ids in ids):
             raise self._error
-        return [" ".join(map(str, one)) for one in ids]
+        return [" ".join(map(str, row_ids)) for row_ids in ids]
 
 
 @pytest.mark.parametrize("error", [IndexError("token 99"), GaveUpError("token 99")], ids=["Exception", "panic"])
@@ -100,7 +100,7 @@ def test_a_tokenizer_that_fails_costs_the_text_of_that_rollout_only(
     assert [message for message in caplog.messages if "u1_1_0 is recorded without text" in message] == caplog.messages
     assert len(caplog.messages) == 1
     assert scribe.without_text == 2
-    assert [len(one.messages) for one in made] == [4, 1, 4]
+    assert [len(rollout.messages) for rollout in made] == [4, 1, 4]
 
 
 def test_a_tokenizer_is_not_used_by_two_threads() -> None:
@@ -132,8 +132,8 @@ def test_text_is_what_the_tokenizer_makes_whichever_way_it_is_decoded() -> None:
     loud.__class__ = Loud
     row = conversation(decoder)
     texts = [
-        [said["content"] for said in made_of(row, RunTokenizer("f1", decoder=one)).messages[1:]]
-        for one in (decoder, loud)
+        [message["content"] for message in made_of(row, RunTokenizer("f1", decoder=tokenizer)).messages[1:]]
+        for tokenizer in (decoder, loud)
     ]
     assert texts[0] == ["say 1", "<user>go on<eos><assistant>", "1"]
     assert texts[1] == [text.upper() for text in texts[0]]
@@ -146,8 +146,8 @@ def test_a_tokenizer_that_cannot_be_copied_is_left_alone(caplog: pytest.LogCaptu
         def __deepcopy__(self, memo: Any) -> Single:
             raise TypeError("cannot pickle")
 
-    one = made_of(conversation(make_tokenizer()), RunTokenizer("f1", decoder=Single(99, IndexError())))
-    assert one.messages == [{"role": "user", "content": "task 17"}]
+    rollout = made_of(conversation(make_tokenizer()), RunTokenizer("f1", decoder=Single(99, IndexError())))
+    assert rollout.messages == [{"role": "user", "content": "task 17"}]
     assert "the tokenizer cannot be copied" in caplog.text
 
 

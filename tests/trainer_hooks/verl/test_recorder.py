@@ -38,7 +38,7 @@ class Words:
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         if self._gate is not None:
             assert self._gate.wait(60)
-        return ["".join(map(chr, one)) for one in ids]
+        return ["".join(map(chr, row_ids)) for row_ids in ids]
 
 
 def made(uid: str, count: int) -> list[AgentTrajectory]:
@@ -52,8 +52,8 @@ def recorder(path: Path, on_error: OnError = "raise", gate: threading.Event | No
 
 def on_disk(path: Path) -> list[AgentTrajectory]:
     with TrajectoryReplayBuffer.open(path) as buffer:
-        found = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
-    return [one for one in found if isinstance(one, AgentTrajectory)]
+        rollouts = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
+    return [rollout for rollout in rollouts if isinstance(rollout, AgentTrajectory)]
 
 
 def test_a_step_waits_neither_for_text_nor_for_the_disk_and_a_flush_for_both(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_step_waits_neither_for_text_nor_for_the_disk_and_a_flush_for_both(tmp
     recording.flush()
     assert recording.buffer.points.committed == 199
     assert recording.record([])["recording/waiting"] == 0
-    found = on_disk(tmp_path)
+    stored = on_disk(tmp_path)
     recording.close()
-    assert [one.rollout_id for one in found] == [one.rollout_id for one in [*first, *second]]
-    assert {len(one.messages) for one in found} == {4}
-    assert {len(one.messages) for one in first} == {1}, "the trainer goes on with its own"
+    assert [rollout.rollout_id for rollout in stored] == [rollout.rollout_id for rollout in [*first, *second]]
+    assert {len(rollout.messages) for rollout in stored} == {4}
+    assert {len(rollout.messages) for rollout in first} == {1}, "the trainer goes on with its own"
 
 
 def test_closing_writes_everything(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ recording.record([AgentTrajectory(input_ids=ids, response_start=2, response_mask
         [sys.executable, "-c", program], cwd=project_root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = on_disk(tmp_path)
-    assert len(found) == 200
-    assert {len(one.messages) for one in found} == {1}
+    stored = on_disk(tmp_path)
+    assert len(stored) == 200
+    assert {len(rollout.messages) for rollout in stored} == {1}
 
 
 def test_who_interrupts_closing_is_told_what_is_left_out(

@@ -108,16 +108,16 @@ def fill(session: ReplaySession) -> None:
 
 def planned(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
     """Return the histories of the next step by task."""
-    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
-    assert sorted(found) == TASKS
-    assert all(found.values()), "the pool has histories of every task"
-    return found
+    histories = {task_plan.task: task_plan.histories for task_plan in session.plan(TASKS, 0.5, 2)}
+    assert sorted(histories) == TASKS
+    assert all(histories.values()), "the pool has histories of every task"
+    return histories
 
 
 def expecting(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
     """Let the histories of the next step join prompts ``u0`` to ``u3``, one of each task; return them by prompt."""
-    found = planned(session)
-    uids = {f"u{index}": found[task] for index, task in enumerate(TASKS)}
+    histories = planned(session)
+    uids = {f"u{index}": histories[task] for index, task in enumerate(TASKS)}
     session.expect(uids)
     return uids
 

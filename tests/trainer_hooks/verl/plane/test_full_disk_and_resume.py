@@ -32,7 +32,7 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with failing_disk(plan):
         for step in range(1, 5):
-            assert sorted(one.task for one in session.plan(TASKS, 0.5, step)) == TASKS
+            assert sorted(task_plan.task for task_plan in session.plan(TASKS, 0.5, step)) == TASKS
             plane.train(session, rollouts(f"u{step}", N, index=step - 1), step)
             session.save(tmp_path / f"global_step_{step}", step)
         plan.heal()
@@ -103,7 +103,7 @@ def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
     with caplog.at_level(logging.INFO):
         resumed.resume(tmp_path / "global_step_1", 1)
     assert "step_1 with 8 trajectories of 4 tasks" in caplog.text
-    assert sum(len(one.histories) for one in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
+    assert sum(len(task_plan.histories) for task_plan in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
 
 
 # ---- prompts under way ----
@@ -173,7 +173,7 @@ def test_what_the_pool_had_not_committed_yet(
 
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
-    assert sum(map(bool, (one.histories for one in resumed.plan(TASKS, 0.5, 2)))) == tasks
+    assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
 
 
 # -- A pool whose file a disk changed under a training --
