@@ -1,4 +1,4 @@
-"""Calls of hooks, pool and guidance with good arguments, one of which a test replaces."""
+"""Valid calls of hooks, pool and guidance; a test replaces one argument."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def template() -> experience.ChatTemplate:
 
 
 def good(folder: Path) -> dict[str, Any]:
-    """Return a good value for each name of an argument that has no default; of a batch of two rollouts of one task."""
+    """Return a valid value for each required argument, for a batch of two rollouts of one task."""
     made = build_batch(batch_rows(), 0)
     values = torch.zeros(made.tensors["responses"].shape)
     of_batch = {name: made.tensors[name] for name in ("attention_mask", "exp_mask", "response_mask", "recorded_mask")}
@@ -131,7 +131,7 @@ def good(folder: Path) -> dict[str, Any]:
 
 
 def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Call:
-    """Return a call with what is given, else with an argument's default, else with what is known to be good."""
+    """Return a call's arguments: given values, else defaults, else known valid values."""
     parameters = inspect.signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -159,7 +159,7 @@ METHODS: dict[Callable[[], Any], str] = {
 
 
 def special_arguments() -> dict[str, dict[str, Any]]:
-    """Return what methods are given in the place of the usual values, or of defaults."""
+    """Return method arguments that replace the usual values or defaults."""
     return {
         "replay_hook.loss_computed": {"rows": [0, 1]},
         "replay_hook.rollouts_done": {"is_experience_replay": [False, False]},
@@ -171,7 +171,7 @@ def special_arguments() -> dict[str, dict[str, Any]]:
 
 
 def calls_of_methods(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Name and maker of every call; each is made anew, for a call may change what it is called on."""
+    """Name and factory of every method call; a call may change its object, so each gets a new one."""
     known = good(folder)
     special = special_arguments()
 
@@ -184,7 +184,7 @@ def calls_of_methods(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def calls_of_functions(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Name and maker of every call."""
+    """Name and factory of every function call."""
     known = good(folder)
     calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
         *((target, {}) for target in (experience.ExperienceMixCollateFn, experience.rows_of_messages)),

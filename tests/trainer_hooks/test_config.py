@@ -13,7 +13,7 @@ from trajstore.errors import ConfigurationError
 
 
 class Node:
-    """Behaves like an OmegaConf node: keys and items, but no dict; lists that are no lists."""
+    """Behaves like an OmegaConf node: has keys and items without being a dict or list."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -27,7 +27,7 @@ class Node:
 
 
 def test_nothing_said_is_the_defaults() -> None:
-    """That the others are those of the documentation, ``verl/test_config.py`` shows by the file of the how-to."""
+    """``verl/test_config.py`` compares the other defaults with the how-to's file."""
     config = ExperienceReplayConfig()
     assert (config.store, config.success_threshold) == (None, 1.0)
     assert config.use_current_policy_entropy

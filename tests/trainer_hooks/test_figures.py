@@ -1,4 +1,4 @@
-"""The figures that ``ReplayHook`` hands out, and what it warns of."""
+"""The figures and warnings of ``ReplayHook``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(capl
 
 
 def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Half the tasks with one history each of four: an eighth of the rows, and somewhat less of the tokens."""
+    """Half the tasks replay one of four rollouts: an eighth of the rows, slightly less of the tokens."""
     replay = hook()
     do_step(replay, 1)
     do_step(replay, 2)
@@ -78,7 +78,7 @@ def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplo
 
 
 def test_starving_buckets_are_counted_on_after_a_resume() -> None:
-    """A run that is cut after fifteen steps says in the twentieth what one without a cut says."""
+    """A run resumed after fifteen steps logs the same at step twenty as an uninterrupted one."""
     name = "experience_replay/starving_buckets"
     replay = hook(replay_difficulty=1)
     do_step(replay, 1, tasks=["a"], successes=2)
@@ -93,7 +93,7 @@ def test_starving_buckets_are_counted_on_after_a_resume() -> None:
         *_, metrics = do_step(resumed, step, tasks=["b", "c"], successes=1)
     assert metrics[name] == 1.0
     old = {key: value for key, value in replay.state_dict().items() if key != "draws"}
-    hook().resume(old, 15)  # a cut of an earlier version
+    hook().resume(old, 15)  # a cut written by an earlier version
 
 
 def test_no_bucket_starves_before_replay_begins() -> None:
@@ -116,11 +116,11 @@ def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_a
     assert metrics["experience_replay/age_unknown_rows"] == 0.0
 
 
-# ---- docs/howto/replay_figures.md has them all ----
+# ---- docs/howto/replay_figures.md lists all figures ----
 
 
 def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
-    """Return the names of the figures of a run with demonstrations, losses, and histories drawn in the background."""
+    """Return figure names of a run with demonstrations, losses and background drawing."""
     config = ExperienceReplayConfig(
         enable=True, replay_start_ratio=0.0, task_sampling="similar", prepare_in_background=True, figures=figures
     )
@@ -142,7 +142,7 @@ def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
 
 
 def names_in_the_code(root: Path) -> set[str]:
-    """Return the names that stand in the source in full, ``<n>`` for the end that a program puts in."""
+    """Return the figure names in the source; ``<n>`` stands for a computed suffix."""
     names = set()
     for folder in ("trainer_hooks", "trainer_hooks/verl", "trainer_hooks/replay"):
         for path in (root / folder).glob("*.py"):
@@ -186,7 +186,7 @@ def test_a_step_reports_the_figures_of_the_first_table() -> None:
     assert MAIN - names == {"histories_refused/too_long"}, "verl's alone"
 
 
-# -- Figures of the loss against plain Python over the tokens, in one loss and in several --
+# -- Loss figures against plain Python over the tokens, for one loss and for several --
 
 
 def kish(weights: list[float]) -> float:
@@ -266,7 +266,7 @@ def test_clip_fraction_agrees_with_the_loss() -> None:
 
 
 def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
-    """Mini-batches of unequal size, one of them without a replayed token."""
+    """Mini-batches differ in size; one has no replayed token."""
     figures = []
     for sizes in ([16], [1, 2, 13], [3, 13], [13, 3]):
         replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
@@ -298,7 +298,7 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         assert tensor == pytest.approx(whole, rel=1e-5)
 
 
-# -- Metrics against plain Python, and what is warned of --
+# -- Metrics against plain Python, and warnings --
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         ({"off_ratio_mean": 1.1, "off_ratio_max": 30.0, "off_effective_sample_size": 0.6}, []),  # it learns
         ({"off_policy_share": 0.5, "off_ratio_mean": 10.0}, []),
         ({"off_policy_share": 0.012}, ["only 1.2% of the tokens are replayed, where exp_ratio and"]),
-        ({"off_policy_share": 0.049}, []),  # what the defaults ask for, with histories that are somewhat shorter
+        ({"off_policy_share": 0.049}, []),  # the defaults, with slightly shorter histories
         ({"off_policy_share": 0.0}, []),
         ({"off_ratio_near_zero_share": 0.6}, ["60% of the replayed tokens have importance ratios below 0.1"]),
         ({"off_pg_loss": math.nan}, ["is NaN"]),

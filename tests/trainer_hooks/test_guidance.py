@@ -1,4 +1,4 @@
-"""Configuration of guidance, and the calls that any loop makes."""
+"""Configuration of guidance, and the calls of a training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 
 
 def test_both_sets_of_names_are_understood() -> None:
-    """Today's with every key of ``exp_manager`` in AgentEvolver's ``config/agentevolver.yaml``."""
+    """Current names, with every key of ``exp_manager`` in AgentEvolver's ``config/agentevolver.yaml``."""
     today = {
         "exp_manager": {
             "train_rollout_mode": "mixed",
@@ -190,7 +190,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def rolled(messages: list[dict[str, Any]], first: int, tokenizer: Any) -> AgentTrajectory:
-    """Return a rollout with its tokens, as a loop makes them; the response begins with the model's turn ``first``."""
+    """Return a tokenized rollout whose response begins with the model's turn ``first``."""
     template = ChatTemplate.of(tokenizer)
     made = with_tokens(AgentTrajectory(messages=messages, task_id="t", reward=Reward(outcome=1.0)), template)
     start = len(template.encode(template.render(messages[:first], True)))
@@ -212,7 +212,7 @@ def said(*contents: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shots", [0, 2])
 def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int, tokenizer: Any) -> None:
-    """What is trained on is what the chat template makes of the messages without the experience."""
+    """Training tokens equal the chat template's tokens of the messages without the experience."""
     maker = LocalMaker()
     maker.add([Experience(when_to_use="say", content="say it twice", query="say one")])
     config = GuidanceConfig(enable_context_generator=True)
@@ -241,7 +241,7 @@ def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int,
         late = TrajExpConfig(add_exp=True)
         read = [*hook.context(plain[:-1], late), plain[-1]]
         with pytest.raises(InvalidTrajectoryError, match="does not begin with the"):
-            hook.finished(rolled(read, len(prompt), tokenizer), late)  # put into what is the response
+            hook.finished(rolled(read, len(prompt), tokenizer), late)  # inserted into the response
         assert hook.metrics()["guidance/discard_refused"] == 2
     other_template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     for arguments, error, reason in (
@@ -253,7 +253,7 @@ def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int,
 
 
 class Speaking:
-    """A maker that finds what it was told to."""
+    """A maker that returns preset experience."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -265,7 +265,7 @@ class Speaking:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 PIECES = ["<eos>", "<assistant>", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<", ">", "|", "eos", " "]

@@ -1,6 +1,6 @@
-"""What a screen reader is told of each view, in a real Chromium, light and dark.
+"""Accessibility tree of each view, in a real Chromium, light and dark.
 
-With ``TRAJSTORE_AXE=/path/to/axe.min.js`` the rules of axe-core are tried on each view, too.
+``TRAJSTORE_AXE=/path/to/axe.min.js`` adds the rules of axe-core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ axe.run(document, { resultTypes: ['violations'] }).then(
 
 
 def told_of(page: Page) -> list[dict[str, Any]]:
-    """Return what the browser tells a screen reader: role, name and properties of each element."""
+    """Return the accessibility tree: role, name and properties of each element."""
     nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     return [
         {
@@ -48,12 +48,12 @@ def told_of(page: Page) -> list[dict[str, Any]]:
 
 
 def prefer(page: Page, theme: str) -> None:
-    """Let the system ask for light or dark; empty = as it is."""
+    """Emulate the system's light or dark preference; empty = none."""
     feature = {"name": "prefers-color-scheme", "value": theme}
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
-@pytest.mark.parametrize("theme", ["light", *(["dark"] if AXE else [])])  # names are the same, contrasts are not
+@pytest.mark.parametrize("theme", ["light", *(["dark"] if AXE else [])])  # only contrasts differ
 def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page, theme: str) -> None:
     stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
     stored(tmp_path / "blocks", [witness(7), witness(8)])
@@ -102,13 +102,15 @@ def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Pa
     light, curve = page.run(f"return {ground}"), page.run(f"return {drawn}")
     prefer(page, "dark")
     dark = page.until(f"{ground} !== arguments[0] && {ground}", light)
-    page.until(f"{drawn} !== arguments[0]", curve)  # what is drawn follows, too
+    page.until(f"{drawn} !== arguments[0]", curve)  # the canvas follows, too
     page.click("#theme")
     assert page.run(f"return {ground}") == light
     page.driver.refresh()
-    page.until(f"document.querySelector('.curves canvas') && {ground} === arguments[0]", light)  # it was chosen
+    page.until(
+        f"document.querySelector('.curves canvas') && {ground} === arguments[0]", light
+    )  # an explicit choice wins
     assert "light" in page.run("return document.querySelector('#theme').getAttribute('aria-label')")
-    page.click("#theme")  # which is what the system says: nothing is chosen any more
+    page.click("#theme")  # equals the system's theme, so the choice is dropped
     page.until(f"{ground} === arguments[0]", dark)
     prefer(page, "light")
     page.until(f"{ground} === arguments[0]", light)

@@ -1,4 +1,4 @@
-"""Bundles in a real Chromium, over a server that knows nothing but files."""
+"""Bundles in a real Chromium, over a static file server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Serve = Callable[[Path], str]
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files of a folder."""
+    """Serves a folder's files without logging."""
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
@@ -42,7 +42,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def files_of(folder: Path) -> Iterator[str]:
-    """Serve a folder from a thread, below a path as publishers do; yields the address."""
+    """Serve a folder from a thread, below a path like publishers do; yield the address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder.parent))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -61,7 +61,7 @@ def serve_files() -> Iterator[Serve]:
 
 
 def bundled(source: Path, target: Path, *options: str) -> Path:
-    """Write a bundle as users do, and return the folder."""
+    """Write a bundle with the command line and return its folder."""
     assert main(["view", str(source), "--bundle", str(target), *options]) == 0
     return target
 
@@ -79,14 +79,14 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
         writer.flush()
         expected = writer.query().where("task != 'task-4'").order_by("outcome desc", "trajectory_id").ids().tolist()
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
-    shutil.rmtree(tmp_path / "store")  # nothing is asked of it
+    shutil.rmtree(tmp_path / "store")  # the bundle does not need it
     opened(page, address, "document.querySelectorAll('.curves canvas').length === 5")
     assert text_of(page, ".figures dd") == str(len(expected))
     assert f"{len(expected)} trajectories where task != 'task-4'" in text_of(page, "#live")
     assert "trajstore view" in text_of(page, ".question")
     assert page.run("return document.querySelector('#filter')") is None
     clicked(page, ".lacking a", f"{ROWS}.join() === '250'")
-    page.click(".question a")  # all again
+    page.click(".question a")  # clears the filter
     page.until(
         f"{ROWS}[0] === '250' && document.querySelector('.total').textContent === '{len(expected)} trajectories'"
     )
@@ -211,7 +211,7 @@ def test_damage_is_said_and_hides_nothing_else(
     for at, selector in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
         page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
         page.until("document.querySelector(`main ${arguments[0]}`)", selector)
-    (tmp_path / "out" / "data" / "2.bin").unlink()  # whoever copied it forgot one
+    (tmp_path / "out" / "data" / "2.bin").unlink()  # an incomplete copy
     page.expected_errors.append("status of 404")
     page.open(f"{address}#/trajectory/2")
     page.until("document.querySelector('main .trouble').textContent.includes('not all of it was copied')")
@@ -274,7 +274,7 @@ def write_until_killed(store: Path, target: Path, by: signal.Signals) -> None:
         if done == 2:
             os.kill(os.getpid(), by)
 
-    os.close(2)  # what Python says of an interrupt
+    os.close(2)  # hides Python's traceback of the interrupt
     bundle.write_bundle(Living(shown_at(store)), target, progress=progress)
 
 

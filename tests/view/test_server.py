@@ -1,4 +1,4 @@
-"""What the server answers, over real HTTP, without a browser."""
+"""The server's answers over real HTTP, without a browser."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def get(
 
 
 def ask(address: str, path: str, **asked: Any) -> Any:
-    """Return an answer of JSON."""
+    """Return a JSON answer."""
     status, _, body = get(address, f"/api/{path}?{urlencode(asked, doseq=True)}")
     assert status == 200, body
     return json.loads(body)
 
 
 def trajectory(address: str, shown: str) -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
-    """Return what is told of a trajectory, and its arrays by name."""
+    """Return a trajectory's header and its arrays by name."""
     status, _, body = get(address, f"/api/rollout?{urlencode({'id': shown})}")
     assert status == 200, body
     (length,) = struct.unpack_from("<I", body)
@@ -91,7 +91,7 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
 
 
 def stream(address: str, seen: str | None = None) -> tuple[str, Any]:
-    """Return id and data of the first state that a page is told that has seen another one."""
+    """Return id and data of the first state sent to a page that last saw ``seen``."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
     connection.request("GET", "/api/events", headers={} if seen is None else {"Last-Event-ID": seen})
     answer = connection.getresponse()
@@ -117,7 +117,7 @@ def test_a_page_that_was_cut_off_is_told_of_what_it_missed(tmp_path: Path, serve
         second, state = stream(address, first)
         assert second != first
         assert state["trajectories"] == 5
-        assert stream(address, first)[0] == second  # not told what it had seen, but what is
+        assert stream(address, first)[0] == second  # gets the current state, not the missed ones
         assert stream(address, "of a server before")[0] == second
     assert ask(address, "page", count=10)["total"] == 5
 
@@ -158,7 +158,7 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
     steps, batch = block.rewards.shape[:2]
     assert (header["kind"], header["steps"], header["batch"]) == ("step", steps, batch)
     np.testing.assert_array_equal(arrays["rewards"].reshape(block.rewards.shape), block.rewards.numpy())
-    assert arrays["dones"].shape[:2] == (steps, batch)  # without the rows that begin an epoch
+    assert arrays["dones"].shape[:2] == (steps, batch)  # without the rows at epoch starts
     status, _, body = get(address, "/api/rollout?id=5/1")
     assert (status, "5/1" in json.loads(body)["error"]) == (404, True)
     rlinf = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
@@ -325,7 +325,7 @@ def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_text_of_tokens_is_that_of_the_whole() -> None:
-    """A tokenizer of bytes that drops the space with which a text begins, as some do."""
+    """A byte tokenizer that drops a text's leading space, like some do."""
     text = " für 😀 das\nEnde é"
     ids = list(text.encode())
 

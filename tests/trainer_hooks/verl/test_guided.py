@@ -1,4 +1,4 @@
-"""What the trainer's process offers prompts: who is guided, with what, and what a service that fails does to a step."""
+"""Choice of guided prompts and their experience in the trainer, also with a failing service."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_validations_before_training_become_experience_once(opened: Opened) -> N
 
 
 def asking(opened: Opened, url: str, seconds: float, *more: str) -> GuidedRollouts:
-    """Open guidance that asks a service and waits so long for each answer."""
+    """Open guidance that queries a service with this timeout per answer."""
     maker = ["dialect='0.2'", "enable_summarizer=true", "updated_freq=1", f"base_url={url}"]
     maker += [f"{name}={seconds}" for name in ("retrieve_timeout", "summary_timeout")]
     return opened(*SHOWS, *(f"+experience_maker.{option}" for option in maker), *more)
@@ -253,7 +253,7 @@ def asking(opened: Opened, url: str, seconds: float, *more: str) -> GuidedRollou
 def test_a_service_in_trouble_is_counted_and_told_once(
     opened: Opened, caplog: pytest.LogCaptureFixture, mode: str, kind: str, seconds: float
 ) -> None:
-    """Sixty prompts in each step: asked one after the other, a service that hangs would take all of their time."""
+    """Sixty prompts per step: sequential queries to a hanging service would add up sixty timeouts."""
     caplog.set_level(logging.WARNING)
     with FakeReMe(mode=mode) as service:
         guided = asking(opened, service.url, seconds)
@@ -263,7 +263,7 @@ def test_a_service_in_trouble_is_counted_and_told_once(
         guided.step_done([rollout(0, 1.0)], 1)
         assert guided._hook.wait(60)
         while (figures := guided.step_done([], 2)).get(f"guidance/retrieve/failed/{kind}", 0.0) == 0.0:
-            time.sleep(0.05)  # calls that the step did not wait for end by themselves
+            time.sleep(0.05)  # calls that the step abandoned end by themselves
         failed = {name: value for name, value in figures.items() if name.startswith("guidance/retrieve/failed/")}
         assert sum(failed.values()) + figures["guidance/rollouts/late"] >= 3 * 60
         assert sum(figures[name] for name in figures if name.startswith("guidance/update/failed/")) == 1.0
@@ -272,7 +272,7 @@ def test_a_service_in_trouble_is_counted_and_told_once(
 
 
 def test_a_service_that_answers_slowly_holds_a_step_no_longer_than_said(opened: Opened) -> None:
-    """Each answer comes in time, but there are too many questions: what is late is not shown, and counted."""
+    """Each answer is in time, but there are too many questions; late answers are counted and not shown."""
 
     class Slow:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The agent loop of guided rollouts, around loops that make prompts in several ways, with the tokenizing of verl."""
+"""The guided agent loop around loops that build prompts in several ways, with verl's tokenization."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROLLED: list[list[int]] = []
 
 
 class Loop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
-    """As verl's loop of a single turn, without an engine."""
+    """Like verl's single-turn loop, without an engine."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(await self.ct_build_initial_tokens(list(named["raw_prompt"])))
@@ -53,7 +53,7 @@ class Loop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
 
 
 class Twice(Loop):
-    """Two outputs: the second one begins with the first one's prompt and answer, as a context that grows."""
+    """Two outputs; the second continues the first one's prompt and answer (growing context)."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         first = await super().run(sampling_params, **named)
@@ -61,7 +61,7 @@ class Twice(Loop):
 
 
 class Cut(Loop):
-    """Two outputs: the second one's context has lost what stood before, and with it the experience."""
+    """Two outputs; the second one's context was cut and lacks the experience."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         first = await super().run(sampling_params, **named)
@@ -70,7 +70,7 @@ class Cut(Loop):
 
 
 class Wrapping(Loop):
-    """Builds the message that it sends around the one that it is given, and changes its list afterwards."""
+    """Wraps the given message in its own and mutates its list afterwards."""
 
     form = "task: {}"
 
@@ -83,27 +83,27 @@ class Wrapping(Loop):
 
 
 class Adding(Wrapping):
-    """Adds to the end of the message that it is given."""
+    """Appends to the given message."""
 
     form = "{}. go"
 
 
 class Unheard(Loop):
-    """Makes tokens by itself."""
+    """Tokenizes by itself."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(tokens(list(named["raw_prompt"])))
 
 
 class Deaf(Loop):
-    """Reads the task elsewhere."""
+    """Reads the task from another column."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(await self.ct_build_initial_tokens([{"role": "user", "content": "other"}]))
 
 
 class Routed(Loop):
-    """Has a row of experts for each token, of the prompt too."""
+    """Returns routed experts for each token, including the prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(await self.ct_build_initial_tokens(list(named["raw_prompt"])), routed_experts=[[0]])
@@ -140,7 +140,7 @@ def rolled_out(
     session: int = 1,
     most: int = 4000,
 ) -> list[AgentLoopOutput]:
-    """Return the outputs of a session, of which session 1 is to be guided."""
+    """Return a session's outputs; session 1 is guided."""
     _agent_loop_registry["under_test"] = {"_target_": f"{__name__}.{kind.__name__}"}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": most}}, "data": {}})
     offer = Offer("under_test", (1,), mode, Insertion(len(plain) - 1, text), ("4", "2"))
@@ -226,7 +226,7 @@ def test_what_cannot_be_taken_out_is_rolled_out_again_without(kind: type[Loop]) 
 
 
 class Engine:
-    """A rollout engine that answers without a model, and keeps the prompts."""
+    """A rollout engine without a model that records prompts."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **more: Any) -> TokenOutput:
         ROLLED.append(list(prompt_ids))
@@ -271,7 +271,7 @@ TEXT = st.text(alphabet=" :.say1{}<>EXP\n", max_size=12)
 @settings(max_examples=40, deadline=None)
 @given(experience=TEXT, task=TEXT)
 def test_put_in_and_taken_out_gives_the_tokens_of_the_prompt(experience: str, task: str) -> None:
-    """Whatever the texts: also an experience that the task says itself, and one that is nothing but spaces."""
+    """Also for experience that the task contains, and for experience made of spaces."""
     ROLLED.clear()
     plain: list[dict[str, Any]] = [{"role": "user", "content": task}]
     text = f"<EXP>{experience}</EXP>"

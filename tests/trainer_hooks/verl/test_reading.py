@@ -1,4 +1,4 @@
-"""What people read of a recorded rollout: turns as messages, query and tokenizer, and what a token costs on disk."""
+"""Readable parts of a recorded rollout (messages, query, tokenizer) and its bytes per token on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trajstore.trajectory import AgentTrajectory
 
 
 def conversation(tokenizer: Any) -> Row:
-    """Return the row of a rollout in which the model wrote twice and was told something in between."""
+    """Return a row of two model turns with an environment message in between."""
     parts = [("say 1<eos>", 1), ("<user>go on<eos><assistant>", 0), ("1<eos>", 1)]
     spoken = [(tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in parts]
     response = torch.tensor([part for ids, _ in spoken for part in ids])
@@ -70,11 +70,11 @@ def test_text_can_be_left_out(tmp_path: Path) -> None:
 
 
 class GaveUpError(BaseException):
-    """What compiled code throws when it gives up: no ``Exception``."""
+    """Panic of compiled code: not an ``Exception``."""
 
 
 class Broken:
-    """Fails for some tokens, as tokenizers do whose vocabulary is smaller than the model's."""
+    """Fails for some tokens, like a tokenizer with a smaller vocabulary than the model's."""
 
     def __init__(self, bad: int, error: BaseException) -> None:
         self._bad = bad
@@ -104,7 +104,7 @@ def test_a_tokenizer_that_fails_costs_the_text_of_that_rollout_only(
 
 
 def test_a_tokenizer_is_not_used_by_two_threads() -> None:
-    """Fast tokenizers fail in one thread while another one is in them: the scribe has one of its own."""
+    """Fast tokenizers are not thread-safe, so the scribe has its own."""
     used: list[object] = []
 
     class Noting(Broken):
@@ -122,7 +122,7 @@ def test_a_tokenizer_is_not_used_by_two_threads() -> None:
 
 
 def test_text_is_what_the_tokenizer_makes_whichever_way_it_is_decoded() -> None:
-    """A fast tokenizer without the interpreter's lock, one that does more than it by itself."""
+    """Fast tokenizers decode without the GIL; subclasses that override decoding use their own."""
 
     class Loud(type(make_tokenizer())):  # type: ignore[misc]
         def _decode(self, *given: Any, **named: Any) -> str:
@@ -175,7 +175,7 @@ def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int =
 
 
 def test_what_a_token_costs_on_disk(tmp_path: Path) -> None:
-    """The figures of the how-to."""
+    """Checks the how-to's figures."""
     size = bytes_of_a_rollout(tmp_path / "a", 300, 700)
     assert bytes_of_a_rollout(tmp_path / "b", 1300, 700) - size == pytest.approx(5 * 1000, rel=0.02)
     assert bytes_of_a_rollout(tmp_path / "c", 300, 1700) - size == pytest.approx(18 * 1000, rel=0.02)

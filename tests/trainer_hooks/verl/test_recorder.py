@@ -1,4 +1,4 @@
-"""Rollouts on their way to disk, beside the training: nothing is lost, and whoever must know of a failure is told."""
+"""Background recording of rollouts: nothing is lost, and failures reach the caller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore.trajectory import AgentTrajectory
 
 
 class Words:
-    """A tokenizer; waits for its gate if it has one."""
+    """A tokenizer that optionally waits for a gate."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self._gate = gate
@@ -130,7 +130,7 @@ def _child(recording: RolloutRecorder, told: Any) -> None:
 
 
 def test_a_forked_child_records_nothing_and_ends(tmp_path: Path) -> None:
-    """Workers of a data loader are such children, and the interpreter's end waits for what is not written."""
+    """Data loader workers are such children, and interpreter exit waits for pending writes."""
     gate = threading.Event()
     recording = recorder(tmp_path, gate=gate)
     recording.record(made("a", 3))
@@ -192,7 +192,7 @@ def test_who_interrupts_closing_is_told_what_is_left_out(
     assert on_disk(tmp_path) == []
 
 
-# -- Work beside a training step: in order, bounded, errors told once, safe to interrupt and to fork --
+# -- Background work: in order, bounded, errors raised once, safe to interrupt and to fork --
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_who_submits_waits_for_room(background: Background) -> None:
     assert not submitted.wait(0.2), "more waits than may"
     gate.set()
     thread.join()
-    background.submit(lambda: None, 1000)  # heavier than all that may wait: alone
+    background.submit(lambda: None, 1000)  # heavier than the limit: runs alone
     background.wait()
 
 

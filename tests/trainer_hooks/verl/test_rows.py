@@ -1,4 +1,4 @@
-"""A row of verl's data plane becomes a trajectory, goes through a store, and comes back as a row of another group."""
+"""A row of verl's data plane survives the way through a store into another group."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step_of(rows: list[Row], outcome: OutcomeRule = RULE) -> list[AgentTrajector
 
 
 def through_a_store(trajectories: list[AgentTrajectory], folder: Path) -> list[AgentTrajectory]:
-    """Return the trajectories as another process would find them."""
+    """Return the trajectories as read back by another process."""
     ids: list[int] = []
     stored: list[AnyTrajectory] = []
     for opened in ("to write", "to read"):
@@ -112,7 +112,7 @@ def test_a_row_comes_back_as_it_was(
 
 
 def test_a_loss_mask_alone_says_which_tokens_are_replayed() -> None:
-    """Rollouts of another loop, imported into the run's pool, may have no ``response_mask``."""
+    """Imported rollouts of another loop may lack ``response_mask``."""
     row = rated(fresh_row("old", response=4))
     imported = dataclasses.replace(recorded(row), response_mask=None)
     back = replayed_row(fresh_row("new"), imported, 0, own_group=False)
@@ -365,7 +365,7 @@ def test_other_keys_are_refused(key: str) -> None:
 
 
 def made_in_a_step() -> list[AgentTrajectory]:
-    """Two prompts of one task and one of another; session 1 of the first has two outputs."""
+    """Two prompts of one task and one of another; session 1 of the first prompt has two outputs."""
     places = [("b", 1, 0, 1), ("a", 10, 0, 1), ("a", 1, 1, 1), ("a", 0, 0, 1), ("a", 1, 0, 1), ("c", 0, 0, 2)]
     return step_of(
         [rated(fresh_row(uid, session, output=output, index=index)) for uid, session, output, index in places]
@@ -373,7 +373,7 @@ def made_in_a_step() -> list[AgentTrajectory]:
 
 
 def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> None:
-    """Whose outputs come in any order; ``plane/test_unusual_groups.py`` has its rows replayed."""
+    """Outputs arrive in any order; ``plane/test_unusual_groups.py`` replays the rows."""
     made = made_in_a_step()
     assert [rollout.rollout_id for rollout in replayable(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
     assert replayable([]) == []
@@ -436,7 +436,7 @@ def test_plain_arrays_have_no_value_that_json_lacks(value: Any) -> None:
     assert all(isinstance(item, str) or np.isfinite(item) for item in flat)
 
 
-# -- Token columns of many rows at once are those of each row by itself --
+# -- Token columns of many rows equal those of each row alone --
 
 
 OPTIONAL = ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
@@ -531,7 +531,7 @@ def test_scores_of_half_precision() -> None:
     assert (tokens.score, tokens.scores, tokens.entropy) == (0.5, [[1, 0.5]], 1.5)
 
 
-# -- Histories that are longer than the run's rows stand beside no rollouts --
+# -- Histories longer than the run's rows are not replayed --
 
 
 @given(

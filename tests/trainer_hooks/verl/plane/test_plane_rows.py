@@ -1,4 +1,4 @@
-"""What verl's data plane does to rows without a word, and what a replay session makes of it."""
+"""Silent changes of rows by verl's data plane, and their handling by a replay session."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["sampled", "joined before"])
 def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSession) -> None:
-    """A session of two outputs has a row more than was planned for; verl would fill 17 rows up to 32."""
+    """A session of two outputs adds a row beyond the plan; verl would pad 17 rows to 32."""
     session = make_session()
     plane.fill(session)
     uids = plane.expecting(session)
@@ -153,7 +153,7 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The pool of an earlier run; a name of a task is another prompt now, or the limits of lengths are others."""
+    """The pool comes from an earlier run with other prompts for the same tasks, or other length limits."""
     pool = {"store": {"path": str(tmp_path / "pool")}, "prepare_in_background": background}
     first = make_session(**pool)
     plane.fill(first)
@@ -333,7 +333,7 @@ def test_padding_is_neither_recorded_nor_replaced(first: str, make_session: Make
     plane.fill(session)
     session.expect({"u": plane.planned(session)["sums:0"]})
     joined = session.join(plane.put(rollouts("u", 2)))  # one rollout failed
-    if first == "replayed":  # verl balances rows over ranks, and padding copies whichever comes first
+    if first == "replayed":  # verl balances rows over ranks, and padding copies the first
         joined = KVBatchMeta(partition_id=TRAINING, keys=joined.keys[::-1], tags=joined.tags[::-1])
     filled = upsample_batch_to_divisible_size(joined, N, plane.EOS)
     padding = filled.keys[len(joined) :]

@@ -89,7 +89,7 @@ def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSessi
     assert "_sync_metadata_from_transfer_queue" not in vars(sampler)
 
 
-# ---- rollouts that did not come back, or tell nothing ----
+# ---- rollouts that are missing or have no outcome ----
 
 
 def test_an_outcome_that_is_missing_is_told_once_and_counted(
