@@ -87,9 +87,9 @@ def export_rollouts(
 
     Each rollout is one line or row, oldest first: the fields of :class:`~trajstore.AgentTrajectory`,
     ``trajectory_id`` and ``committed``. Tensors are lists. Late values are in ``notes`` by name; those by row are
-    lists. In Parquet, ``outcome`` and ``success_rate`` are columns; each message has ``role``, ``content`` and all of it as
-    ``json``; each late value has a column ``notes.NAME`` (null where a rollout lacks it); ``rest`` has all
-    other fields as JSON.
+    lists. In Parquet, ``outcome`` and ``success_rate`` are columns; each message has ``role``, ``content`` and all of
+    it as ``json``; each late value has a column ``notes.NAME`` (null where a rollout lacks it); ``rest`` has all other
+    fields as JSON.
 
     Args:
         source: path or URL.
