@@ -1,4 +1,4 @@
-"""A server on loopback that speaks as ReMe does, and fails as ReMe does and as networks do."""
+"""A loopback server that imitates ReMe's answers and failures, and network failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORIES = [
 
 
 class FakeReMe(Loopback):
-    """Answers by ``mode``; keeps every body that it was sent.
+    """Answers by ``mode``; records all request bodies.
 
     Modes: ``ok``; a status as a number; ``garbage``, ``deep`` (JSON without end), ``not an object``, ``no metadata``,
     ``no success``, ``silent failure`` and ``error as answer`` (200 and success), ``hang`` (no answer until the server

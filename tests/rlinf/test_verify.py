@@ -1,4 +1,4 @@
-"""``verify`` on directories of RLinf: what their own checksums and names tell."""
+"""``verify`` on directories of RLinf: checks by file names and RLinf's checksums."""
 
 from __future__ import annotations
 
