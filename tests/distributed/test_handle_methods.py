@@ -1,4 +1,4 @@
-"""A handle is used like a buffer: every method of a buffer is one of a handle, or is left out for a reason."""
+"""A handle has every method of a buffer, except those left out for a stated reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HANDLE: dict[str, type[Any]] = {"": DistributedReplayBuffer, "points.": PointsOf
 
 
 def public(parts: dict[str, type[Any]]) -> dict[str, Any]:
-    """Return what a user finds on an object and its parts, by path."""
+    """Return the public names of an object and its parts, by path."""
     return {
         part + name: inspect.getattr_static(kind, name)
         for part, kind in parts.items()
