@@ -409,7 +409,7 @@ class ExperienceManager:
             task: [journal.replayed_copy(record) for _, record in held] for task, held in candidates.items() if held
         }
 
-    # ---- what the pool holds ----
+    # ---- contents ----
 
     @property
     def global_steps(self) -> int:
@@ -511,7 +511,7 @@ class ExperienceManager:
         """Return the entries that answer another prompt than their task's row, and are never drawn."""
         return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
 
-    # ---- keeping it ----
+    # ---- changes and persistence ----
 
     def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
         """Give every trajectory a new outcome after a change of the reward function; return how many stay.
@@ -681,7 +681,7 @@ class ExperienceManager:
         self._fingerprint = fingerprint
         return len(held) + len(contents.unreadable)
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _go_on_with(
         self,

@@ -278,7 +278,7 @@ def plan_admissions(
         left += 1
         if accepted.pop(displaced.trajectory_id, None) is None:
             replaces[entry.trajectory_id] = displaced.trajectory_id
-        elif displaced.trajectory_id in replaces:  # it is not stored, so this one replaces what it would have replaced
+        elif displaced.trajectory_id in replaces:  # not stored: this one replaces its target instead
             replaces[entry.trajectory_id] = replaces.pop(displaced.trajectory_id)
     return AdmissionPlan(entries, accepted, replaces, refused, left)
 

@@ -273,7 +273,7 @@ def import_transcripts(
         ConfigurationError: ``store`` is not a pool, or of another tokenizer, or its rules never replay demonstrations.
         StoreNotFoundError: there is no such file.
         StoreLockedError: a run is using the store.
-        StoreWriteError: the store could not write; what was added before is kept.
+        StoreWriteError: the store could not write; earlier additions are kept.
     """
     if not Path(source).is_file():
         raise StoreNotFoundError(f"{source}: no such file")

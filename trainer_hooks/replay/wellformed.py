@@ -1,7 +1,7 @@
 """Validation of a rollout's fields, the same for every store of a pool. Pure.
 
-A pool in memory accepts exactly what a pool on disk does. Rollouts that a trajectory store would refuse are found here
-one by one, so that the others of their step are kept.
+Pools in memory and on disk accept the same rollouts. Rollouts that a trajectory store would refuse are found here one
+by one, so that the others of their step are kept.
 """
 
 from __future__ import annotations
