@@ -19,8 +19,8 @@ class EmbodiedRolloutResult:
 
     ``append_step_result`` adds one chunk step; ``append_transitions`` the observations around it. Fields that
     a step result leaves out are not collected for that step, so ``dones`` (and its kin) and ``prev_values`` may
-    be given once more per rollout epoch than the rest, as bootstrap rows. Arguments are neither changed nor are
-    their dicts kept.
+    be given once more per rollout epoch than the rest, as bootstrap rows. Arguments are not
+    changed, and their dicts are not kept.
 
     Args:
         max_episode_length: longest possible episode, in steps; copied to every trajectory.

@@ -159,9 +159,9 @@ def _credentials(filesystem: Any) -> dict[str, Any]:
     if filesystem.key and filesystem.secret:
         key, secret, token = filesystem.key, filesystem.secret, filesystem.token
     else:
-        found = sync(filesystem.loop, filesystem.session.get_credentials)
-        if found is None:
+        credentials = sync(filesystem.loop, filesystem.session.get_credentials)
+        if credentials is None:
             raise PermissionError(errno.EACCES, "the S3 client has found no credentials")
-        key, secret, token = sync(filesystem.loop, found.get_frozen_credentials)[:3]
+        key, secret, token = sync(filesystem.loop, credentials.get_frozen_credentials)[:3]
     expires = datetime.now(UTC) + _RENEWED
     return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires}

@@ -277,7 +277,7 @@ class RemoteDirectory(Directory):
         else:
             self._change(name, lambda version: None if version is None else self._objects.delete_if(name, version))
 
-    # -- who uses it -------------------------------------------------------------------------------
+    # -- locks and leases --------------------------------------------------------------------------
 
     def lock_writer(self) -> WriterLock:
         self._lock = RemoteWriterLock(self._objects, self._lock_ttl)

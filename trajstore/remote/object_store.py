@@ -84,24 +84,24 @@ class ObjectStore:
         direct = self._bucket_ranges(fs, root)
         came = _by_filesystem(fs, full) if direct is None else self._by_obstore(direct, fs, full)
         with closing(came):
-            for place, found in came:
-                yield place, self._judged(pieces[place], found)
+            for place, data in came:
+                yield place, self._judged(pieces[place], data)
 
     def _by_obstore(
         self, direct: BucketRanges, fs: Any, pieces: Sequence[tuple[str, int, int]]
     ) -> Generator[tuple[int, Buffer | BaseException], None, None]:
         with closing(direct.fetch(pieces)) as came:
-            for place, found in came:
-                if not isinstance(found, OSError):
+            for place, data in came:
+                if not isinstance(data, OSError):
                     direct.has_worked = True
-                elif not direct.has_worked and not isinstance(found, FileNotFoundError):
+                elif not direct.has_worked and not isinstance(data, FileNotFoundError):
                     theirs = list(_by_filesystem(fs, pieces))
                     if not any(isinstance(part, BaseException) for _, part in theirs):
                         self._ranges = os.getpid(), None
-                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, found)
+                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, data)
                         yield from theirs
                         return
-                yield place, found
+                yield place, data
 
     def _bucket_ranges(self, fs: Any, root: str) -> BucketRanges | None:
         """Return this process's range reader; None if the file system reads ranges itself."""
@@ -147,8 +147,7 @@ class ObjectStore:
         """Write an object if it is absent; return whether it was absent.
 
         Atomic on S3 (``If-None-Match``) and other backends that support fsspec's mode ``create``; elsewhere the check
-        is
-        racy: two concurrent callers can both succeed.
+        is racy: two concurrent callers can both succeed.
         """
         with self._at(name) as (fs, path):
             if not self.keeps_create:
@@ -275,12 +274,12 @@ class ObjectStore:
         """Return the names of the objects and of the folders directly below a folder, each sorted."""
         with self._at(below, fresh=True) as (fs, folder):
             try:
-                found = fs.ls(folder.rstrip("/"), detail=True)
+                entries = fs.ls(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
                 return [], []
         prefix = f"{folder}/" if below else folder
         kinds: dict[str, list[str]] = {"file": [], "directory": []}
-        for item in found:
+        for item in entries:
             path = item["name"].rstrip("/")
             if path.startswith(prefix) and item["type"] in kinds:
                 kinds[item["type"]].append(path[len(folder) - len(below) :])

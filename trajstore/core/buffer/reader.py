@@ -113,7 +113,7 @@ class Reader(Closing):
             storage_options: passed on to the fsspec file system.
 
         Raises:
-            StoreNotFoundError: there is nothing to read; says what is there.
+            StoreNotFoundError: there is nothing to read; describes the path.
             IncompleteCheckpointError, CorruptStoreError, UnsafeContentError, UnsupportedVersionError: as for
                 ``load_checkpoint``.
         """
@@ -450,7 +450,7 @@ class Reader(Closing):
         """Keep the files to be linked or copied."""
         return nullcontext()
 
-    # -- what is shown ----------------------------------------------------------------------------
+    # -- refreshing and loading -------------------------------------------------------------------
 
     def refresh(self) -> bool:
         """Show a live writer's new commits to the loaded directory; return whether there were any.

@@ -258,7 +258,7 @@ class TrajectoryReplayBuffer(Reader):
             local_rank: 0-based.
             world_size: number of shares.
             strict: True refuses a directory with anything damaged or absent (shards' contents are not read: sizes are
-                compared). False leaves out what cannot be read, reconstructs the rest, and logs a warning for each. By
+                compared). False leaves out unreadable data, reconstructs the rest, and logs a warning for each. By
                 default a directory of RLinf is loaded as in RLinf: checkpoints made in memory list more
                 trajectories than they hold, which causes a warning; any other directory is refused. For RLinf's
                 directories, True and False open every file (some tenths of a millisecond each) and refuse or leave out
@@ -329,7 +329,7 @@ class TrajectoryReplayBuffer(Reader):
     def _keeping_files(self) -> AbstractContextManager[object]:
         return self.sink.keeping_files()
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def grows(self) -> bool:

@@ -240,7 +240,7 @@ def _left(gone: Gone) -> str:
         (change.values_back, "late values count again"),
         (len(change.points), "saved points are on another line now"),
     )
-    parts = [f"{count} {what}" for count, what in counted if count]
+    parts = [f"{count} {effect}" for count, effect in counted if count]
     if gone.aside is not None:
         parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
     return "; ".join(parts)

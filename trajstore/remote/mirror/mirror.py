@@ -70,7 +70,7 @@ class StoreMirror:
         """Start the thread."""
         start_thread(self._thread)
 
-    # -- what is known ----------------------------------------------------------------------------
+    # -- state and waiting ------------------------------------------------------------------------
 
     @property
     def state(self) -> MirrorState:

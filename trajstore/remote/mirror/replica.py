@@ -229,7 +229,7 @@ class Replica:
             lock, self._lock = self._lock, None
             lock.release()
 
-    # -- what is to be copied ---------------------------------------------------------------------
+    # -- copying ----------------------------------------------------------------------------------
 
     def lacking(self, picture: Picture, catalog: Catalog, lines: Sequence[Line] | None) -> list[int] | None:
         """Return the rows of the shards that must be copied before the next publication.

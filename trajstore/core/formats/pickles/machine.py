@@ -194,7 +194,7 @@ class Machine:
             check_key(item)
             target.add(item)
 
-    # -- names, and what they are applied to -----------------------------------------------------
+    # -- names and calls -------------------------------------------------------------------------
 
     def push_global(self) -> None:
         module = self.line()
