@@ -147,7 +147,7 @@ def _remove_abandoned(parent: HeldFolder, name: str) -> None:
         except BlockingIOError:
             continue  # a live process is making it
         except OSError:
-            pass  # file systems without locks on left: the last process wins
+            pass  # file systems without locks on folders: the last process wins
         finally:
             os.close(descriptor)
         _remove(parent, folder)
