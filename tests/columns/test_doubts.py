@@ -26,7 +26,7 @@ _NEAR = [
     for base in (torch.tensor([edge], dtype=torch.float64).to(dtype),)
     for value in (base, *(torch.nextafter(base, torch.tensor([to], dtype=dtype)) for to in (-9.0, 9.0)))
 ]
-"""Values beside each limit, as each dtype has them."""
+"""Each limit and its neighbouring values in each dtype."""
 
 
 def _twin(rollout: AgentTrajectory) -> Iterator[str]:
@@ -115,7 +115,7 @@ def told(caplog: pytest.LogCaptureFixture, *rollouts: Any) -> list[str]:
 
 SOUND: list[dict[str, Any]] = [
     {"input_ids": np.arange(6), "loss_mask": None},
-    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # environment tokens
+    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # NaN at an environment token only
     {"old_log_probs": torch.full((4,), -1.0).to(torch.float8_e5m2), "input_ids": torch.arange(6).to(torch.uint16)},
     {"old_log_probs": torch.zeros(0), "response_start": 6, "response_mask": None},
     {"input_ids": torch.zeros(0, dtype=torch.int64), "loss_mask": None, "response_start": None, "response_mask": None},

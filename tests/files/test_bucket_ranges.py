@@ -117,7 +117,7 @@ def fetched(objects: ObjectStore, pieces: list[tuple[str, int, int]] = PIECES) -
     return [contents[place] for place in range(len(pieces))]
 
 
-# -- settings -----------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------
 
 
 def test_ranges_come_in_the_order_in_which_they_were_asked_for(server: Server) -> None:
@@ -232,7 +232,7 @@ def certify(server: Server, folder: Path) -> Path:
     return paths[0]
 
 
-# -- failing servers ----------------------------------------------------------------------------------
+# -- failing servers ---------------------------------------------------------------------------------
 
 
 def test_what_fails_is_tried_again(server: Server) -> None:
@@ -280,7 +280,7 @@ def test_in_the_end_the_error_names_the_object(server: Server, status: int, capl
 def test_a_server_that_says_200_to_a_range_is_asked_by_s3fs(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.misbehave = lambda handler: handler.answer(200, handler.wanted())
     objects = objects_of(server)
-    assert fetched(objects, PIECES[:1]) == WANTED[:1]  # some ranges would remain in flight if several were requested
+    assert fetched(objects, PIECES[:1]) == WANTED[:1]  # of several ranges, some would still be in flight
     before = len(server.by_obstore())
     assert fetched(objects) == WANTED
     assert len(server.by_obstore()) == before, "obstore is not tried again"
@@ -309,7 +309,7 @@ def test_what_does_not_come_is_an_error_that_names_it(
         fetched(objects_of(server))
 
 
-# -- whole stores -------------------------------------------------------------------------------------
+# -- whole stores ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_what_a_killed_save_left_is_removed_and_what_a_live_one_makes_is_not(tmp
             buffer.save_checkpoint(path)
             assert not left.exists()
             assert other.exists()
-    assert os.listdir(path) == []  # the last of several savers owns the name
+    assert os.listdir(path) == []  # the last saver to publish owns the name
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "store"]
 
 

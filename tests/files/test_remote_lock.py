@@ -170,7 +170,7 @@ def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> N
         assert sum(refused) == 15
 
 
-# -- writers after a takeover -------------------------------------------------------------------------
+# -- writers after a takeover ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_a_reader_keeps_what_it_shows(s3_url: str, s3_options: dict[str, Any]) -
 def test_what_a_lease_says(memory_url: str) -> None:
     directory = RemoteDirectory(memory_url)
     assert directory.announce_reader().release() is None
-    assert directory.names() == []  # only the writer creates this folder
+    assert directory.names() == []  # readers are announced only after a first writer
     directory.append("log/1", b"")
     lease = directory.announce_reader(3)
 

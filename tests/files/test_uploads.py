@@ -14,7 +14,7 @@ from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_trajectory, witness
 
 CONTENT = bytes(range(256)) * 44
-"""11 KB: three parts of five, with which the server is content here."""
+"""11 KB, uploaded in three parts of at most 5 KB."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Loaders and samplers that resume through a saved point: the same batches, on any number of ranks."""
+"""Loaders and samplers resumed from a saved point give the same batches on any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rewards(batch: dict[str, Any]) -> list[float]:
 def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
     tmp_path: Path, name: str, world: int
 ) -> None:
-    """Ten trajectories of 8 rows; two epochs of 10 batches of 8 together, stopped at the fifth batch."""
+    """Ten trajectories of 8 rows make two epochs of 10 batches of 8 in total; stopped after the fifth batch."""
     with make(tmp_path) as writer:
         add(writer, range(10))
         with ReplayLoader(writer, 8, prefetch=3, sampler=SAMPLERS[name]()) as loader:

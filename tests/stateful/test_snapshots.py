@@ -26,7 +26,7 @@ from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import check_trajectory, witness
 
-# -- the model ------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Model:
         return State(state.keys, values, line)
 
 
-# -- the store beside it --------------------------------------------------------------------------------
+# -- the store under test ----------------------------------------------------------------------------
 
 
 class Snapshots(RuleBasedStateMachine):

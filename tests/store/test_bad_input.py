@@ -74,7 +74,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "writer.lock" and p.parent.name != "readers")
 
 
-# -- one kind of damage at a time -------------------------------------------------------------------
+# -- single faults -----------------------------------------------------------------------------------
 
 
 def test_a_damaged_record_within_the_log_is_refused_by_name_and_byte(store: Path) -> None:
@@ -115,7 +115,7 @@ def test_names_that_leave_the_directory(store: Path, name: str) -> None:
     assert (store.parent / "x").read_bytes() == b"precious"
 
 
-# -- found by tools/mutate --------------------------------------------------------------------------
+# -- found by tools/mutate ---------------------------------------------------------------------------
 
 
 def _more_samples_than_steps(value: Any) -> None:
@@ -260,7 +260,7 @@ def test_columns_that_are_no_fields(store: Path) -> None:
     assert not verify(store).sound
 
 
-# -- code -------------------------------------------------------------------------------------------
+# -- pickles with code -------------------------------------------------------------------------------
 
 
 def test_pickles_that_would_run_code(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_pickles_of_another_layout_are_no_shards(tmp_path: Path) -> None:
         read(store)
 
 
-# -- whose directory --------------------------------------------------------------------------------
+# -- ownership of the directory ----------------------------------------------------------------------
 
 
 def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def added(*ranges: list[int]) -> dict[str, Any]:
 
 
 def settled(*steps: Any, present: list[int], next_id: int = 0, counter: int = 0) -> Damage:
-    """Return the damage of a log whose records were read, or are missing where None."""
+    """Return the damage of a log with these records; None stands for missing ones."""
     records, damage = LostRecords(), Damage("log")
     records.begins(next_id)
     for step in steps:

@@ -221,7 +221,7 @@ def test_declared_rows() -> None:
             declared_rows({"shape": shape})
 
 
-# -- string tables ------------------------------------------------------------------------------------
+# -- string tables -----------------------------------------------------------------------------------
 
 
 def test_a_copy_grows_on_its_own() -> None:
@@ -288,7 +288,7 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
             rows = starts_of([flat.extent], flat.schema.kind)
             view.append({**entry, **rows, "slot": np.zeros(1)})
             number, pending = number + 1, pending + 1
-        if pending and data.draw(st.integers(0, 4)) == 0:  # an unwritable one
+        if pending and data.draw(st.integers(0, 4)) == 0:  # the newest could not be written
             drop(view, [number - 1])
             pending -= 1
         count = data.draw(st.integers(0, pending))

@@ -139,7 +139,7 @@ ENTRIES = {
 """Two trajectories: T = 2, B = 1, E = 1 and T = 2, B = 2, E = 1 (samples 2 + 4; with extra rows 3 + 6)."""
 
 
-# -- lines --------------------------------------------------------------------------------------------
+# -- lines -------------------------------------------------------------------------------------------
 
 
 def test_a_line_is_checksum_space_json_line_feed() -> None:
@@ -168,7 +168,7 @@ def test_segments_are_named_by_their_first_generation_and_other_names_are_none(n
     assert segment_generation(segment_name(12)) == 12
 
 
-# -- manifests ----------------------------------------------------------------------------------------
+# -- manifests ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_file_outside_the_directory_is_refused() -> None:
         manifest_from_json(manifest_to_json(MANIFEST, 0) | {"files": [["../x", 1000, 0]]}, [STEP])
 
 
-# -- what was added -----------------------------------------------------------------------------------
+# -- additions ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None
         entries_from_json([AddedShard(4, 3, 0, replace(MANIFEST, rows=(6, 9)), ENTRIES | changes, 7)], StringTable())
 
 
-# -- ids ----------------------------------------------------------------------------------------------
+# -- ids ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

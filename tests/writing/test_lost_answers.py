@@ -93,7 +93,7 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
                 for number in buffer.add_trajectories([witness(key)]):
                     of_id[number] = key
                     added.add(key)
-            except StoreWriteError:  # an earlier one failed, and this one was not added
+            except StoreWriteError:  # an earlier commit failed; this trajectory was not added
                 pass
             try:
                 doing = chance.randrange(5)
@@ -115,7 +115,7 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
             assert len(set(shown)) == len(shown)
             assert not set(shown) & certain
         network.losing = lambda: None
-        with suppress(StoreWriteError):  # a request was still in flight
+        with suppress(StoreWriteError):  # reports a request that was in flight
             buffer.flush()
         buffer.flush()
         keys = keys_of(buffer)

@@ -109,7 +109,7 @@ def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
     assert [list(ids) for ids in committed] == [list(range(len(KEYS)))]
 
 
-# -- failures ------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------
 
 
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(

@@ -32,7 +32,7 @@ def shard_files(path: Path) -> list[str]:
     return sorted(entry.name for entry in (path / "shards").iterdir())
 
 
-# -- readers ----------------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_is_always_one_commit_behind_does_not_stop_deletion(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_readers_of_earlier_versions_hold_what_they_say(tmp_path: Path) -> None:
         lease.release()
 
 
-# -- shards that are partly alive -------------------------------------------------------------------
+# -- partly evicted shards ---------------------------------------------------------------------------
 
 
 def disk(path: Path) -> int:

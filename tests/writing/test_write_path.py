@@ -187,7 +187,7 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
     assert said()["size"] == 6
 
 
-# -- the end of the interpreter ----------------------------------------------------------------------
+# -- interpreter exit --------------------------------------------------------------------------------
 
 EXIT = """
 import sys, threading
@@ -247,7 +247,7 @@ def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
     assert threads == ["trajstore-change"]
 
 
-# -- a list that is larger than a shard --------------------------------------------------------------
+# -- lists larger than a shard -----------------------------------------------------------------------
 
 
 def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
