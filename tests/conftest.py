@@ -101,7 +101,7 @@ STARTS = {
     "verl": (TESTS / "verl_plugin", TESTS / "trainer_hooks" / "verl", TESTS / "trainer_hooks" / "test_dataproto.py"),
     "ray": tuple(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
 }
-"""What files and folders of tests start, by marker; importing them alone takes seconds."""
+"""Test files and folders by the marker of the services they start; importing these takes seconds."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -46,7 +46,7 @@ PAGES = [
     ),
     *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
 ]
-"""Each page is one program. One process runs them all, as importing torch takes longer than they do."""
+"""Each page is one program; one process runs all, as importing torch dominates."""
 
 _RUN_PAGES = """
 import json, sys, traceback

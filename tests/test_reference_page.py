@@ -97,7 +97,7 @@ def shown_classes() -> dict[str, type]:
 
 
 BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.interop.rlinf.trajectory.Trajectory"}
-"""Their fields are those of ``Trajectory``, as their docstrings say."""
+"""Classes with the fields of ``Trajectory``, according to their docstrings."""
 
 
 def troubles_of(value: type) -> list[str]:

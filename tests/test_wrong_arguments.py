@@ -141,7 +141,7 @@ ALSO: dict[str, dict[str, Any]] = {
     },
     **{"sample_hindsight": {"ends": [], "share": 1.0}, "sample": {"num_chunks": 2}},
 }
-"""Arguments that have a default, and get another one."""
+"""Arguments with another value than their default."""
 
 
 def weighted(buffer: TrajectoryReplayBuffer) -> WeightedSampler:

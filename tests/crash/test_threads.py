@@ -30,9 +30,9 @@ _LONG = 600.0
 
 
 def _check(folder: Path, replacer: str, form: str, seconds: float) -> None:
-    problems = run_session(folder / "session", replacer, form, seconds, seed=0)
-    assert not problems.problems, "\n\n".join(problems.problems)
-    assert problems.counts["replacements"] > 0
+    result = run_session(folder / "session", replacer, form, seconds, seed=0)
+    assert not result.problems, "\n\n".join(result.problems)
+    assert result.counts["replacements"] > 0
 
 
 @pytest.mark.parametrize("replacer", REPLACERS)

@@ -26,7 +26,7 @@ LEFT_OUT = {
     "store_id": "store_ids has that of each store",
     "retention": "each store has its own",
 }
-"""Public names of a buffer that a handle lacks, and why; docs/design/many-machines.md has the same list."""
+"""A buffer's public names that handles lack, with reasons; docs/design/many-machines.md has the same list."""
 
 OTHERWISE = {
     "add_trajectories": "returns a receipt",
@@ -36,7 +36,7 @@ OTHERWISE = {
     "points.pin": "returns the generation of each store",
     "close": "the stores go on",
 }
-"""Names that both have, with another signature or result."""
+"""Names of both with differing signature or result."""
 
 
 BUFFER: dict[str, type[Any]] = {"": TrajectoryReplayBuffer, "points.": PointsOfBuffer, "mirror.": MirrorOfBuffer}

@@ -26,7 +26,7 @@ class Stores:
         self.away: set[int] = set()
         self.starts = 0
         self.held: dict[int, int] = {}
-        """By id, the key of its trajectory."""
+        """Trajectory keys by id."""
         self.next_key = 0
         self.census = Census()
 

@@ -691,8 +691,8 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     ask = starting._ask_nodes
 
     def asked(given: Any, task: Any, *arguments: Any, seconds: float) -> Any:
-        batch = ask(given, task, *arguments, seconds=seconds)
-        return {node: own[node] for node in batch} if task is starting._ranks_below else batch
+        answer = ask(given, task, *arguments, seconds=seconds)
+        return {node: own[node] for node in answer} if task is starting._ranks_below else answer
 
     monkeypatch.setattr(starting, "_ask_nodes", asked)
     handle = create("homes", tmp_path, stores="per_node")

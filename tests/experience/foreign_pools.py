@@ -87,16 +87,16 @@ def of_messages(folder: Path, tokenizer: Any) -> list[KnownRollout]:
         return made
 
     rollouts = []
-    for (task, rollout), messages in _pickled(folder).items():
+    for (task, rollout), record in _pickled(folder).items():
         ids: list[int] = []
         mask: list[int] = []
         starts = []
-        for message in messages["steps"]:
+        for message in record["steps"]:
             header = tokens(f"<|im_start|>{message['role']}\n")
             body, end = tokens(f"{message['content']}<|im_end|>"), tokens("\n")
             by_model = message["role"] == "assistant"
             starts += [len(ids)] if by_model else []
             ids += header + body + end
             mask += [0] * len(header) + [int(by_model)] * len(body) + [0] * len(end)
-        rollouts.append(KnownRollout(task, rollout, messages["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
+        rollouts.append(KnownRollout(task, rollout, record["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
     return rollouts

@@ -163,12 +163,12 @@ def test_a_pool_that_is_begun_among_other_trajectories_says_so(
 ) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([build("a", 1), build("a", 2)])
-    for told in (1, 1):  # the second time there is a pool, so no new warning
+    for expected_count in (1, 1):  # the second time there is a pool, so no new warning
         store = BufferStore.open(tmp_path)
         manager = ExperienceManager(RULES, store=store)
         train(manager, 1)
         store.close()
-        assert caplog.text.count("its store holds 2 trajectories that are none of a pool's") == told
+        assert caplog.text.count("its store holds 2 trajectories that are none of a pool's") == expected_count
 
 
 def test_a_pool_is_asked(tmp_path: Path) -> None:

@@ -185,11 +185,11 @@ def test_one_that_cannot_become_tokens_does_not_block_the_others(
     assert manager.refused == {"no_tokens": 2}
     assert "messages[1].content: a list" in caplog.text
     assert "none is the model's" in caplog.text
-    (histories,) = manager.task2trajectories["t"]
-    assert is_demonstration(histories)
-    assert histories.policy_version is None
-    assert histories.tokenizer_fingerprint == manager.tokenizer_fingerprint
-    assert histories.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
+    (demonstration,) = manager.task2trajectories["t"]
+    assert is_demonstration(demonstration)
+    assert demonstration.policy_version is None
+    assert demonstration.tokenizer_fingerprint == manager.tokenizer_fingerprint
+    assert demonstration.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
     assert manager.save_trajectories_to_memory([ok]) == 0  # the same tokens from a training step
     assert manager.refused == {"no_tokens": 2, "duplicate": 1}
 

@@ -262,9 +262,9 @@ def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones() -> None:
         return fresh
 
     assert mixed(unsolved_first=False) == ["s", "t", "u"]
-    figures = mixed(unsolved_first=True)
-    assert sorted(figures[:2]) == ["a", "b"]
-    assert figures[2] == "s"
+    tasks = mixed(unsolved_first=True)
+    assert sorted(tasks[:2]) == ["a", "b"]
+    assert tasks[2] == "s"
     assert mixed(unsolved_first=True, lacking="b") == ["a", "s", "t"]
 
 

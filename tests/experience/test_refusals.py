@@ -61,7 +61,7 @@ NOT_STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
     "mask of another length": ({"response_mask": torch.ones(5, dtype=torch.int64)}, Refusal.LOG_PROBS_MISMATCH),
     "too few ids": ({"input_ids": torch.arange(3)}, Refusal.LOG_PROBS_MISMATCH),
 }
-"""What a store of rollouts does not take, so that it comes by no import from one."""
+"""Rollouts that a store refuses, so they cannot be imported from one."""
 ENTROPYS = torch.tensor([1.0, 2.0, 3.0, 4.0])
 NOT_STORABLE |= {
     case: (fields, Refusal.MALFORMED)
@@ -105,7 +105,7 @@ STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
         "rows of other tokens": {"metadata": {"rows": [{"tokens": 9, "prompt": 2}]}},
     }.items()
 }
-"""What a store of rollouts takes, and no pool."""
+"""Rollouts that a store accepts and a pool refuses."""
 ALL_REFUSED = REFUSED | NOT_STORABLE | STORABLE
 
 

@@ -41,9 +41,9 @@ def held(tmp_path: Path, rules: PoolRules = RULES) -> list[AgentTrajectory]:
 
 
 def one_row(tokenizer: Any, line: Any, tmp_path: Path, **options: Any) -> AgentTrajectory:
-    [transcripts] = TranscriptReader(tokenizer, **options).read(write(tmp_path / "one.jsonl", line))
-    assert isinstance(transcripts, AgentTrajectory), transcripts
-    return transcripts
+    [trajectory] = TranscriptReader(tokenizer, **options).read(write(tmp_path / "one.jsonl", line))
+    assert isinstance(trajectory, AgentTrajectory), trajectory
+    return trajectory
 
 
 def trained(tokenizer: Any, one: AgentTrajectory) -> str:

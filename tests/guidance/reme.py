@@ -9,7 +9,7 @@ from typing import Any
 from tests.guidance.loopback import Loopback, send
 
 ERROR_TEXT = "Traceback: model exploded"
-"""What must never reach a prompt."""
+"""Text that must never reach a prompt."""
 
 MEMORIES = [
     {"memory_id": "m1", "when_to_use": "when looking for a cup", "content": "go kitchen", "score": 0.9},

@@ -18,7 +18,7 @@ class StubModel(Loopback):
 
     def __init__(self) -> None:
         self.up = True
-        """False: every call gets 500."""
+        """False: every call returns status 500."""
         self._count = 0
         super().__init__()
         self.url += "/v1"

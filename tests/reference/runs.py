@@ -14,7 +14,7 @@ from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.trajectory import AgentTrajectory
 
 Train = Callable[..., ReferenceTrainer]
-"""Makes a trainer after its supervised start; keyword arguments are options of replay, none: switched off."""
+"""Creates a trainer after its supervised start; keyword arguments are replay options, none = no replay."""
 
 SORT = TrainerConfig(
     environment="sort",

@@ -48,11 +48,11 @@ class Counted:
 
     replayed_rows: int
     replayed_of_several: int
-    """Of these, rows of sessions with several outputs."""
+    """Replayed rows of sessions with several outputs."""
     rows_of: dict[str, int]
-    """Sessions of each group, by ``uid``."""
+    """Sessions per group, by ``uid``."""
     beyond_clip: int
-    """Replayed tokens of which clipping changes the loss, or would change it."""
+    """Replayed tokens whose loss clipping changes or would change."""
 
 
 def check_loss_rows(

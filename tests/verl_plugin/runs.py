@@ -116,7 +116,7 @@ class Training:
 
 
 Train = Callable[..., Training]
-"""Takes a folder and overrides; ``assets``: others than the session's."""
+"""Trains with a folder and overrides; ``assets`` replace the session's."""
 
 
 def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:

@@ -65,7 +65,7 @@ def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path
 
 
 SAID = {"role": "assistant", "content": "1", "author": "llm"}
-"""The text of a response, which rollouts have on disk."""
+"""The response message of stored rollouts."""
 
 
 def make_store(path: Path, trajectories: list[AgentTrajectory]) -> None:

@@ -38,13 +38,13 @@ class Variant:
     two_outputs: bool = False
     own_counts: bool = False
     left_out: bool = False
-    """Some histories find no room."""
+    """Some histories do not fit."""
     histories: int | None = None
-    """Of a group, where it is worked out anew which ones have to come."""
+    """Histories per group, if the expected choice is recomputed."""
     value: Callable[[AgentTrajectory], float] = mean_entropy
-    """Of these the smallest."""
+    """Sort key of the choice, smallest first."""
     in_turns: bool = False
-    """The least used first, and only of these the smallest."""
+    """Least used first, ties by ``value``."""
 
 
 def outcome_of(rollout: AgentTrajectory) -> float:

@@ -17,7 +17,7 @@ class MicroBatch:
 
     loss: float
     batch_tokens: float
-    """Tokens that count in the mini-batch, for each rank."""
+    """Counted tokens of the mini-batch per rank."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

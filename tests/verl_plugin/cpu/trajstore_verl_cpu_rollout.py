@@ -5,7 +5,7 @@ requests with this prompt and version. Requests of one prompt may arrive in any 
 answers equal those of any run with the same weights. Greedy requests (temperature 0: validation) are not counted.
 
 All replicas of a run share one engine, so that the count does not depend on the load balancer, and a run with two
-data-parallel workers samples what a run with one does.
+data-parallel workers samples the same as a run with one.
 """
 
 from __future__ import annotations

@@ -31,8 +31,10 @@ def _witness(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
         seen["exp_mask"] = list(call.exp_mask.clone())
         seen["uid"] = list(data["uid"])
         # A token's log-prob is stored at the previous token.
-        starts, whole = [len(one) for one in seen["prompts"]], model_output["log_probs"].unbind()
-        seen["log_probs"] = [one.detach()[start - 1 : -1].clone() for one, start in zip(whole, starts, strict=True)]
+        starts, whole = [len(values) for values in seen["prompts"]], model_output["log_probs"].unbind()
+        seen["log_probs"] = [
+            values.detach()[start - 1 : -1].clone() for values, start in zip(whole, starts, strict=True)
+        ]
         seen["loss"] = float(loss)
         seen["batch_tokens"] = int(data["batch_num_tokens"]) / int(data["dp_size"])
         target = Path(folder) / f"{uuid.uuid4().hex}.pt"
