@@ -44,12 +44,12 @@ def check_unused(directory: Directory) -> None:
     names = directory.names()
     if INDEX_NAME in names and Catalog.has_begun(directory):
         names.remove(INDEX_NAME)
-    present = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
-    if METADATA_NAME in present:
+    files = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
+    if METADATA_NAME in files:
         parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
-    if present:
+    if files:
         raise CorruptStoreError(
-            f"{directory.url}: holds {listed(present, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
+            f"{directory.url}: holds {listed(files, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
             "file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
         )
 
