@@ -81,12 +81,12 @@ def check_lengths(columns: Columns) -> None:
 
 
 def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
-    """Yield which numbers are out of range.
+    """Yield the numbers out of range.
 
     Args:
         columns: of the entries.
-        shards: number of shards that they may name.
-        texts: number of texts that they may name.
+        shards: number of shards in their table.
+        texts: number of texts in their table.
     """
     if not len(columns["trajectory_id"]):
         return
