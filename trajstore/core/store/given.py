@@ -53,7 +53,7 @@ class Said:
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON for a record or a file, without values by row."""
-        values = {name: list(some) for name, some in self.values.items()}
+        values = {name: list(items) for name, items in self.values.items()}
         body = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
         return body | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
 
@@ -70,7 +70,7 @@ class Said:
             if not all(isinstance(text, str) for text in (who, source, refused)) or not isinstance(values, dict):
                 raise TypeError("who, source, refused or values")
             ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
-            given = {name: tuple(some) for name, some in values.items()}
+            given = {name: tuple(items) for name, items in values.items()}
             said = cls(ids, given, who, natural(value["time"]), source, refused)
             said.check()
         except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
@@ -80,7 +80,7 @@ class Said:
     def without(self, ids: Container[int]) -> Said:
         """Return the values of the other trajectories."""
         stay = [at for at, number in enumerate(self.ids) if number not in ids]
-        values = {name: [some[at] for at in stay] for name, some in self.values.items()}
+        values = {name: [items[at] for at in stay] for name, items in self.values.items()}
         return replace(self, ids=tuple(self.ids[at] for at in stay), values=values)
 
     @property

@@ -52,10 +52,10 @@ def index_from_json(
         packed = value["columns"]
         facts = {name: column for name, column in value["facts"].items() if is_fact(name)}
         _check_declared(packed, facts)
-        every = {**packed, **facts}
+        packed_columns = {**packed, **facts}
         dtypes = {**COLUMNS, **{name: fact_dtype(name) for name in facts}}
         waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
-        columns = _unpacked(every, dtypes)
+        columns = _unpacked(packed_columns, dtypes)
         index.texts = StringTable.from_json(value["weights"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not an index: {error}") from error
@@ -64,7 +64,7 @@ def index_from_json(
     ids, texts = columns["trajectory_id"], len(index.texts)
     index.wait_for(
         {
-            name: Packed(partial(_unpacked_later, name, every[name], dtype, ids, texts, f"{later}"))
+            name: Packed(partial(_unpacked_later, name, packed_columns[name], dtype, ids, texts, f"{later}"))
             for name, dtype in waiting.items()
         }
     )
@@ -97,10 +97,10 @@ def _unpacked_later(
 
 
 def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, npt.NDArray[Any]]:
-    """Return columns of some dtypes, those of a long index on two cores.
+    """Unpack columns to given dtypes, using two threads for a long index.
 
     Raises:
-        CorruptStoreError: one is no packed array.
+        CorruptStoreError: one is not a packed array.
     """
 
     def unpacked(name: str) -> npt.NDArray[Any]:

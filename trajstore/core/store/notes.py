@@ -203,7 +203,7 @@ class Notes:
 
     def _append(self, said: Said, name: str, generation: int, **values: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Append a value of each trajectory under a name; return it as columns of the index."""
-        of_each = {
+        row = {
             "ids": said.ids,
             "names": list(self._kinds).index(name),
             "numbers": _HAS_ROWS if "shards" in values else np.nan,
@@ -217,7 +217,7 @@ class Notes:
         }
         part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
         for column, array in part.items():
-            array[:] = of_each[column]
+            array[:] = row[column]
         self._parts.append(part)
         return {column: part[journal] for column, journal in self._columns_of(name).items()}
 
@@ -237,11 +237,11 @@ class Notes:
     def lay_over(self, index: TrajectoryIndex) -> None:
         """Replace an index's late values by the latest ones."""
         index.forget_notes()
-        everything = self._all()
+        all_columns = self._all()
         for number, name in enumerate(self._kinds):
-            of_name = np.flatnonzero(everything["names"] == number)
-            columns = {column: everything[of][of_name] for column, of in self._columns_of(name).items()}
-            index.note(everything["ids"][of_name], columns, self._words)
+            of_name = np.flatnonzero(all_columns["names"] == number)
+            columns = {column: all_columns[of][of_name] for column, of in self._columns_of(name).items()}
+            index.note(all_columns["ids"][of_name], columns, self._words)
 
     def rows_needed(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which values need their rows: the latest ones.

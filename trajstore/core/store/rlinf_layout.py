@@ -65,8 +65,8 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
         CorruptStoreError: it is not a JSON object, or a value is of the wrong kind.
     """
     value = _object(data, source)
-    wanted = {"trajectory_format": str, "trajectory_counter": int, "seed": int}
-    for key, kind in wanted.items():
+    types = {"trajectory_format": str, "trajectory_counter": int, "seed": int}
+    for key, kind in types.items():
         if value.get(key) is not None and not isinstance(value[key], kind):
             raise CorruptStoreError(f"{source}: {key} is {value[key]!r}, must be {kind.__name__}")
     if value.get("trajectory_format", "pt") not in SUFFIXES:

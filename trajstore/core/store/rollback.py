@@ -56,15 +56,15 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
         CorruptStoreError: the store lacks trajectories or values of the snapshot.
     """
     notes = catalog.values_of(to)
-    stays = catalog.index.positions_in(to.ids)
-    back = catalog.pinned.positions_in(to.ids)
-    if len(stays) + len(back) != to.count:
+    staying = catalog.index.positions_in(to.ids)
+    returning = catalog.pinned.positions_in(to.ids)
+    if len(staying) + len(returning) != to.count:
         raise CorruptStoreError(
             f"{catalog.directory.url}: the snapshot {to.name} names {to.count} trajectories, of which "
-            f"{to.count - len(stays) - len(back)} are not in the store; go to another one"
+            f"{to.count - len(staying) - len(returning)} are not in the store; go to another one"
         )
     leaves = np.ones(len(catalog.index), np.bool_)
-    leaves[stays - catalog.index.first] = False
+    leaves[staying - catalog.index.first] = False
     present, line = catalog.points(), catalog.present_line(to)
     mine = catalog.notes.kept(catalog.index["trajectory_id"])
     return Change(
@@ -72,7 +72,7 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
         notes,
         line,
         np.sort(catalog.index["trajectory_id"][leaves]),
-        np.sort(catalog.pinned.at("trajectory_id", back)),
+        np.sort(catalog.pinned.at("trajectory_id", returning)),
         tuple(head for head in present if head.name not in line),
         int(catalog.index["nbytes"][leaves].sum()),
         mine.count_not_in(notes),

@@ -192,10 +192,10 @@ def _shape_of(
                 f"annotate: {name}: trajectory {shown_id(number)} has rows of {_words(tensor, lead)}, trajectory "
                 f"{shown_id(ids[0])} of {_words(first, lead)}: rows of a name have one dtype and shape"
             )
-        wanted = {axis: _leading(kind, extent, axis) for axis in axes}
-        axes = tuple(axis for axis in axes if dimensions[:lead] == wanted[axis])
+        expected = {axis: _leading(kind, extent, axis) for axis in axes}
+        axes = tuple(axis for axis in axes if dimensions[:lead] == expected[axis])
         if not axes:
-            shapes = " or ".join(dict.fromkeys(str([*shape, "..."]).replace("'", "") for shape in wanted.values()))
+            shapes = " or ".join(dict.fromkeys(str([*shape, "..."]).replace("'", "") for shape in expected.values()))
             raise ConfigurationError(
                 f"annotate: {name}: rows of trajectory {shown_id(number)} have the shape {list(dimensions)}, must have "
                 f"{shapes}: a row for each {'step and environment' if kind == 'step' else 'token'}"

@@ -186,7 +186,7 @@ class Points:
             return SavedPoint.of(head)
 
     def _write(self, name: str, capture: Capture) -> Snapshot:
-        """Take a snapshot; with :meth:`_one_change`."""
+        """Take a snapshot; within :meth:`_one_change`."""
         catalog = self._log.catalog
         with self._changing():
             taken = self._taken(name, *capture())
@@ -245,7 +245,7 @@ class Points:
                 return
             if head.kind == "aside":
                 points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
-                self._release(self._on_no_line(points, but=head))  # first: after a crash it still names the others
+                self._release(self._on_no_line(points, but=head))  # first: after a crash the head still names them
             self._release([head])
 
     def _on_no_line(self, points: Sequence[Snapshot], but: Snapshot | None = None) -> list[Snapshot]:

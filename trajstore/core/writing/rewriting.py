@@ -167,7 +167,7 @@ class Rewriter:
                 return
             except (TrajstoreError, OSError, MemoryError) as error:  # nothing is lost; tried again after more evictions
                 logger.warning("%s: shards could not be rewritten: %s", self._directory.url, error)
-            except Exception:  # a bug; the store goes on without rewriting, which costs disk space only
+            except Exception:  # a bug; without rewriting the store only uses more disk space
                 logger.exception("%s: shards could not be rewritten", self._directory.url)
             live, _ = self._log.space()  # check again after an eighth of it was evicted
             pause = max(SLACK_BYTES, live // 8)
@@ -271,7 +271,7 @@ class _Chosen:
     manifests: Mapping[int, ShardManifest]
     entries: Sequence[_Entry]
     nbytes: int
-    """Of all rows that the shards were written with."""
+    """Bytes of all rows written to the shards."""
 
 
 @dataclass(frozen=True, slots=True)
