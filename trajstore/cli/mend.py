@@ -1,4 +1,4 @@
-"""``trajstore prune`` and ``trajstore compact``: trajectories that a condition names leave a store, and dead rows."""
+"""``trajstore prune`` and ``trajstore compact``: evict trajectories by a condition, remove dead rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trajstore merge``, ``split`` and ``convert``: new stores of the trajectories of others."""
+"""``trajstore merge``, ``split`` and ``convert``: create stores from other stores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _convert(options: Namespace, out: Output) -> int:
 
 
 def _write(copied: Copied, options: Namespace, out: Output) -> int:
-    """Write what was made; return 1 if something of the sources was left out."""
+    """Write the result; return 1 if any part of the sources was left out."""
     if options.json:
         out.json(copied.to_json())
         return int(not copied.is_whole)

@@ -1,4 +1,4 @@
-"""``trajstore rollback``: go to a snapshot of a store."""
+"""``trajstore rollback``: roll a store back to a snapshot."""
 
 from __future__ import annotations
 

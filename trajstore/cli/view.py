@@ -1,4 +1,4 @@
-"""``trajstore view``: a page over a store, in a browser."""
+"""``trajstore view``: show a store in a browser."""
 
 from __future__ import annotations
 
