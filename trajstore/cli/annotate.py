@@ -74,10 +74,10 @@ def _assignment(item: str) -> tuple[str, Any]:
         raise ConfigurationError(f"annotate: --set {item}: must be NAME=VALUE")
     _check_number(item, name, value.strip())
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except json.JSONDecodeError:
         return name, value
-    return name, value if isinstance(found, dict | list) else found
+    return name, value if isinstance(parsed, dict | list) else parsed
 
 
 def _check_number(item: str, name: str, value: str) -> None:

@@ -198,11 +198,11 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report.get("shards") is not None:
         files += f", {report['shards']:,} of them shards" if report["shards"] != 1 else ", one of them a shard"
     agents = report.get("pool") or (report.get("tokens") is not None and report.get("steps") is None)
-    what = "rollouts" if agents else "trajectories"
+    label = "rollouts" if agents else "trajectories"
     return [
         ("format", report.get("format") or ""),
         ("ranks", "" if report.get("pool") else _ranks(report)),
-        *(_pool(report["pool"]) if report.get("pool") else [(what, f"{report['trajectories']:,}")]),
+        *(_pool(report["pool"]) if report.get("pool") else [(label, f"{report['trajectories']:,}")]),
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
         ("  live in shards", _live(report)),
@@ -234,7 +234,7 @@ def _ranks(report: dict[str, Any]) -> str:
 
 
 def _opened(report: dict[str, Any]) -> str:
-    """Return the part of a run that is shown if other folders have stores too, which are counted as well."""
+    """Return the trajectories shown by opening a run, if other folders have stores too; else an empty text."""
     if not report.get("beside"):
         return ""
     return f"{report['opened']:,} trajectories of rank_*; the others lie in {', '.join(report['beside'])}"
@@ -261,7 +261,7 @@ def _mirror(mirror: dict[str, Any] | None) -> str:
 def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the open readers, oldest generations first, which keep the most data on disk."""
     oldest = sorted(readers, key=lambda reader: reader["generation"])
-    texts = [f"{one['holder']}, generation {format_number(one['generation'])}" for one in oldest[:MOST_READERS]]
+    texts = [f"{lease['holder']}, generation {format_number(lease['generation'])}" for lease in oldest[:MOST_READERS]]
     if len(oldest) > MOST_READERS:
         texts.append(f"{len(oldest) - MOST_READERS:,} more; --json has all")
     return [("" if at else "readers", text) for at, text in enumerate(texts)]
@@ -326,8 +326,8 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
         nameless = f"; {agents['without_task']:,} rollouts name none" if agents["without_task"] else ""
         rows.append(("tasks", f"{agents['tasks']:,}{nameless}{note}"))
     unknown = agents["without_outcome"]
-    said = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
-    rows.append(("outcomes", "; ".join(part for part in said if part) + note))
+    outcomes = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
+    rows.append(("outcomes", "; ".join(part for part in outcomes if part) + note))
     rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}{note}"))
     return rows
 

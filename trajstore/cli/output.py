@@ -41,7 +41,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 class Output:
-    """Writes results to a stream (standard output). On a terminal, control characters in data are escaped."""
+    """Writes results to a stream (standard output). Control characters in data never reach a terminal unescaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -69,7 +69,7 @@ class Output:
             self.line(f"  ({left:,} more characters; --json shows all)")
 
     def problems(self, lines: Sequence[str], above: str, where: str = "--json lists all") -> None:
-        """Write the first 50 lines about damage after the line ``above``, then the number and place of the rest."""
+        """Write the first 50 lines about damage; ``above`` starts the line that counts the rest."""
         for line in lines[:_SHOWN]:
             self.line(line)
         if len(lines) > _SHOWN:

@@ -53,9 +53,9 @@ def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
 def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
     numbers = [at for at, name in enumerate(("token", *columns)) if name not in ("part", "text")]
     rows = [
-        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in one)]
+        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in cells)]
         for at, values in enumerate(zip(*columns.values(), strict=True))
-        for one in [list(zip(columns, values, strict=True))]
+        for cells in [list(zip(columns, values, strict=True))]
     ]
     out.table([["token", *columns], *rows], right=numbers)
 
@@ -93,11 +93,11 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         out.heading("metadata")
         out.table([(name, shown_value(value)) for name, value in report["metadata"].items()])
     for number, message in enumerate(report["messages"]):
-        told = message if isinstance(message, dict) else {"content": message}
-        author = f" ({told['author']})" if told.get("author") else ""
-        out.heading(f"message {number}, {told.get('role', 'no role')}{author}:")
-        out.text(_text(told.get("content", "")), _LONGEST_TEXT)
-        more = {name: value for name, value in told.items() if name not in ("role", "content", "author")}
+        fields = message if isinstance(message, dict) else {"content": message}
+        author = f" ({fields['author']})" if fields.get("author") else ""
+        out.heading(f"message {number}, {fields.get('role', 'no role')}{author}:")
+        out.text(_text(fields.get("content", "")), _LONGEST_TEXT)
+        more = {name: value for name, value in fields.items() if name not in ("role", "content", "author")}
         out.table([(name, shown_value(value)) for name, value in more.items()])
     _write_parts(report, out)
     _write_columns(report, out)

@@ -44,10 +44,10 @@ def _run(options: Namespace, out: Output) -> int:
     without = ("host", "port", "write", "who") if options.bundle is not None else ("where",)
     for name in without:
         if getattr(options, name):
-            what = (
+            description = (
                 "with --bundle: nothing is served" if options.bundle is not None else "without --bundle: the page asks"
             )
-            raise ConfigurationError(f"view: --{name} has no effect {what}")
+            raise ConfigurationError(f"view: --{name} has no effect {description}")
     return _serve(options, out) if options.bundle is None else _bundle(options, out)
 
 

@@ -217,8 +217,8 @@ class Living:
         """
         if over not in ("version", "time"):
             raise ConfigurationError(f"over: {over!r}, must be version or time")
-        told, samples = sampled(self.table(where), over)
-        return {**told, "log_prob": [], "unread": 0, "state": self.state.name}, samples
+        points, samples = sampled(self.table(where), over)
+        return {**points, "log_prob": [], "unread": 0, "state": self.state.name}, samples
 
     # -- one trajectory -----------------------------------------------------------------------------
 
