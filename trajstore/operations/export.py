@@ -114,7 +114,7 @@ def export_rollouts(
     with reader:
         question = reader.query() if where is None else reader.query().where(where)
         late = _late_columns(reader, question)
-        given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
+        given = [name for name, kind in late.items() if not kind.is_nested()]  # those by row come with rollouts
         columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
         rows = question.select(*columns).rows()
         is_run = bool((reader.trajectory_ids >= ID_LIMIT).any())

@@ -315,7 +315,7 @@ def served(
         host: address to listen on.
         port: port; 0 = any free one.
         tokenizer: as for :class:`Living`.
-        token: required token, also if only this machine can connect.
+        token: token to require if the host is a loopback address; other hosts get a random one.
         correcting: applies values from the page; None if the page is read-only.
 
     Raises:
