@@ -113,7 +113,7 @@ class Round:
                 do(call)
             except self._away as error:
                 self._again(call, error)
-            except Exception as error:  # what the store raised
+            except Exception as error:  # raised by the store
                 self._end(call, failed=error)
 
     def _send(self, call: _Call) -> None:

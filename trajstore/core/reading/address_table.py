@@ -172,7 +172,7 @@ class AddressTable:
         first[:have, :width], axes[:have, :width], signature[:have] = self.first, self.axes, self.signature
         self.first, self.axes, self.signature = first, axes, signature
 
-    # -- what is resident -------------------------------------------------------------------------
+    # -- resident rows ------------------------------------------------------------------------------
 
     def schema(self, slot: int) -> Schema:
         """Return the schema of a slot, without reading its rows."""
@@ -263,7 +263,7 @@ class AddressTable:
 
     def _unmap(self, slot: int) -> Any:
         """Make a shard non-resident; return the owner of its rows for the caller to release, or None."""
-        self.signature[slot] = -1  # first: readers do not check again what is dropped below
+        self.signature[slot] = -1  # first: readers check nothing else
         self.partial.pop(slot, None)
         self._maps.remove(slot)
         return self._rows.pop(slot, None)

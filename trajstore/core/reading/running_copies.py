@@ -12,8 +12,8 @@ from trajstore.core.base import locks
 class RunningCopies:
     """Keeps maps, memory and slot numbers alive while a copy may use them.
 
-    Copies run without ``Contents.lock``, on addresses obtained with it held. Releases wait until no copy runs; tracking
-    which copy uses what is unnecessary, as copies are short.
+    Copies run without ``Contents.lock``, on addresses obtained with it held. Releases wait until no copy runs; copies
+    are short, so their individual use is not tracked.
 
     The lock guards running copies and waiting releases. It is held for a few instructions; nothing is destroyed under
     it.

@@ -38,7 +38,7 @@ class EpochSampler(Sampler):
     are skipped and counted. A batch may span two epochs.
 
     Args:
-        unit: what is drawn.
+        unit: unit of the draws.
         epochs: number of epochs; the batch that ends the last one may be shorter, and later draws raise
             :class:`EpochsEndedError`. None = no end.
     """

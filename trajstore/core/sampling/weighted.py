@@ -125,7 +125,7 @@ class WeightedSampler(Sampler):
         self._largest = 1.0
         self._tree = SumTree(_LEAST_CAPACITY)
 
-    # -- what is there ----------------------------------------------------------------------------
+    # -- trajectories -----------------------------------------------------------------------------
 
     @property
     def ids(self) -> IntArray:
