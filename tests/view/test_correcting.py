@@ -219,11 +219,12 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
     assert (told(run, "1/1"), told(run, "0/1")) == ([("judge", 0.5, "store")], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
     pinned = serve(tmp_path / "run" / "rank_1", who="bob", pin="kept")
-    assert post(pinned, wish("7"))[0] == 200  # evicted, and kept by the pin
-    assert told(pinned) == [("judge", 7.0, "store")]
-    assert ask(pinned, "facts", id="0")["judge"] == 7.0
+    assert post(pinned, wish("7"))[0] == 404  # evicted: no snapshot would show the value
+    assert told(pinned) == []
     with TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_1", pin="kept") as reader:
-        assert [row["judge"] for row in reader.query().select("judge").rows()] == [7.0, 0.5]
+        assert "judge" not in reader.query().table().columns
+    with TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_1") as reader:
+        assert [row["judge"] for row in reader.query().select("judge").rows()] == [0.5]
 
 
 def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
