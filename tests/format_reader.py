@@ -105,9 +105,9 @@ def read_metadata(data: bytes) -> dict[str, Any]:
         raise FormatError("not a trajstore directory")
     if values["layout_version"] != LAYOUT_VERSION:
         raise FormatError(f"layout version {values['layout_version']}")
-    told = values.pop("crc32")
+    crc32 = values.pop("crc32")
     compact = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    _compare(told, compact, "metadata.json")
+    _compare(crc32, compact, "metadata.json")
     return values
 
 
@@ -214,7 +214,7 @@ def open_store(path: Path) -> Store:
 def _notes(value: dict[str, Any], table: list[Shard]) -> dict[int, dict[str, Any]]:
     """Return the latest values by id."""
     columns = {name: unpack(column).tolist() for name, column in value["columns"].items()}
-    words, found = unpack_texts(value["words"]), dict[int, dict[str, Any]]()
+    words, notes = unpack_texts(value["words"]), dict[int, dict[str, Any]]()
     for at, number in enumerate(columns["ids"]):
         name, kind = value["names"][columns["names"][at]]
         text, value_number = columns["texts"][at], columns["numbers"][at]
@@ -222,8 +222,8 @@ def _notes(value: dict[str, Any], table: list[Shard]) -> dict[int, dict[str, Any
         if kind.startswith("rows "):
             row = columns["shards"][at]
             given = None if row < 0 else Rows(table[row], name, columns["starts"][at])
-        found.setdefault(number, {})[name] = given
-    return found
+        notes.setdefault(number, {})[name] = given
+    return notes
 
 
 def _named(store: Store) -> set[int]:
@@ -266,24 +266,24 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
     weights = unpack_texts(value["weights"])
     unpacked = {name: unpack(array) for name, array in value["columns"].items()}
     facts = {name: unpack(array).tolist() for name, array in value["facts"].items()}
-    found = {}
+    entries = {}
     for at, number in enumerate(unpacked["trajectory_id"].tolist()):
         low, high = (int(unpacked[name][at]) for name in ("version_low", "version_high"))
-        one = {name: int(array[at]) for name, array in unpacked.items() if name != "uuid"}
-        extra = one["start_extra"]
-        found[number] = Entry(
+        fields = {name: int(array[at]) for name, array in unpacked.items() if name != "uuid"}
+        extra = fields["start_extra"]
+        entries[number] = Entry(
             number,
             unpacked["uuid"][at].tobytes().hex(),
-            (one["steps"], one["batch"], one["extra"], one["document"]),
-            one["max_episode_length"],
-            weights[one["weights"]],
+            (fields["steps"], fields["batch"], fields["extra"], fields["document"]),
+            fields["max_episode_length"],
+            weights[fields["weights"]],
             None if low == -(1 << 63) else (low, high),
-            table[one["shard"]],
-            {0: one["start_samples"], 1: extra, 2: extra, 3: extra, 4: one["start_document"]},
-            one["committed"],
+            table[fields["shard"]],
+            {0: fields["start_samples"], 1: extra, 2: extra, 3: extra, 4: fields["start_document"]},
+            fields["committed"],
             _facts({name: column[at] for name, column in facts.items()}, weights),
         )
-    return found
+    return entries
 
 
 def _facts(of_one: dict[str, Any], texts: list[str]) -> dict[str, Any] | None:
@@ -349,8 +349,8 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
                 entry.shard, entry.starts = shard, starts
         return
     added: dict[int, Entry] = {}
-    for one in record["shards"]:
-        entries = _added(one["entries"], _manifest(one["shard"], store.schemas), record["time"])
+    for addition in record["shards"]:
+        entries = _added(addition["entries"], _manifest(addition["shard"], store.schemas), record["time"])
         if list(entries) != sorted(entries) or added.keys() & entries.keys():
             raise FormatError("the ids of a shard do not ascend, or two shards have the same")
         added |= entries
@@ -364,7 +364,10 @@ def _added(told: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entr
     """Return the trajectories of an added shard, by id."""
     ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
     lists = told.get("facts")
-    facts = [lists and {name: one[at] for name, one in lists.items() if one[at] is not None} for at in range(len(ids))]
+    facts = [
+        lists and {name: fact_values[at] for name, fact_values in lists.items() if fact_values[at] is not None}
+        for at in range(len(ids))
+    ]
     return {
         number: Entry(
             number,
@@ -404,7 +407,7 @@ def row_bytes(column: list[Any]) -> int:
 
 def check_shard(path: Path, shard: Shard) -> None:
     """Compare sizes and all checksums of a shard."""
-    for number, (name, size, told) in enumerate(shard.files):
+    for number, (name, size, checksum) in enumerate(shard.files):
         data = (path / checked_name(name)).read_bytes()
         if len(data) != size:
             raise FormatError(f"{name}: {len(data)} bytes, not {size}")
@@ -416,7 +419,7 @@ def check_shard(path: Path, shard: Shard) -> None:
                 raise FormatError(f"{name}: column {column}")
             outside += data[position:begin]
             position = max(position, end)
-        if zlib.crc32(bytes(outside + data[position:])) != told:
+        if zlib.crc32(bytes(outside + data[position:])) != checksum:
             raise FormatError(f"{name}: outside of the columns")
 
 

@@ -28,7 +28,7 @@ def handlers(code: CodeType) -> dict[int, int]:
 
 @cache
 def operations(code: CodeType) -> dict[int, str]:
-    return {found.offset: found.opname for found in dis.get_instructions(code)}
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 
 
 class Tracer:

@@ -50,5 +50,5 @@ def explained_figures() -> set[str]:
 def unexplained(names: Iterable[str]) -> set[str]:
     """Return those of some figures of replay and recording that the page does not have."""
     wanted = (re.sub(r"/\d+$", "/<n>", name.removeprefix("experience_replay/")) for name in names)
-    said = explained_figures()
-    return {name for name in wanted if name not in said and name.removeprefix("refused/") not in said}
+    explained = explained_figures()
+    return {name for name in wanted if name not in explained and name.removeprefix("refused/") not in explained}

@@ -47,7 +47,7 @@ def in_memory(trajectories: Sequence[AnyTrajectory], *, seed: int = 0, **options
 def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = False, **options: Any) -> Path:
     """Write a store of trajectories and close it; return its path. ``each``: in a commit and a shard of its own."""
     with writer_to(path, **options) as writer:
-        for some in [[one] for one in trajectories] if each else [trajectories]:
+        for some in [[trajectory] for trajectory in trajectories] if each else [trajectories]:
             writer.add_trajectories(some)
             writer.flush()
     return path

@@ -45,10 +45,10 @@ def collected(steps: int, batch: int, seed: int = 0) -> tuple[EmbodiedRolloutRes
 
 
 def leaves(trajectory: Trajectory) -> dict[str, torch.Tensor]:
-    found = {name: getattr(trajectory, name) for name in TENSOR_FIELDS if getattr(trajectory, name) is not None}
+    tensors = {name: getattr(trajectory, name) for name in TENSOR_FIELDS if getattr(trajectory, name) is not None}
     for name in DICT_FIELDS:
-        found |= {".".join(path): leaf for path, leaf in walk(getattr(trajectory, name), (name,))}
-    return found
+        tensors |= {".".join(path): leaf for path, leaf in walk(getattr(trajectory, name), (name,))}
+    return tensors
 
 
 def test_a_trajectory_is_the_stack_of_its_steps() -> None:

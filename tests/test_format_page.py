@@ -25,11 +25,11 @@ from trajstore.testing.witness import witness
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
     """Compare what the reader of the page finds with a trajectory as it was added."""
     flat = flatten(trajectory)
-    found = format_reader.read_columns(store, entry)
-    assert list(found) == [column.name for column in flat.schema.columns]
+    columns = format_reader.read_columns(store, entry)
+    assert list(columns) == [column.name for column in flat.schema.columns]
     for number, column in enumerate(flat.schema.columns):
-        assert found[column.name].data == bytes(flat.column_bytes(number)), column.name
-        assert (found[column.name].dtype, found[column.name].axis) == (column.dtype, column.axis)
+        assert columns[column.name].data == bytes(flat.column_bytes(number)), column.name
+        assert (columns[column.name].dtype, columns[column.name].axis) == (column.dtype, column.axis)
     assert entry.versions == flat.versions
     assert entry.max_episode_length == flat.max_episode_length
     assert entry.weights == flat.model_weights_id
@@ -141,11 +141,11 @@ def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monke
     names["write"](str(tmp_path / "store"))
     log, _, rows = blocks(example, "text")
     written = (tmp_path / "copy" / "log" / "0000000000000001.log").read_bytes().splitlines()
-    first, told = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
-    del first["shards"][0]["entries"]["uuids"], told["shards"][0]["entries"]["uuids"]
+    first, example_lines = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
+    del first["shards"][0]["entries"]["uuids"], example_lines["shards"][0]["entries"]["uuids"]
     assert abs(first.pop("time") - time.time_ns() // 1000) < 600_000_000
-    del told["time"]
-    assert first == told
+    del example_lines["time"]
+    assert first == example_lines
     assert written[1] == log.encode().splitlines()[1]
     shard = (tmp_path / "copy" / "shards" / "shard_00000000.pt").read_bytes()
     for offset, piece in hex_dump(rows).items():
@@ -181,9 +181,9 @@ def test_the_page_is_enough_to_read_values_by_row(trajectory_format: Any, tmp_pa
     for each in (copy, path):
         store = format_reader.open_store(each)
         for number, expected in ((0, rows[0]), (1, rows[1]), (2, rows[0])):
-            found = format_reader.read_rows(store, store.live[number], "label")
-            assert (found.dtype, found.shape) == ("float32", (len(expected) * 2, 3))
-            assert found.data == expected.numpy().tobytes()
+            values = format_reader.read_rows(store, store.live[number], "label")
+            assert (values.dtype, values.shape) == ("float32", (len(expected) * 2, 3))
+            assert values.data == expected.numpy().tobytes()
             format_reader.check_shard(each, store.notes[number]["label"].shard)
 
 

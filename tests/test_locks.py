@@ -41,10 +41,10 @@ def test_each_thread_has_locks_of_its_own_and_to_try_one_breaks_no_order() -> No
 @pytest.mark.parametrize("name", ["Sink.lock", "Contents.lock"])
 def test_a_lock_may_be_taken_again_by_its_own_thread(name: str) -> None:
     with locks.checked() as breaches:
-        one, below = locks.rlock(name), locks.lock("WriteQueue._lock")
-        with one, below, one:
+        reentrant, below = locks.rlock(name), locks.lock("WriteQueue._lock")
+        with reentrant, below, reentrant:
             pass
-        with one:
+        with reentrant:
             pass
     assert breaches == []
 
@@ -108,13 +108,13 @@ def test_every_lock_has_a_place_in_the_order(project_root: Path) -> None:
 def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
     # Gates of those who wait: nobody takes another lock while holding one, as holding it is to wait.
     allowed = {"locks.py", "interrupts.py"}
-    found = {
+    names = {
         path.name
         for folder in ("trajstore", "trainer_hooks")
         for path in (project_root / folder).rglob("*.py")
         if re.search(r"\b(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\(", path.read_text())
     }
-    assert found <= allowed, "make it with trajstore.core.base.locks, and give it a place in its ORDER"
+    assert names <= allowed, "make it with trajstore.core.base.locks, and give it a place in its ORDER"
 
 
 def test_the_design_page_has_the_same_table(project_root: Path) -> None:

@@ -67,7 +67,10 @@ def test_every_public_name_has_an_entry(package: str) -> None:
         name
         for name in module.__all__
         if (inspect.isclass(getattr(module, name)) or inspect.isroutine(getattr(module, name)))  # no constants
-        and not any(getattr(module, name) is one or getattr(module, name) in members(one).values() for one in shown)
+        and not any(
+            getattr(module, name) is shown_name or getattr(module, name) in members(shown_name).values()
+            for shown_name in shown
+        )
     ]
     assert absent == []
 
@@ -79,7 +82,7 @@ def test_the_tables_say_what_the_docstrings_say() -> None:
 def declared(value: type) -> list[str]:
     """Return the public fields of a dataclass, or the members of an enumeration."""
     if issubclass(value, enum.Enum):
-        return [one.name for one in value]
+        return [item.name for item in value]
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return [field.name for field in fields if not field.name.startswith("_")]
 
@@ -90,7 +93,7 @@ def shown_classes() -> dict[str, type]:
     for name in ENTRIES:
         value = find(name)
         shown += [item for item in (value, *members(value).values()) if isinstance(item, type)]
-    return {f"{one.__module__}.{one.__qualname__}": one for one in shown}
+    return {f"{entry.__module__}.{entry.__qualname__}": entry for entry in shown}
 
 
 BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.interop.rlinf.trajectory.Trajectory"}
@@ -100,7 +103,7 @@ BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.interop.rlinf.t
 def troubles_of(value: type) -> list[str]:
     """Return the fields that ``help()`` does not explain, and those explained twice."""
     text = "\n".join(
-        inspect.getdoc(one) or "" for one in value.__mro__ if dataclasses.is_dataclass(one) or one is value
+        inspect.getdoc(base) or "" for base in value.__mro__ if dataclasses.is_dataclass(base) or base is value
     )
     silent = [field for field in declared(value) if not re.search(rf"^    {field}: |``[^`]*\b{field}\b", text, re.M)]
     (body,) = (item.body for item in ast.parse(inspect.getsource(value)).body if isinstance(item, ast.ClassDef))
@@ -121,4 +124,4 @@ def troubles_of(value: type) -> list[str]:
 def test_help_explains_every_field_once() -> None:
     classes = {name: value for name, value in shown_classes().items() if declared(value) and name not in BY_ANOTHER}
     assert len(classes) > 20
-    assert {name: found for name, value in classes.items() if (found := troubles_of(value))} == {}
+    assert {name: problems for name, value in classes.items() if (problems := troubles_of(value))} == {}

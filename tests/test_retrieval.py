@@ -85,8 +85,8 @@ def test_any_text_is_found_by_itself(text: str, other: str) -> None:
 def test_a_query_is_never_syntax(query: str) -> None:
     index = RetrievalIndex()
     index.add(range(3), ["go", "cup", "kitchen sink"])
-    found = {hit.key for hit in index.search(query, 9)}
-    assert found == {key for key, word in ((0, "go"), (2, "kitchen")) if word in query}
+    keys = {hit.key for hit in index.search(query, 9)}
+    assert keys == {key for key, word in ((0, "go"), (2, "kitchen")) if word in query}
 
 
 def test_words_of_any_script_are_found_as_they_are_split() -> None:
@@ -106,13 +106,13 @@ def test_of_a_long_query_the_rarest_words_count() -> None:
 
 
 def test_among_equals_the_newest_comes_first() -> None:
-    one, many = RetrievalIndex(), RetrievalIndex()
+    first, many = RetrievalIndex(), RetrievalIndex()
     texts = ["go kitchen", "take cup", "go kitchen", "drop cup", "go kitchen"] * 30
-    one.add(range(len(texts)), texts)
+    first.add(range(len(texts)), texts)
     for key, text in enumerate(texts):
         many.add([key], [text])
-    assert one.search("kitchen", 4) == many.search("kitchen", 4)
-    assert [hit.key for hit in one.search("kitchen", 3)] == [149, 147, 145]
+    assert first.search("kitchen", 4) == many.search("kitchen", 4)
+    assert [hit.key for hit in first.search("kitchen", 3)] == [149, 147, 145]
 
 
 def test_nothing_is_found_for_nothing() -> None:

@@ -154,15 +154,19 @@ def calling(name: str, argument: str) -> Call:
     """Return the call of something with a value for an argument, and good ones for all that have to be there."""
 
     def call(buffer: TrajectoryReplayBuffer, value: Any) -> Any:
-        found = next((getattr(module, name) for module in MODULES if hasattr(module, name)), None)
-        if found is None:
-            found = attrgetter(name)(buffer)
+        function = next((getattr(module, name) for module in MODULES if hasattr(module, name)), None)
+        if function is None:
+            function = attrgetter(name)(buffer)
         given = dict(ALSO.get(name, {}))
-        for one in inspect.signature(found).parameters.values():
-            if one.default is one.empty and one.kind is not one.VAR_KEYWORD and one.name not in (*given, argument):
-                good = GOOD[one.name]
-                given[one.name] = good(buffer) if callable(good) else good
-        return found(**{**given, argument: value})
+        for parameter in inspect.signature(function).parameters.values():
+            if (
+                parameter.default is parameter.empty
+                and parameter.kind is not parameter.VAR_KEYWORD
+                and parameter.name not in (*given, argument)
+            ):
+                good = GOOD[parameter.name]
+                given[parameter.name] = good(buffer) if callable(good) else good
+        return function(**{**given, argument: value})
 
     return call
 
@@ -284,8 +288,8 @@ def test_storage_options_for_a_local_path_are_told(path: Path, buffer: Trajector
 
 
 def test_another_format_of_an_existing_store_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for form, told in (("zarr", 0), ("zarr", 0), ("pt", 1), ("pt", 0)):
+    for form, count in (("zarr", 0), ("zarr", 0), ("pt", 1), ("pt", 0)):
         caplog.clear()
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format=form) as buffer:
             buffer.add_trajectories([block(0)])
-        assert caplog.text.count("newest shard is of format zarr, and new ones are written as pt") == told
+        assert caplog.text.count("newest shard is of format zarr, and new ones are written as pt") == count

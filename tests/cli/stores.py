@@ -27,14 +27,14 @@ class Run:
 
     def out(self, *words: object, code: int = 0) -> str:
         """Return what a command prints, which ends with a code."""
-        found, out, err = self(*words)
-        assert found == code, err or out
+        exit_code, out, err = self(*words)
+        assert exit_code == code, err or out
         return out
 
     def err(self, *words: object, code: int = FAILED) -> str:
         """Return what a command complains of, which ends with a code."""
-        found, out, err = self(*words)
-        assert found == code, err or out
+        exit_code, out, err = self(*words)
+        assert exit_code == code, err or out
         return err
 
     def json(self, *words: object, code: int = 0) -> Any:

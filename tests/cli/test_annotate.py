@@ -23,8 +23,8 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_values_of_the_command_line(store: Path, run: Run) -> None:
-    told = ["--set", "score=0.5", "--set", "tag=a=b", "--set", "ok=true", "--set", "year=2026x", "--who", "anna"]
-    run.out("annotate", store, "0", "2", *told)
+    options = ["--set", "score=0.5", "--set", "tag=a=b", "--set", "ok=true", "--set", "year=2026x", "--who", "anna"]
+    run.out("annotate", store, "0", "2", *options)
     assert run.json("annotate", store, "0", "--set", "tag=null", "--who", "")["trajectories"] == 1
     with TrajectoryReplayBuffer.open(store) as reader:
         rows = reader.query().select("score", "tag", "ok", "year").rows()
@@ -53,10 +53,10 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 
 
 def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run: Run) -> None:
-    said = (
+    message = (
         """--set a=nan: nan is no finite number; null says that there is none, and a text is quoted: --set 'a="nan"'"""
     )
-    assert said in run.err("annotate", store, "0", "--set", "a=nan")
+    assert message in run.err("annotate", store, "0", "--set", "a=nan")
     run.out("annotate", store, "0", "--set", 'a="nan"', "--set", "b=nanny")
     assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", "nan"), ("b", "nanny")]
 

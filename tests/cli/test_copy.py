@@ -47,11 +47,11 @@ def test_a_copy_of_a_live_store_is_one_moment_of_it(run: Run, tmp_path: Path, tr
             done.set()
             adder.join()
     for number in range(4):
-        found = keys_at(tmp_path / f"copy_{number}")
-        assert all(key == number for number, key in found.items())
-        assert list(found) == list(range(min(found), min(found) + len(found)))
+        keys = keys_at(tmp_path / f"copy_{number}")
+        assert all(key == number for number, key in keys.items())
+        assert list(keys) == list(range(min(keys), min(keys) + len(keys)))
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"copy_{number}") as again:
-            assert again.add_trajectories([witness(0)])[0] > max(found)
+            assert again.add_trajectories([witness(0)])[0] > max(keys)
 
 
 def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
 
     files = sorted(source.glob("trajectory_[0-9]*"))
     files[1].write_bytes(b"no archive")
-    found = verify(source)
-    assert [problem.lost for problem in found.problems if problem.file == files[1].name] == [((1, 1),)]
-    assert sorted(problem.file for problem in found.problems) == sorted([files[1].name, *names[lost]])
-    assert (found.trajectories, any(problem.uncounted for problem in found.problems)) == (3, False)
+    report = verify(source)
+    assert [problem.lost for problem in report.problems if problem.file == files[1].name] == [((1, 1),)]
+    assert sorted(problem.file for problem in report.problems) == sorted([files[1].name, *names[lost]])
+    assert (report.trajectories, any(problem.uncounted for problem in report.problems)) == (3, False)
     out = run.out("inspect", source, code=DAMAGED)
     assert files[1].name in out
     assert "rewards" in out, "one unreadable file hides no other"
@@ -164,8 +164,8 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
             else:
                 (copy / "log" / log.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     for name, lost in (("first", ((0, 0), (1, 4))), ("second", ((1, 1),)), ("index", ())):
-        said = "strict=False loads what is whole, and `trajstore repair`"
-        refused_to_all(tmp_path / name, CorruptStoreError, said)
+        remedy = "strict=False loads what is whole, and `trajstore repair`"
+        refused_to_all(tmp_path / name, CorruptStoreError, remedy)
         problems = verify(tmp_path / name).problems
         assert tuple(sorted(pair for problem in problems for pair in problem.lost)) == lost
         assert len(problems) <= 3, "not one for each record that is lost with the first"
@@ -221,8 +221,8 @@ def test_files_that_rlinf_left_of_an_earlier_run_are_named(run: Run, tmp_path: P
     shutil.copy(file, source / "trajectory_0_zzz.pt")
     assert verify(source).notes == ["1 trajectory files are not in the index"]
     (source / "trajectory_index.json").unlink()
-    told = {problem.file: problem.message for problem in verify(source).problems}
-    assert f"{file.name} has the id 0 too" in told["trajectory_0_zzz.pt"]
-    assert "missing" in told["trajectory_index.json"]
+    messages = {problem.file: problem.message for problem in verify(source).problems}
+    assert f"{file.name} has the id 0 too" in messages["trajectory_0_zzz.pt"]
+    assert "missing" in messages["trajectory_index.json"]
     assert run("repair", source, tmp_path / "new")[0] == 0
     assert keys_at(tmp_path / "new") == {0: 0, 1: 1}

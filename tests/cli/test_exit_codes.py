@@ -62,7 +62,7 @@ def test_each_command_says_by_its_exit_code_what_it_found(
 ) -> None:
     store = two_shards(tmp_path / "store")
     damage(store)
-    found = tuple(
+    exit_codes = tuple(
         run(*words)[0]
         for words in (
             ("inspect", store),
@@ -72,7 +72,7 @@ def test_each_command_says_by_its_exit_code_what_it_found(
             ("rollback", store, "--step", 1),
         )
     )
-    assert found == codes
+    assert exit_codes == codes
 
 
 def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: R
 
 def messages(root: Path) -> list[tuple[str, str]]:
     """Every text in the code that is no docstring, with its place."""
-    found = []
+    messages_found = []
     for path in [*root.glob("trajstore/**/*.py"), *root.glob("trainer_hooks/**/*.py")]:
         code = path.read_text()
         if "trajstore " not in code and "  pip " not in code:
@@ -122,8 +122,8 @@ def messages(root: Path) -> list[tuple[str, str]]:
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found.append((f"{path.relative_to(root)}:{node.lineno}", node.value))
-    return found
+                messages_found.append((f"{path.relative_to(root)}:{node.lineno}", node.value))
+    return messages_found
 
 
 def test_every_command_that_a_message_names_exists(project_root: Path) -> None:

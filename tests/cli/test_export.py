@@ -55,11 +55,11 @@ def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pyt
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["trajectory_id"] for line in lines] == [0, 2, 3, 4]
     for line in lines:
-        one = rollout(int(line["trajectory_id"]))
-        assert one.input_ids is not None
-        assert (line["messages"], line["input_ids"]) == (one.messages, one.input_ids.tolist())
+        expected = rollout(int(line["trajectory_id"]))
+        assert expected.input_ids is not None
+        assert (line["messages"], line["input_ids"]) == (expected.messages, expected.input_ids.tolist())
         assert line["old_log_probs"][1:] == [None, None, 0.0]  # JSON has neither NaN nor infinity
-        assert (line["loss_mask"], line["metadata"]) == ([0, 0, 1, 1, 0, 1], one.metadata)
+        assert (line["loss_mask"], line["metadata"]) == ([0, 0, 1, 1, 0, 1], expected.metadata)
         assert line["reward"]["outcome"] == float(int(line["trajectory_id"]) % 2)
 
 
@@ -77,10 +77,10 @@ def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, 
     assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome != 1"]) == 0
     table = pl.read_parquet(target)
     assert table["trajectory_id"].to_list() == [0, 2, 4]
-    one = rollout(4)
-    assert [json.loads(message["json"]) for message in table["messages"][2]] == one.messages
+    expected = rollout(4)
+    assert [json.loads(message["json"]) for message in table["messages"][2]] == expected.messages
     assert table["messages"][2][2]["content"] == '[{"type":"text","text":"ok"}]'
-    assert json.loads(table["rest"][2])["metadata"] == one.metadata
+    assert json.loads(table["rest"][2])["metadata"] == expected.metadata
     assert table["old_log_probs"][2].to_list()[2] == -float("inf")
     assert table["notes.judge"].to_list() == [0.75, None, None]
     assert table["notes.select"].to_list() == ["read", None, None]
@@ -129,8 +129,8 @@ def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys:
         stored(path, [rollout(number)], trajectory_format="pkl")
     spoil_document(sorted((path / "shards").iterdir())[1], b'"task_id"')
     assert main(["export", str(path), str(tmp_path / "out.jsonl"), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["rollouts"], list(told["problems"])) == (2, ["1"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rollouts"], list(report["problems"])) == (2, ["1"])
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 

@@ -65,8 +65,8 @@ def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path:
     assert [(row["trajectory_id"], row["newest"]) for row in run.json("query", ranks, sql)] == [(n, n) for n in RUN]
     assert csv_of(run.out("query", ranks, sql, "--csv")) == RUN
     assert run.out("query", ranks, "select min(trajectory_id) from trajectories").split()[-1] == "0/0"
-    told = [json.loads(line) for line in run.out("tail", ranks, "--last", "12", "--json").splitlines()]
-    assert sorted(row["trajectory_id"] for row in told) == RUN
+    lines = [json.loads(line) for line in run.out("tail", ranks, "--last", "12", "--json").splitlines()]
+    assert sorted(row["trajectory_id"] for row in lines) == RUN
     assert "trajectory_id 0/3" in run.out("tail", ranks, "--last", "12")
     run.out("export", ranks, tmp_path / "out.jsonl")
     assert sorted(row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")) == RUN
@@ -79,8 +79,8 @@ def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path:
 
 def test_every_command_writes_ids_of_a_single_store_as_numbers(single: Path, tmp_path: Path, run: Run) -> None:
     assert [row["trajectory_id"] for row in run.json("list", single, "--sort", "trajectory_id")] == SINGLE
-    told = [json.loads(line) for line in run.out("tail", single, "--json").splitlines()]
-    assert [row["trajectory_id"] for row in told] == SINGLE
+    lines = [json.loads(line) for line in run.out("tail", single, "--json").splitlines()]
+    assert [row["trajectory_id"] for row in lines] == SINGLE
     run.out("export", single, tmp_path / "out.jsonl")
     assert [row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")] == SINGLE
     run.out("export", single, tmp_path / "parts", "--to", "parquet")
@@ -178,8 +178,8 @@ def test_values_are_given_by_the_ids_that_are_shown(ranks: Path, single: Path, r
         annotate(ranks, [row["trajectory_id"] for row in rows], {"seen": 1.0})
     words = ("--where", "seen = 1", "--columns", "trajectory_id,judge", "--sort", "trajectory_id")
     assert run.out("list", ranks, *words, "--csv").split()[1:] == ["0/3,0.5", "1/1,0.75", "2/1,0.5"]
-    for wrong, said in (("3", "'0/3'"), ("5/1", "rank 5")):
-        assert said.strip("'") in run.err("annotate", ranks, wrong, "--set", "judge=1")
+    for wrong, message in (("3", "'0/3'"), ("5/1", "rank 5")):
+        assert message.strip("'") in run.err("annotate", ranks, wrong, "--set", "judge=1")
     with pytest.raises(StoreNotFoundError, match="0/3"):
         annotate(ranks, 3, {"judge": 1.0})
     with pytest.raises(StoreNotFoundError, match="17"):

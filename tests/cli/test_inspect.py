@@ -60,13 +60,13 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
     live, shards = format_bytes(report["live_bytes"]), format_bytes(report["shard_bytes"])
     out = run.out("inspect", path)
     assert re.search(rf"live in shards +{re.escape(live)} of {re.escape(shards)}\n", out)
-    for said in (
+    for expected in (
         "policy versions",
         "10 to 14",
         "curr_obs.states",
         "length within one trajectory",
     ):  # nothing joins them
-        assert said in out
+        assert expected in out
 
 
 def test_one_trajectory_and_one_sample(run: Run, store: Path) -> None:
@@ -196,8 +196,8 @@ def test_episodes_are_joined_over_trajectories(tmp_path: Path, stream: int) -> N
             for stop in [min(start + 3, total)]
         ]
 
-    one, other = blocks([5, 8, 5], 0), blocks([7, 7, 4], 10)
-    mixed = [block for pair in zip(one, other, strict=True) for block in pair] if stream else [*one, *other]
+    first, other = blocks([5, 8, 5], 0), blocks([7, 7, 4], 10)
+    mixed = [block for pair in zip(first, other, strict=True) for block in pair] if stream else [*first, *other]
     stored(tmp_path / "store", mixed)
     episodes = inspect(tmp_path / "store")["episodes"]
     assert episodes["ended"] == 6

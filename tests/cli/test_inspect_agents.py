@@ -94,8 +94,8 @@ def agent_store(path: Path, count: int = 4, **more: object) -> Path:
 
 def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
     out = run.out("inspect", agent_store(tmp_path / "agents", messages=[]))
-    for said in ("rollouts", "tokens of a rollout   10", "turns of the model  2, by runs of the model's tokens"):
-        assert said in out
+    for expected in ("rollouts", "tokens of a rollout   10", "turns of the model  2, by runs of the model's tokens"):
+        assert expected in out
     assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
     report = inspect(tmp_path / "agents")
     assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
@@ -118,9 +118,9 @@ def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
 
 def test_turns_say_what_they_were_counted_by(run: Run, tmp_path: Path) -> None:
     """One message may hold what the tokens have as two turns: the figure names what it counted."""
-    one = agent_store(tmp_path / "agents", count=1, messages=[{"role": "assistant", "content": "2 + 2 = 4"}])
-    assert figures(run("inspect", one)[1])["turns of the model"] == "1, by messages of the assistant"
-    out = run("inspect", one, "--trajectory", 0)[1]
+    path = agent_store(tmp_path / "agents", count=1, messages=[{"role": "assistant", "content": "2 + 2 = 4"}])
+    assert figures(run("inspect", path)[1])["turns of the model"] == "1, by messages of the assistant"
+    out = run("inspect", path, "--trajectory", 0)[1]
     assert figures(out)["turns of the model"] == "1, by messages of the assistant"
     assert out.count("\n  the model wrote  ") == 2, "in the table of its tokens"
 
@@ -136,15 +136,15 @@ def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_pat
         tmp_path / "store",
         [build(f"task_{n}", n, outcome, old_log_probs=None, response_mask=None) for n, outcome in enumerate(outcomes)],
     )
-    told = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
-    assert told["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
+    figure_of = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
+    assert figure_of["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
     for name in ("turns of the model", "tasks", "with messages"):
-        assert told[name].endswith(" (4 of 6 read)"), name
-    assert told["of its response"] == "4 (of 4 rollouts)"
-    assert not told["tokens of a rollout"].endswith("read)"), "the index tells it of all"
-    told = figures(run("inspect", tmp_path / "store")[1])
-    assert told["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
-    assert told["of its response"] == "4"
+        assert figure_of[name].endswith(" (4 of 6 read)"), name
+    assert figure_of["of its response"] == "4 (of 4 rollouts)"
+    assert not figure_of["tokens of a rollout"].endswith("read)"), "the index tells it of all"
+    figure_of = figures(run("inspect", tmp_path / "store")[1])
+    assert figure_of["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
+    assert figure_of["of its response"] == "4"
 
 
 def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
@@ -169,21 +169,21 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
     assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 4)
     assert report["policy"]["versions"] == {"min": 2, "max": 3}
     code, out, _ = run("inspect", tmp_path / "pool")
-    told = figures(out)
+    figure_of = figures(out)
     assert code == 0
     assert f"{tmp_path / 'pool'}: experience pool" in out
-    assert told["trajectories"] == "4 of 2 tasks"
-    assert told["records besides"] == "2 of its journal, 4 of what left it and is not deleted yet"
-    assert told["tasks by successes in their last step"] == "2: 2"
-    assert told["solved tasks left out"] == "1"
-    told = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
-    assert told["outcomes"] == "1 (1 of 4 read)"
+    assert figure_of["trajectories"] == "4 of 2 tasks"
+    assert figure_of["records besides"] == "2 of its journal, 4 of what left it and is not deleted yet"
+    assert figure_of["tasks by successes in their last step"] == "2: 2"
+    assert figure_of["solved tasks left out"] == "1"
+    figure_of = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
+    assert figure_of["outcomes"] == "1 (1 of 4 read)"
 
 
 def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: Path) -> None:
     folder = shared_fixtures / "experience_pool"
     out = run.out("inspect", folder)
-    names = sorted(one.name for one in folder.iterdir() if one.is_dir())
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     assert f"{folder}: folder with {', '.join(names)} (experience pool)" in out
     assert f"this is a folder with {', '.join(names)}" in run.err("inspect", folder, "--trajectory", 0)
     assert f"holds a folder with {', '.join(names)}" in run.err("pool", "export", folder, "nowhere")
@@ -208,8 +208,8 @@ def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: 
         assert text in out
     assert "3,000 more characters" in out
     assert all(character.isprintable() or character == "\n" for character in out)
-    for said in ("\\x1b[2J", "\\u202e", "\n  | "):
-        assert said in out
+    for expected in ("\\x1b[2J", "\\u202e", "\n  | "):
+        assert expected in out
     assert "\n  at a glance" not in out, "no message passes for a line of the report"
     out = run.out("inspect", path, "--trajectory", 1, "--json")
     assert all(character.isprintable() or character == "\n" for character in out)

@@ -254,10 +254,10 @@ def test_whether_a_writer_lives(tmp_path: Path) -> None:
     with directory.lock_writer():
         assert directory.is_written()
     assert not directory.is_written()
-    said = {**holder_document(), "pid": ended_process()}
-    lock.write_bytes(orjson.dumps(said))
+    holder = {**holder_document(), "pid": ended_process()}
+    lock.write_bytes(orjson.dumps(holder))
     assert not directory.is_written(), "it was killed"
-    lock.write_bytes(orjson.dumps({**said, "host": "elsewhere"}))
+    lock.write_bytes(orjson.dumps({**holder, "host": "elsewhere"}))
     assert directory.is_written(), "nobody here can tell"
     lock.write_bytes(b"{")
     assert directory.is_written()

@@ -101,8 +101,8 @@ def test_prune_and_compact(tmp_path: Path, run: Run) -> None:
     before = len(asked(path, "task"))
     assert "nothing was changed" in run.out(*words)
     assert len(asked(path, "task")) == before
-    told = run.json(*words, "--yes")
-    assert (told["trajectories"], told["kept"]) == (6, 6)
+    report = run.json(*words, "--yes")
+    assert (report["trajectories"], report["kept"]) == (6, 6)
     assert {row[0] for row in asked(path, "outcome")} == {1.0}
     size = sum(file.stat().st_size for file in path.glob("rank_*/shards/*"))
     run.out("compact", path)

@@ -38,7 +38,9 @@ def write_rollouts(path: Path) -> None:
 def held(path: Path) -> dict[str, list[str]]:
     with closing(BufferStore.open(path)) as store:
         manager = ExperienceManager(RULES, store=store)
-        return {task: [one.rollout_id for one in several] for task, several in manager.task2trajectories.items()}
+        return {
+            task: [rollout.rollout_id for rollout in several] for task, several in manager.task2trajectories.items()
+        }
 
 
 def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: Path) -> None:
@@ -69,7 +71,9 @@ def test_a_pool_of_agentevolver_is_imported(run: Run, tmp_path: Path, shared_fix
     named = read_pool(tmp_path / "files")
     known = read_pool(source / "step_40")
     assert named.skip_uid_set == [f"house:{task}" for task in known.skip_uid_set] != []
-    assert {one.task_id for held in named.task2trajectories.values() for one in held} == {*named.task2trajectories}
+    assert {rollout.task_id for held in named.task2trajectories.values() for rollout in held} == {
+        *named.task2trajectories
+    }
     assert {*named.task2trajectories} == {f"house:{task}" for task in known.task2trajectories}
     wanted = {number: {f"house:{task}" for task in tasks} for number, tasks in known.difficulty2task_dict.items()}
     assert {number: {*tasks} for number, tasks in named.difficulty2task_dict.items()} == wanted
@@ -165,8 +169,8 @@ def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path
     ):
         assert message in run.err("pool", *given, *words)
     assert (tmp_path / "file").read_text() == "mine"
-    told = run.json("pool", "import", tmp_path / "other", tmp_path / "pool", *words)
-    assert (told["trajectories"], told["read"]) == (4, 4)
+    report = run.json("pool", "import", tmp_path / "other", tmp_path / "pool", *words)
+    assert (report["trajectories"], report["read"]) == (4, 4)
 
 
 def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
@@ -175,9 +179,9 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     assert "0 trajectories of 0 tasks" in out
     assert "of 15 rollouts" in out
     assert "not taken: 15 are no successes: the highest outcome is 0.7, success_threshold 1" in out
-    told = run.json("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1)
-    assert (told["trajectories"], told["read"]) == (0, 15)
-    assert told["left_out"] == [
+    report = run.json("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1)
+    assert (report["trajectories"], report["read"]) == (0, 15)
+    assert report["left_out"] == [
         "15 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"
         " failure since, is a success"
     ]
@@ -220,15 +224,15 @@ def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("a"))
     write_rollouts(tmp_path / "rollouts")
-    told = []
+    reports = []
     for pool, words, code in (
         ("pool", (tmp_path / "rollouts", "--success-threshold", 0.7), 0),
         ("other", (tmp_path / "files", "--max-trajectories-per-task", 1), 0),
         ("third", (source, "--tokenizer", tmp_path / "tokenizer"), DAMAGED),
     ):
-        told.append(run.json("pool", "import", tmp_path / pool, *words, code=code))
+        reports.append(run.json("pool", "import", tmp_path / pool, *words, code=code))
         run("pool", "export", tmp_path / "pool", tmp_path / "files")
-    of_rollouts, of_files, of_transcripts = told
+    of_rollouts, of_files, of_transcripts = reports
     assert of_rollouts.keys() == of_files.keys() == of_transcripts.keys() - {"bad", "highest_failure", "control_tokens"}
     assert (of_files["read"], of_files["trajectories"]) == (4, 1)
     page = (Path(__file__).parents[2] / "docs" / "howto" / "agents.md").read_text()

@@ -56,7 +56,7 @@ def test_list_begins_with_what_was_committed_last_in_any_rank(run: Run, tmp_path
     for passed in (0, 4):
         _, out, _ = run("list", tmp_path, "--limit", 4, "--offset", passed)
         shown += [line.split()[0] for line in out.splitlines()[1:-1]]
-    assert [one if "/" in one else f"0/{one}" for one in shown] == expected
+    assert [name if "/" in name else f"0/{name}" for name in shown] == expected
     assert out.splitlines()[-1] == "5 to 6 of 6 trajectories; --limit 0 shows all"
     for way in ("asc", "desc"):
         _, out, _ = run("list", tmp_path, "--sort", f"round(outcome, 1) {way}, trajectory_id", "--csv")
@@ -93,8 +93,8 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> No
     odd = 'tab\there, "quoted"\r\nnext\u2028line'
     with writer_to(tmp_path / "store") as buffer:
         buffer.add_trajectories([rollout("odd"), rollout()])
-        said = [{"role": "user", "content": odd}, {"role": "tool", "content": "y" * 300}]
-        buffer.add_trajectories([AgentTrajectory(messages=said, input_ids=torch.arange(2), task_id="odd")])
+        messages = [{"role": "user", "content": odd}, {"role": "tool", "content": "y" * 300}]
+        buffer.add_trajectories([AgentTrajectory(messages=messages, input_ids=torch.arange(2), task_id="odd")])
     text = "select role, count(*) as n from messages group by role order by n desc, role"
     _, out, _ = run("query", tmp_path / "store", text)
     assert [line.split() for line in out.splitlines()] == [

@@ -40,8 +40,8 @@ def test_inspect_shows_points_pins_and_what_was_set_aside(path: Path, run: Run) 
     assert (aside["left_for"], aside["trajectories"], aside["points"]) == ("step-750.0", 5, ["step-760.0"])
     assert shown["other_points"] == ["step-760.0"]
     text = run.out("inspect", path)
-    for said in ("saved points", aside["name"], "shared by all ranks"):
-        assert said in text
+    for expected in ("saved points", aside["name"], "shared by all ranks"):
+        assert expected in text
 
 
 def test_a_dry_run_says_what_the_rollback_then_does(path: Path, run: Run) -> None:
@@ -76,8 +76,8 @@ def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, run:
     with make(tmp_path / "rank_0") as buffer:
         add(buffer, [9])
         buffer.points.save(770)
-    said = "rank_1: no saved point of step 770; there are: 750, 760"
-    assert said in run.err("rollback", tmp_path, "--step", 770)
+    message = "rank_1: no saved point of step 770; there are: 750, 760"
+    assert message in run.err("rollback", tmp_path, "--step", 770)
     assert run.json("inspect", tmp_path)["stores"] == "per_rank"
     assert run.json("inspect", tmp_path / "rank_1")["stores"] == "per_rank"
     assert run.json("rollback", tmp_path, "--step", 750)["leaving"] == 5

@@ -91,27 +91,27 @@ def follow(path: Path, cursor: list[str], told: Connection) -> None:
 
 
 def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Path) -> None:
-    path, found = tmp_path / "store", list[int]()
+    path, ids = tmp_path / "store", list[int]()
     cursor: list[str] = []
     with opened(path) as store:
         for turn in range(3):
             store.add_trajectories([witness(2 * turn), witness(2 * turn + 1)])
             store.flush()
-            heard, told = multiprocessing.Pipe(duplex=False)
-            follower = forking().Process(target=follow, args=(path, cursor, told))
+            heard, sender = multiprocessing.Pipe(duplex=False)
+            follower = forking().Process(target=follow, args=(path, cursor, sender))
             follower.start()
-            told.close()
+            sender.close()
             with os.fdopen(os.dup(heard.fileno())) as lines:
                 for at in range(3):
                     if at == 2:  # while it follows
                         store.add_trajectories([witness(100 + turn)])
                         store.flush()
                     line = json.loads(lines.readline())
-                    found.append(line["trajectory_id"])
+                    ids.append(line["trajectory_id"])
                     cursor = ["--since", line["cursor"]]
                 follower.kill()
                 follower.join()
-        assert found == store.trajectory_ids.tolist()
+        assert ids == store.trajectory_ids.tolist()
 
 
 def test_the_cursor_stays_where_a_condition_is_refused(tmp_path: Path, run: Run) -> None:

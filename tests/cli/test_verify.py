@@ -68,8 +68,8 @@ def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> 
     (problem,) = run.json("verify", store, code=DAMAGED)["problems"]
     assert (problem["file"], problem["lost"], problem["uncounted"]) == (f"shards/{shard.name}", [[0, 4]], False)
     out = run.out("verify", store, code=DAMAGED)
-    for said in (shard.name, "missing", "DAMAGED"):
-        assert said in out
+    for expected in (shard.name, "missing", "DAMAGED"):
+        assert expected in out
 
 
 def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:

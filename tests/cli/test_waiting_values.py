@@ -31,16 +31,16 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> None:
-    told = "7 values in 2 files of inbox/; the next writer takes them in, or the next `trajstore annotate`"
-    assert told in run.out("inspect", store)
+    summary = "7 values in 2 files of inbox/; the next writer takes them in, or the next `trajstore annotate`"
+    assert summary in run.out("inspect", store)
     assert run.json("inspect", store)["waiting"] == {
         "files": 2,
         "values": 7,
         "refused": [],
         "written": False,
     }
-    assert told in run("inspect", store.parent)[1], "a run tells what waits in its parts"
-    assert f"note: values that came late wait: {told}" in run.out("verify", store)
+    assert summary in run("inspect", store.parent)[1], "a run tells what waits in its parts"
+    assert f"note: values that came late wait: {summary}" in run.out("verify", store)
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0
     assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
     assert run.json("inspect", store)["waiting"] is None
@@ -86,7 +86,9 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
         annotate(path, 0, {"score": "high"}, who="anna")
         with writer_to(path) as writer:
             annotate(writer, 0, {"score": 1})
-    told = "the values score of trajectories 0, given by anna, are refused and reach no trajectory: score: a text, but"
+    message = (
+        "the values score of trajectories 0, given by anna, are refused and reach no trajectory: score: a text, but"
+    )
     for state in ("waits", "set aside, not deleted yet", "set aside"):
         if state == "set aside":
             writer_to(path).close()
@@ -94,16 +96,16 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
             with nothing_can_be_deleted(monkeypatch):
                 writer_to(path).close()
             assert len(list((path / "inbox").iterdir())) == 2
-            said = InboxView(LocalDirectory(path)).look(Catalog.open(LocalDirectory(path)).store_id)
-            assert [one.values for one in said] == [{"score": ("high",)}], "what the page is told"
+            values = InboxView(LocalDirectory(path)).look(Catalog.open(LocalDirectory(path)).store_id)
+            assert [value.values for value in values] == [{"score": ("high",)}], "what the page is told"
         *_, file = sorted((path / "inbox").iterdir())
         code, out, _ = run("verify", path)
-        assert (code, f"note: inbox/{file.name}: {told}" in out) == (0, True)
+        assert (code, f"note: inbox/{file.name}: {message}" in out) == (0, True)
         code, out, _ = run("inspect", path)
-        assert (code, "refused values" in out, told in out) == (0, True, True)
+        assert (code, "refused values" in out, message in out) == (0, True, True)
         assert "values that wait" not in out
         (refused,) = run.json("inspect", path.parent)["waiting"]["refused"]
-        assert refused.startswith(f"rank_0/inbox/{file.name}: {told}")
+        assert refused.startswith(f"rank_0/inbox/{file.name}: {message}")
     assert file.suffix == ".refused"
     file.write_bytes(file.read_bytes()[:-9])
     code, out, _ = run("verify", path)

@@ -121,7 +121,7 @@ def test_wrong_words_are_refused_and_change_nothing(
         in_one_line = words.startswith(("inspect", "verify", "rollback"))
     except SystemExit as error:  # the parser, which shows how it is used, too
         code, in_one_line = error.code, False
-    told = capsys.readouterr().err
-    assert (code, said in told) == (FAILED, True), told
-    assert not in_one_line or (told.startswith("trajstore: ") and told.count("\n") == 1), told
+    message = capsys.readouterr().err
+    assert (code, said in message) == (FAILED, True), message
+    assert not in_one_line or (message.startswith("trajstore: ") and message.count("\n") == 1), message
     assert kept_in(place) == before

@@ -53,12 +53,12 @@ def test_a_soak_of_seconds(tmp_path: Path) -> None:
     plan = Plan(seconds=3, keep=24, scale=8, pause=0.0, samples=6, followers=1)
     result = soak(tmp_path, plan, seed=2)
     assert judge(result, cost=False) == []
-    assert min(result.counts[what] for what in ("trajectories added", "rows checked by followers")) > 0
+    assert min(result.counts[figure] for figure in ("trajectories added", "rows checked by followers")) > 0
 
 
 def test_growth_is_seen() -> None:
     flat = [Sample(1, 1, 1, 1 << 30, 40, 900, 9, 3.0)] * 30
     assert growth([*flat, *flat], ["memory", "descriptors", "maps", "threads", "log", "cost"]) == []
     more = Sample(1, 1, 1 << 25, 2 << 30, 80, 2000, 20, 9.0)
-    found = growth([*flat, *[more] * 30], ["memory", "descriptors", "maps", "threads", "log", "cost"])
-    assert [text.split()[0] for text in found] == ["memory", "descriptors", "maps", "threads", "log", "cost"]
+    findings = growth([*flat, *[more] * 30], ["memory", "descriptors", "maps", "threads", "log", "cost"])
+    assert [text.split()[0] for text in findings] == ["memory", "descriptors", "maps", "threads", "log", "cost"]

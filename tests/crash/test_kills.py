@@ -44,13 +44,13 @@ def _after_warming() -> None:
     from trajstore.core.base import _kernels
     from trajstore.core.sampling import _tree_kernels
 
-    found = [
+    kernels = [
         name
         for module in (_kernels, _tree_kernels)
         for name, kernel in vars(module).items()
         if isinstance(kernel, numba.core.dispatcher.Dispatcher) and not kernel.signatures
     ]
-    sys.exit(f"add to tools/crash/warm.py: {', '.join(found)}" if found else 0)
+    sys.exit(f"add to tools/crash/warm.py: {', '.join(kernels)}" if kernels else 0)
 
 
 def test_children_load_no_kernel() -> None:

@@ -70,8 +70,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 store.flush()
             for first in (0, 7):  # the latest values of each trajectory lie in a shard of rows or in another
                 ids = store.trajectory_ids[first:].tolist()
-                rows = [torch.full(store.get(one).rewards.shape[:2], 1000.0 * first + one) for one in ids]
-                annotate(store, ids, {"rows": rows, "told": [1000.0 * first + one for one in ids]})
+                rows = [
+                    torch.full(store.get(trajectory).rewards.shape[:2], 1000.0 * first + trajectory)
+                    for trajectory in ids
+                ]
+                annotate(store, ids, {"rows": rows, "told": [1000.0 * first + trajectory for trajectory in ids]})
             store.evict(store.trajectory_ids[3::7].tolist())
     return folder
 
@@ -82,11 +85,11 @@ def _found(path: Path) -> dict[bytes, tuple[int, float]]:
         ids = reader.trajectory_ids.tolist()
         keys = [check_trajectory(reader.get(number)) for number in ids]
         rows = [set(reader.get(number).notes["rows"].reshape(-1).tolist()) for number in ids]
-        told = [float(value) for value in reader.live.contents.index[NOTE + "told"]]
+        note_values = [float(value) for value in reader.live.contents.index[NOTE + "told"]]
         uuids = [bytes(uuid) for uuid in reader.trajectory_uuids]
-    assert rows == [{value} for value in told]
+    assert rows == [{value} for value in note_values]
     assert len(set(uuids)) == len(uuids)
-    return dict(zip(uuids, zip(keys, told, strict=True), strict=True))
+    return dict(zip(uuids, zip(keys, note_values, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

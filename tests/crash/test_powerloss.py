@@ -121,13 +121,13 @@ def _without_syncs(ops: Sequence[Op], pattern: str) -> list[Op]:
 
 
 def _paths(tree: Tree, node: Node, folder: Node = ROOT, above: str = "") -> list[str]:
-    found = []
+    paths = []
     for name, inner in tree.folders.get(folder, {}).items():
         if inner == node:
-            found.append(above + name)
+            paths.append(above + name)
         if inner.folder:
-            found += _paths(tree, node, inner, f"{above}{name}/")
-    return found
+            paths += _paths(tree, node, inner, f"{above}{name}/")
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +226,12 @@ def test_what_is_durable_and_what_is_not() -> None:
         pending.add(op)
     assert sorted(pending.open) == [1, 4]
     listings = [build(ops, case) for case in plan(ops, 100, 0) if case.moment == len(ops)]
-    assert {frozenset(one) for one in listings} == {
+    assert {frozenset(listing) for listing in listings} == {
         frozenset({"d"}),
         frozenset({"d", "d/x.tmp"}),
         frozenset({"d", "d/x"}),
     }
-    assert all(content in (None, b"abc") for one in listings for content in one.values())
+    assert all(content in (None, b"abc") for listing in listings for content in listing.values())
     pending.add(Sync(folder))
     assert pending.open == {}
 
@@ -239,6 +239,6 @@ def test_what_is_durable_and_what_is_not() -> None:
 def test_writes_may_be_there_in_part() -> None:
     file = Node(1, False)
     ops: list[Op] = [Entries(((ROOT, "x", file),)), Sync(ROOT), Write(file, 0, b"abc"), Write(file, 3, b"def")]
-    found = {build(ops, case)["x"] for case in plan(ops, 100, 0) if case.moment == len(ops)}
-    assert found >= {b"", b"abcdef", b"abc", b"\0\0\0def", bytes(6)}
+    contents = {build(ops, case)["x"] for case in plan(ops, 100, 0) if case.moment == len(ops)}
+    assert contents >= {b"", b"abcdef", b"abc", b"\0\0\0def", bytes(6)}
     assert build(ops, Case(4, 0, frozenset(), ((3, 1),)))["x"] == b"abcd\0\0"

@@ -43,7 +43,7 @@ def test_it_reads_by_obstore(store: str, s3_options: dict[str, Any], monkeypatch
     with detours_told(rows):
         rows.some_of(store)
         seen = rows.all_of(store)
-    assert {number: one.key for number, one in seen.items()} == {0: 7, 1: 8, 2: 9}
+    assert {number: expected.key for number, expected in seen.items()} == {0: 7, 1: 8, 2: 9}
     assert rows.troubles == []
     assert rows.batches == 2
     assert sum(asked) > 0
@@ -59,11 +59,11 @@ def test_what_comes_wrong_is_told(
         if fault == "swapped":  # whole files are those of the next trajectory, each row as if it were right
             names = sorted({name for name, _, _ in pieces})
             pieces = [(names[names.index(name) - 1], start, stop) for name, start, stop in pieces]
-        for place, one in real(self, pieces):
-            if fault == "absent" or isinstance(one, OSError):
+        for place, piece in real(self, pieces):
+            if fault == "absent" or isinstance(piece, OSError):
                 yield place, OSError(5, "gone")
             else:
-                yield place, bytes(one)[:-700] + bytes(700) if fault == "others" else one
+                yield place, bytes(piece)[:-700] + bytes(700) if fault == "others" else piece
 
     monkeypatch.setattr(bucket_ranges.BucketRanges, "fetch", fetch)
     rows = RangeRows(s3_options)

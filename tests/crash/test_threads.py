@@ -30,9 +30,9 @@ _LONG = 600.0
 
 
 def _check(folder: Path, replacer: str, form: str, seconds: float) -> None:
-    found = run_session(folder / "session", replacer, form, seconds, seed=0)
-    assert not found.problems, "\n\n".join(found.problems)
-    assert found.counts["replacements"] > 0
+    problems = run_session(folder / "session", replacer, form, seconds, seed=0)
+    assert not problems.problems, "\n\n".join(problems.problems)
+    assert problems.counts["replacements"] > 0
 
 
 @pytest.mark.parametrize("replacer", REPLACERS)

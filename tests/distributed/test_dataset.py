@@ -123,7 +123,7 @@ def test_whole_trajectories_of_a_pin_and_of_now(small_ray: None, tmp_path: Path)
     assert sorted(row["trajectory_id"] for row in pinned.take_all()) == [0, 1, 2, 3, 4]
     rows = read_store(path, unit="trajectory", override_num_blocks=3).take_all()
     documents = {row["trajectory_id"]: orjson.loads(row["document"]) for row in rows}
-    assert {number: one["kind"] for number, one in documents.items()} == {
+    assert {number: document["kind"] for number, document in documents.items()} == {
         **dict.fromkeys((1, 2, 3, 4, 7), "step"),
         **dict.fromkeys((5, 6), "agent"),
     }

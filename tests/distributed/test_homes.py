@@ -14,10 +14,10 @@ def test_an_old_disk_beside_its_replacement_is_told(tmp_path: Path) -> None:
     """What another machine began under the number of a lost one does not hide the disk of that one."""
     here = socket.gethostname()
     for rank in range(4):
-        one = server(tmp_path, rank)
-        assert len(ids_of(one.add(parcel_of([witness(key) for key in range(5)]), 5))) == 5
-        store_id = one.describe().store_id
-        one.close()
+        store = server(tmp_path, rank)
+        assert len(ids_of(store.add(parcel_of([witness(key) for key in range(5)]), 5))) == 5
+        store_id = store.describe().store_id
+        store.close()
     (tmp_path / "rank_7").mkdir()  # nothing in it
     (tmp_path / "rank_2" / "trajectory_index.json").write_bytes(b"{")
     served = {0: (here, "any"), 1: ("another", "begun-there"), 3: ("another", store_id)}

@@ -62,11 +62,11 @@ from trajstore.distributed.server import Answer  # noqa: E402
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     ray.shutdown()  # that of tests before, which need it no more
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    ray.init(address=found.address, log_to_driver=False)
-    yield found
+    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    ray.init(address=ray_cluster.address, log_to_driver=False)
+    yield ray_cluster
     ray.shutdown()
-    found.shutdown()
+    ray_cluster.shutdown()
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -108,8 +108,8 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         assert handle.size == 12
         assert handle.is_ready(12)
         assert {number % 1024 for number in ids} == {0, 1}  # both stores took some
-        found = handle.sample(64)
-        check_batch(found)
+        batch = handle.sample(64)
+        check_batch(batch)
         out = {"curr_obs.tag": torch.zeros(64, dtype=torch.int64)}
         drawn = handle.draw(64)
         assert torch.equal(
@@ -146,12 +146,12 @@ def test_rows_of_all_stores_are_asked(
     with emptied() as handle:
         monkeypatch.setattr(relations, "TOGETHER", 3)
         assert handle.query("messages").rows() == []
-        said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
+        messages = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
         ids = []
         for n in range(12):
             rollout = AgentTrajectory(
                 input_ids=torch.arange(n + 1),
-                messages=said[: 1 + n % 3],
+                messages=messages[: 1 + n % 3],
                 task_id=f"t{n % 3}",
                 reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
             )
@@ -163,7 +163,7 @@ def test_rows_of_all_stores_are_asked(
         assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
         asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
         expected = [
-            (ids[n], f"t{n % 3}", at, said[at]["role"])
+            (ids[n], f"t{n % 3}", at, messages[at]["role"])
             for n in range(1, 12, 2)
             for at in range(1 + n % 3)
             if at or n % 3 == 0
@@ -313,7 +313,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
 def lose(name: str, rank: int) -> None:
     """End a store for good, as the loss of its node does."""
     ray.kill(ray.get_actor(f"{name}/rank_{rank}", namespace="trajstore"))
-    until(lambda: f"{name}/rank_{rank}" not in [one["name"] for one in ray.util.list_named_actors(True)])
+    until(lambda: f"{name}/rank_{rank}" not in [actor["name"] for actor in ray.util.list_named_actors(True)])
 
 
 def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
         create("only", tmp_path)
         check_batch(sampled.result(120))
     ray.kill(ray.get_actor("only/rank_0", namespace="trajstore"), no_restart=False)  # Ray starts it again
-    assert [check_trajectory(one) for one in learner.sample_trajectories(1)] == [3]
+    assert [check_trajectory(trajectory) for trajectory in learner.sample_trajectories(1)] == [3]
     learner.clear()
     with pytest.raises(EmptyBufferError, match="no store that answers has a trajectory"):
         learner.sample(4)
@@ -357,15 +357,15 @@ def test_rows_of_stores_elsewhere_come_in_pieces(
     monkeypatch.setattr(Stores, "submit", counted)
     learner = DistributedReplayBuffer.connect("pieces", refresh_interval=3600.0, patience=30.0)
     for count in (3001, 3001, 17, 2000):  # the first rows tell how much a row takes
-        found = learner.read(near.at(slice(count)))
-        check_batch(found)
-        assert torch.equal(found["curr_obs"]["tag"], expected["curr_obs"]["tag"][:count])
+        batch = learner.read(near.at(slice(count)))
+        check_batch(batch)
+        assert torch.equal(batch["curr_obs"]["tag"], expected["curr_obs"]["tag"][:count])
     assert max(asked) > 2
     out = {"forward_inputs.mask": torch.zeros(3100, 2, dtype=torch.bfloat16)}
     for _ in range(2):
-        found = learner.read(near, columns=["forward_inputs.mask"], out=out)
-        assert torch.equal(found["forward_inputs"]["mask"], expected["forward_inputs"]["mask"])
-        assert found["forward_inputs"]["mask"].data_ptr() == out["forward_inputs.mask"].data_ptr()
+        batch = learner.read(near, columns=["forward_inputs.mask"], out=out)
+        assert torch.equal(batch["forward_inputs"]["mask"], expected["forward_inputs"]["mask"])
+        assert batch["forward_inputs"]["mask"].data_ptr() == out["forward_inputs.mask"].data_ptr()
     with pytest.raises(ConfigurationError, match="columns: 'rewards' is one text"):
         learner.read(near, columns="rewards")
     learner.refresh()
@@ -393,8 +393,8 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         DistributedReplayBuffer.connect(name, patience=10.0, refresh_interval=3600.0) for _ in range(3)
     )
     monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
-    for one in (learner, second, third):
-        one.refresh()
+    for member in (learner, second, third):
+        member.refresh()
     first = learner.trajectory_ids.tolist()
     check_batch(learner.sample(32))
     if how == "frozen":
@@ -413,7 +413,9 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
         assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once by each handle
-        assert {check_trajectory(one) for one in learner.sample_trajectories(8)} == {keys[number] for number in left}
+        assert {check_trajectory(member) for member in learner.sample_trajectories(8)} == {
+            keys[number] for number in left
+        }
     finally:
         if how == "frozen":
             os.kill(pid, signal.SIGCONT)
@@ -504,7 +506,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     ids = handle.trajectory_ids
     assert [check_trajectory(handle.get(number)) for number in ids.tolist()] == list(range(8))  # the oldest first
     assert set(handle.draw(64).ids.tolist()) == set(ids[-4:].tolist())
-    assert {check_trajectory(one) for one in handle.sample_trajectories(9)} == set(range(4, 8))
+    assert {check_trajectory(trajectory) for trajectory in handle.sample_trajectories(9)} == set(range(4, 8))
     sampler = WeightedSampler(priorities=Priorities())
     batch = handle.sample(64, sampler=sampler)
     assert set(batch.drawn.ids.tolist()) <= set(ids[-4:].tolist())
@@ -531,8 +533,8 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     assert handle.trajectory_ids.tolist() == ids.tolist()
     loader = ReplayLoader(handle, batch_size=16, sampler=WeightedSampler(priorities=Priorities()))
     loader.load_state_dict(state["loader"])
-    for one in expected:
-        assert torch.equal(one["curr_obs"]["tag"], next(loader)["curr_obs"]["tag"])
+    for trajectory in expected:
+        assert torch.equal(trajectory["curr_obs"]["tag"], next(loader)["curr_obs"]["tag"])
     loader.close()
     newest = handle.add_trajectories([witness(30)]).committed(120)[0]
     handle.refresh()
@@ -687,8 +689,8 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     ask = starting._ask_nodes
 
     def asked(given: Any, task: Any, *arguments: Any, seconds: float) -> Any:
-        found = ask(given, task, *arguments, seconds=seconds)
-        return {node: own[node] for node in found} if task is starting._ranks_below else found
+        batch = ask(given, task, *arguments, seconds=seconds)
+        return {node: own[node] for node in batch} if task is starting._ranks_below else batch
 
     monkeypatch.setattr(starting, "_ask_nodes", asked)
     handle = create("homes", tmp_path, stores="per_node")

@@ -43,20 +43,20 @@ class Here:
 
 def look(census: Census, *servers: StoreServer) -> Census:
     for clock in (0, census.clock):
-        for rank, one in enumerate(servers):
-            census.take(rank, one.news(*census.heard(rank), False, clock))
+        for rank, store in enumerate(servers):
+            census.take(rank, store.news(*census.heard(rank), False, clock))
     return census
 
 
 def check(reads: Reads, census: Census, draws: Draws, count: int = 32) -> None:
     """Compare what comes by place with what comes by id."""
     places = census.places(count, 0, draws)
-    found = reads.placed(census.listing, places, None, None, 60.0)
-    check_batch(found)
+    placement = reads.placed(census.listing, places, None, None, 60.0)
+    check_batch(placement)
     out = {"curr_obs.tag": torch.zeros(count, dtype=torch.int64)}
     assert reads.placed(census.listing, places, ["curr_obs.tag"], out, 60.0).keys() == {"curr_obs"}
-    assert torch.equal(out["curr_obs.tag"][: len(places)], found["curr_obs"]["tag"])
-    assert equal(found, nest(reads.rows(census.listing.drawn(places), None, None, 60.0)))
+    assert torch.equal(out["curr_obs.tag"][: len(places)], placement["curr_obs"]["tag"])
+    assert equal(placement, nest(reads.rows(census.listing.drawn(places), None, None, 60.0)))
 
 
 @pytest.mark.parametrize("stores", [1, 2])
@@ -66,9 +66,9 @@ def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
     reads = Reads(here)  # type: ignore[arg-type]
     ids: list[int] = []
     for step in range(4):  # evicted and added between reads: at the front, in the midst
-        for one in servers:
-            ids += ids_of(one.add(parcel_of([witness(10 * step + key) for key in range(5)]), 5))
-            one.flush()
+        for store in servers:
+            ids += ids_of(store.add(parcel_of([witness(10 * step + key) for key in range(5)]), 5))
+            store.flush()
         look(census, *servers)
         check(reads, census, draws)
         gone = [ids[1], ids[-2]] if step % 2 else ids[:1]
@@ -80,27 +80,27 @@ def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
     assert census.ids.tolist() == sorted(ids)
     assert not here.asked
     reads.close()
-    for one in servers:
-        one.close()
+    for store in servers:
+        store.close()
 
 
 def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = server(tmp_path, writer=WriterOptions(commit_interval=3600.0))
-    here, census, draws = Here(one), Census(), Draws(3)
+    store = server(tmp_path, writer=WriterOptions(commit_interval=3600.0))
+    here, census, draws = Here(store), Census(), Draws(3)
     reads = Reads(here)  # type: ignore[arg-type]
-    one.add(parcel_of([witness(key) for key in range(5)]), 5)
-    one.flush()
-    one.add(parcel_of([witness(key) for key in range(5, 8)]), 3)
-    look(census, one)
+    store.add(parcel_of([witness(key) for key in range(5)]), 5)
+    store.flush()
+    store.add(parcel_of([witness(key) for key in range(5, 8)]), 3)
+    look(census, store)
     reads.placed(census.listing, census.places(32, 0, draws), None, None, 60.0)
     assert here.asked == 32
-    one.flush()
+    store.flush()
     monkeypatch.setattr("trajstore.distributed.reads.time.monotonic", lambda: 1e12)  # later
     here.asked = 0
     check(reads, census, draws)
     assert not here.asked
     reads.close()
-    one.close()
+    store.close()
 
 
 # -- What is asked for, and rows on their way to a learner: every dtype and shape, cut anywhere, from several stores --
@@ -139,19 +139,21 @@ def test_rows_of_three_stores_are_put_where_they_belong(count: int, pieces: int)
     order = np.random.default_rng(count).permutation(3 * count)
     places = [np.sort(order[number * count : (number + 1) * count]) for number in range(3)]
     given = [rows(count, salt) for salt in range(3)]
-    expected = {name: torch.empty((3 * count, *one.shape[1:]), dtype=one.dtype) for name, one in given[0].items()}
+    expected = {
+        name: torch.empty((3 * count, *values.shape[1:]), dtype=values.dtype) for name, values in given[0].items()
+    }
     for at, part in zip(places, given, strict=True):
-        for name, one in part.items():
-            if one.numel():
+        for name, values in part.items():
+            if values.numel():
                 wide = expected[name].reshape(3 * count, -1).view(torch.uint8)
-                wide[torch.from_numpy(at)] = one.reshape(count, -1).view(torch.uint8)
+                wide[torch.from_numpy(at)] = values.reshape(count, -1).view(torch.uint8)
     turned = dict(reversed(given[1].items()))
     parts = [Part.unpacked(pack(given[0], pieces)), Part.unpacked(pack(turned, pieces)), Part.of(given[2])]
     assert same(united(parts, places, None), expected)
-    out = {name: torch.ones_like(one).repeat(2, *[1] * (one.dim() - 1)) for name, one in expected.items()}
-    found = united(parts, places, out)
-    assert same(found, expected)
-    assert all(found[name].data_ptr() == out[name].data_ptr() for name in out)
+    out = {name: torch.ones_like(values).repeat(2, *[1] * (values.dim() - 1)) for name, values in expected.items()}
+    batch = united(parts, places, out)
+    assert same(batch, expected)
+    assert all(batch[name].data_ptr() == out[name].data_ptr() for name in out)
 
 
 def test_what_does_not_fit_is_refused() -> None:

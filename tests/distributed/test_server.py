@@ -84,19 +84,19 @@ def test_a_parcel_of_another_version_is_refused() -> None:
 
 
 def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
-    one = server(tmp_path, 7)
+    store = server(tmp_path, 7)
     parcel = parcel_of([witness(key) for key in range(5)])
     results: list[Sequence[int] | None] = []
-    threads = [threading.Thread(target=lambda: results.append(one.add(parcel, 5).ids)) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(store.add(parcel, 5).ids)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [[7 + MOST_STORES * place for place in range(5)]] * 4
-    answer = one.committed(parcel.key, 5, 60.0)
+    answer = store.committed(parcel.key, 5, 60.0)
     assert answer.ids == results[0]
     assert answer.committed >= 7 + MOST_STORES * 4
-    one.close()
+    store.close()
     again = server(tmp_path, 7, "second")  # the process was killed, and the caller never got its answer
     assert again.add(parcel, 5).ids == results[0]
     assert again.stats()["num_trajectories"] == 5
@@ -106,11 +106,11 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
 
 def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
     trajectories = [Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(50)]
-    one = server(tmp_path)
+    store = server(tmp_path)
     for _ in range(20):
-        one.add(parcel_of(trajectories), 50)
-    assert len({bytes(uuid) for uuid in one._buffer.trajectory_uuids}) == 1000
-    one.close()
+        store.add(parcel_of(trajectories), 50)
+    assert len({bytes(uuid) for uuid in store._buffer.trajectory_uuids}) == 1000
+    store.close()
     again = server(tmp_path, began="second")
     assert again.stats()["num_trajectories"] == 1000
     again.close()
@@ -141,29 +141,37 @@ def test_one_answer_tells_of_all_that_a_start_has_committed() -> None:
 
 
 def test_a_rollback_ends_what_answers_before_it_say(tmp_path: Path) -> None:
-    one, heard = server(tmp_path), Watermarks()
-    one.hold("me", 60.0)
-    one.save_point("me", 1, {}, 1)
-    one.release("me")
+    store, heard = server(tmp_path), Watermarks()
+    store.hold("me", 60.0)
+    store.save_point("me", 1, {}, 1)
+    store.release("me")
     late = parcel_of([witness(0)])
+<<<<<<< HEAD
     before = one.add(late, 1)
     one.hold("me", 60.0)
     one.go_to("me", 1, True)
     one.release("me")
     after = one.committed(late.key, 1, 0.0)
+=======
+    before = store.add(late, 1)
+    store.hold("me", 60.0)
+    store.rollback("me", 1, True)
+    store.release("me")
+    after = store.committed(late.key, 1, 0.0)
+>>>>>>> integ
     heard.hear(0, after)
     assert after.ids is None
     assert not heard.cover(0, before.began, ids_of(before))
-    one.close()
+    store.close()
 
 
 def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
     parcel = parcel_of([witness(key) for key in range(4)])
-    one = server(tmp_path)
-    ids = ids_of(one.add(parcel, 4))
-    one.flush()
-    one.evict(ids[2:])
-    one.close()
+    store = server(tmp_path)
+    ids = ids_of(store.add(parcel, 4))
+    store.flush()
+    store.evict(ids[2:])
+    store.close()
     two = server(tmp_path, began="second")  # as if the last two had not been committed
     assert ids_of(two.add(parcel, 4))[:2] == ids[:2]
     assert two.stats()["num_trajectories"] == 4
@@ -186,23 +194,23 @@ def test_known_forgets_the_oldest() -> None:
 
 
 def test_the_census_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
-    one, census = server(tmp_path, retention=Retention(max_trajectories=6)), Census()
+    store, census = server(tmp_path, retention=Retention(max_trajectories=6)), Census()
     for key in range(8):
-        one.add(parcel_of([witness(key)]), 1)
-        one.flush()  # what goes is gone before anybody looks
-        census.take(0, one.news(*census.heard(0), False))
-        assert [check_trajectory(one.trajectories([number])[0]) for number in census.ids.tolist()] == [
+        store.add(parcel_of([witness(key)]), 1)
+        store.flush()  # what goes is gone before anybody looks
+        census.take(0, store.news(*census.heard(0), False))
+        assert [check_trajectory(store.trajectories([number])[0]) for number in census.ids.tolist()] == [
             *range(max(0, key - 5), key + 1)
         ]
-    one.close()
+    store.close()
 
 
 def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
-    one = server(tmp_path)
-    one.add(parcel_of([agent(number) for number in range(4)]), 4)
-    assert one.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
-    assert one.news("", -1, False).changes[0].tasks is None
-    one.close()
+    store = server(tmp_path)
+    store.add(parcel_of([agent(number) for number in range(4)]), 4)
+    assert store.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
+    assert store.news("", -1, False).changes[0].tasks is None
+    store.close()
 
 
 # -- A store that is held while all stores of a run are saved: who waits, who is let through, who is told --

@@ -84,5 +84,5 @@ def step(
 
 def view(manager: ExperienceManager) -> dict[str, Any]:
     """What a pool holds, by names."""
-    entries = {task: [one.rollout_id for one in held] for task, held in manager.task2trajectories.items()}
+    entries = {task: [history.rollout_id for history in held] for task, held in manager.task2trajectories.items()}
     return {"buckets": manager.difficulty2task_dict, "skip": manager.skip_uid_set, "entries": entries}

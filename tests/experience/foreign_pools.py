@@ -52,28 +52,31 @@ def _pickled(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     with (folder / "task2trajectories.pkl").open("rb") as file:
         pool = _Plain(file).load()
     return {
-        (task, one.fields["rollout_id"]): {"steps": one.fields.get("steps"), **one.fields["metadata"]}
+        (task, trajectory.fields["rollout_id"]): {
+            "steps": trajectory.fields.get("steps"),
+            **trajectory.fields["metadata"],
+        }
         for task, held in pool.items()
-        for one in held
+        for trajectory in held
     }
 
 
 def of_conversations(base: Path) -> list[KnownRollout]:
     """Return the rollouts of a pool by the rows of ``expected.json``."""
     held = _pickled(base / "step_40")
-    found = []
-    for one in json.loads((base / "expected.json").read_text()):
-        if (one["task_id"], one["rollout_id"]) not in held:
+    rollouts = []
+    for document in json.loads((base / "expected.json").read_text()):
+        if (document["task_id"], document["rollout_id"]) not in held:
             continue
-        log_probs = held[one["task_id"], one["rollout_id"]]["old_log_probs"]
+        log_probs = held[document["task_id"], document["rollout_id"]]["old_log_probs"]
         rows = []
-        for row in one["samples"]:
+        for row in document["samples"]:
             start, length = row["response_start"], len(row["input_ids"])
             rows.append(KnownRow(row["input_ids"], row["loss_mask"], start, log_probs[: length - start]))
             log_probs = log_probs[length - start :]
         assert not log_probs
-        found.append(KnownRollout(one["task_id"], one["rollout_id"], one["messages"][:2], rows))
-    return found
+        rollouts.append(KnownRollout(document["task_id"], document["rollout_id"], document["messages"][:2], rows))
+    return rollouts
 
 
 def of_messages(folder: Path, tokenizer: Any) -> list[KnownRollout]:
@@ -83,17 +86,17 @@ def of_messages(folder: Path, tokenizer: Any) -> list[KnownRollout]:
         made: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return made
 
-    found = []
-    for (task, rollout), said in _pickled(folder).items():
+    rollouts = []
+    for (task, rollout), messages in _pickled(folder).items():
         ids: list[int] = []
         mask: list[int] = []
         starts = []
-        for message in said["steps"]:
+        for message in messages["steps"]:
             header = tokens(f"<|im_start|>{message['role']}\n")
             body, end = tokens(f"{message['content']}<|im_end|>"), tokens("\n")
             by_model = message["role"] == "assistant"
             starts += [len(ids)] if by_model else []
             ids += header + body + end
             mask += [0] * len(header) + [int(by_model)] * len(body) + [0] * len(end)
-        found.append(KnownRollout(task, rollout, said["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
-    return found
+        rollouts.append(KnownRollout(task, rollout, messages["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
+    return rollouts

@@ -98,8 +98,8 @@ def test_a_task_in_two_buckets_is_refused() -> None:
 def test_bucket_probabilities_follow_their_formula(strategy: str, weight: Callable[[int, int], float]) -> None:
     sizes = {0: 3, 1: 7, 4: 2, 5: 1, 7: 4}
     weights = np.array([weight(d, m) for d, m in sizes.items()], dtype=float)
-    found = bucket_probabilities(sizes, strategy, N_ROLLOUT)  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-12)
+    probabilities = bucket_probabilities(sizes, strategy, N_ROLLOUT)  # type: ignore[arg-type]
+    np.testing.assert_allclose(probabilities, weights / weights.sum(), rtol=1e-12)
     of_many = bucket_probabilities({1: 5, 2: 5}, strategy, 200)  # type: ignore[arg-type]
     assert of_many.sum() == pytest.approx(1.0), "weights that are all small are no zeros"
 
@@ -108,7 +108,7 @@ def test_bucket_probabilities_follow_their_formula(strategy: str, weight: Callab
 @given(
     sizes=st.dictionaries(st.integers(0, 8), st.integers(0, 5), max_size=5),
     n=st.integers(0, 30),
-    strategy=st.sampled_from([one for one in TASK_SAMPLING if one != "similar"]),
+    strategy=st.sampled_from([strategy_name for strategy_name in TASK_SAMPLING if strategy_name != "similar"]),
     seed=st.integers(0, 5),
 )
 def test_draws_are_distinct_valid_complete_and_repeatable(

@@ -40,10 +40,10 @@ def test_a_pool_is_found_again_in_its_directory(tmp_path: Path, kind: str) -> No
     store = BufferStore.open(tmp_path / "pool", format=kind)
     again = ExperienceManager(RULES, store=store)
     assert view(again) == before
-    (found,) = again.get_offpolicy_batch(["t1"], 1)
-    assert torch.equal(found.input_ids, taken.input_ids)  # type: ignore[arg-type]
-    assert torch.equal(found.old_log_probs, taken.old_log_probs)  # type: ignore[arg-type]
-    assert (found.metadata, found.policy_version) == (taken.metadata, taken.policy_version)
+    (batch,) = again.get_offpolicy_batch(["t1"], 1)
+    assert torch.equal(batch.input_ids, taken.input_ids)  # type: ignore[arg-type]
+    assert torch.equal(batch.old_log_probs, taken.old_log_probs)  # type: ignore[arg-type]
+    assert (batch.metadata, batch.policy_version) == (taken.metadata, taken.policy_version)
     assert len(store.ids()) < 100
     store.close()
 
@@ -60,15 +60,15 @@ def train_until_killed(path: Path, told: Connection) -> None:
 @pytest.mark.parametrize("promised", [1, 19])
 def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promised: int) -> None:
     path = tmp_path / "pool"
-    heard, told = multiprocessing.Pipe(duplex=False)
-    child = forking().Process(target=train_until_killed, args=(path, told))
+    heard, sender = multiprocessing.Pipe(duplex=False)
+    child = forking().Process(target=train_until_killed, args=(path, sender))
     child.start()
     flushed = [heard.recv() for _ in range(promised)][-1]
     child.kill()
     child.join()
     store = BufferStore.open(path)
     manager = ExperienceManager(RULES, store=store)
-    found = view(manager)
+    state = view(manager)
     reached = manager.global_steps
 
     # The steps are always the same, so the pool after each is known. Found is the pool after a step that
@@ -81,10 +81,10 @@ def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promis
         train(reference, number)
         if number >= flushed:
             seen.append(view(reference))
-    if found not in seen:
-        assert found["buckets"] in [one["buckets"] for one in seen]
-        known = {name for one in seen for held in one["entries"].values() for name in held}
-        assert {name for held in found["entries"].values() for name in held} <= known
+    if state not in seen:
+        assert state["buckets"] in [earlier["buckets"] for earlier in seen]
+        known = {name for earlier in seen for held in earlier["entries"].values() for name in held}
+        assert {name for held in state["entries"].values() for name in held} <= known
     train(manager, reached + 1)
     manager.compact()
     assert view(manager)["buckets"]
@@ -184,16 +184,18 @@ def test_a_pool_is_asked(tmp_path: Path) -> None:
     manager.get_offpolicy_batch(["t1"], 1)
     held = manager.task2trajectories
     rows = manager.query().rows()
-    assert sorted(row["rollout_id"] for row in rows) == sorted(one.rollout_id for kept in held.values() for one in kept)
+    assert sorted(row["rollout_id"] for row in rows) == sorted(
+        history.rollout_id for kept in held.values() for history in kept
+    )
     difficulties = {task: number for number, tasks in manager.difficulty2task_dict.items() for task in tasks}
     assert {row["task"]: row["difficulty"] for row in rows} == {task: difficulties.get(task) for task in held}
-    entropies = {one.rollout_id: one.entropy for kept in held.values() for one in kept}
+    entropies = {history.rollout_id: history.entropy for kept in held.values() for history in kept}
     assert {row["rollout_id"]: row["pool_entropy"] for row in rows} == entropies
     assert manager.query().where("uses > 0").select("task", "uses", "demonstration").rows() == [
         {"task": "t1", "uses": 1, "demonstration": False}
     ]
-    said = manager.query("messages").where("role = 'assistant' and task = 't2'").select("content")
-    assert sorted(said.table()["content"]) == sorted(one.messages[1]["content"] for one in held["t2"])
+    contents = manager.query("messages").where("role = 'assistant' and task = 't2'").select("content")
+    assert sorted(contents.table()["content"]) == sorted(history.messages[1]["content"] for history in held["t2"])
     scored = manager.query().sql("select count(*) from tokens where old_log_probs < -0.7 and response_mask = 1").item()
     assert scored == len(rows)  # one of -1.0 in each
     store.close()

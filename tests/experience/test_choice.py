@@ -31,7 +31,9 @@ def pool(**values: Any) -> ExperienceManager:
 
 def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
     return [
-        int(one.input_ids[-1]) // 1000 for one in manager.get_offpolicy_batch(["a"], n) if one.input_ids is not None
+        int(history.input_ids[-1]) // 1000
+        for history in manager.get_offpolicy_batch(["a"], n)
+        if history.input_ids is not None
     ]
 
 
@@ -48,7 +50,7 @@ def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
     told: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, in_turns: bool, n: int
 ) -> None:
     rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, in_turns=in_turns)
-    saved, current = ([float(one) for one in random.sample(range(100), len(told))] for _ in range(2))
+    saved, current = ([float(entropy) for entropy in random.sample(range(100), len(told))] for _ in range(2))
     entries = [PoolEntry(at, "a", saved[at], 1.0, version, b"") for at, (_, version) in enumerate(told)]
     uses = [count for count, _ in told]
     scored = undecided(entries, n, rules, uses)
@@ -69,8 +71,8 @@ def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
     asked: list[list[int]] = []
 
     def current(held: Any) -> list[float]:
-        asked.append(sorted(int(one.input_ids[-1]) // 1000 for one in held))
-        return [-float(one.input_ids[-1]) for one in held]
+        asked.append(sorted(int(history.input_ids[-1]) // 1000 for history in held))
+        return [-float(history.input_ids[-1]) for history in held]
 
     manager.current_entropy = current
     assert [drawn(manager, 2) for _ in range(3)] == [[4, 3], [2, 1], [0, 4]]
@@ -110,9 +112,9 @@ def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
         manager.save_trajectories_to_memory([build(tokens=t) for t in range(3)])
         return [tuple(drawn(manager, 3)) for _ in range(times)]
 
-    found = Counter(orders(1, 600))
-    assert len(found) == 6
-    assert fits(list(found.values()), [1] * 6)
+    counts = Counter(orders(1, 600))
+    assert len(counts) == 6
+    assert fits(list(counts.values()), [1] * 6)
     assert orders(7, 20) == orders(7, 20)
 
 
@@ -126,7 +128,7 @@ def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task() ->
     again = pool(exp_select_mode="reward", max_trajectories_per_task=3)
     kept = manager.task2trajectories["a"]
     again.save_trajectories_to_memory(kept)
-    assert [one.rollout_id for one in again.task2trajectories["a"]] == [one.rollout_id for one in kept]
+    assert [history.rollout_id for history in again.task2trajectories["a"]] == [history.rollout_id for history in kept]
 
 
 def test_policy_versions_spread_over_the_batch() -> None:
@@ -135,14 +137,14 @@ def test_policy_versions_spread_over_the_batch() -> None:
     for task, held in versions.items():
         rollouts = [build(task, tokens=t, policy_version=version) for t, version in enumerate(held)]
         manager.save_trajectories_to_memory(rollouts)
-    assert Counter(one.policy_version for one in manager.get_offpolicy_batch(["a"], 3)) == {1: 1, 2: 1, 3: 1}
+    assert Counter(history.policy_version for history in manager.get_offpolicy_batch(["a"], 3)) == {1: 1, 2: 1, 3: 1}
     again = pool(policy_versions="spread")
     again.load_state_dict(manager.state_dict())
     one_each = again.get_offpolicy_batch(["c", "b", "a"], 1)
     assert one_each[0].policy_version == 1
-    assert len({one.policy_version for one in one_each}) == 3, "one history of each task, and no version twice"
+    assert len({history.policy_version for history in one_each}) == 3, "one history of each task, and no version twice"
     two_each = again.get_offpolicy_batch(["a", "b"], 2)
-    assert len({one.policy_version for one in two_each}) >= 3
+    assert len({history.policy_version for history in two_each}) >= 3
 
 
 @pytest.mark.parametrize(
@@ -179,8 +181,8 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path)
     resumed.load_state_dict(cut)
     for other in (resumed, crashed):
         other.admit(partly)
-    for one in (manager, resumed, crashed):
-        assert [drawn(one), drawn(one), drawn(one)] == [[0], [0], []]
+    for pool in (manager, resumed, crashed):
+        assert [drawn(pool), drawn(pool), drawn(pool)] == [[0], [0], []]
     store.close()
 
 
@@ -212,14 +214,14 @@ def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.
         honest, read = BufferStore.get, list[str]()
 
         def get(self: BufferStore, number: int) -> AgentTrajectory:
-            found = honest(self, number)
-            read.append(found.rollout_id)
-            if found.rollout_id == "a/1":
+            history = honest(self, number)
+            read.append(history.rollout_id)
+            if history.rollout_id == "a/1":
                 raise TrajectoryUnavailableError("gone")
-            return found
+            return history
 
         monkeypatch.setattr(BufferStore, "get", get)
-        came = [one.rollout_id for one in manager.get_offpolicy_batch(["a", "b"], 2)]
+        came = [rollout.rollout_id for rollout in manager.get_offpolicy_batch(["a", "b"], 2)]
         assert came == ["a/0", "a/2", "b/0", "b/1"]
         assert len(read) <= 6
         assert manager.count_offpolicy(["a"], 9) == {"a": 5}
@@ -266,7 +268,7 @@ def test_save_filter() -> None:
     rng = np.random.default_rng(0)
 
     def kept(**values: object) -> list[int]:
-        return [int(one.rollout_id[2:]) for one in choose_to_save(rollouts, rules(**values), rng)]
+        return [int(history.rollout_id[2:]) for history in choose_to_save(rollouts, rules(**values), rng)]
 
     assert kept() == [2]
     assert kept(success_threshold=0.5) == [1, 2]
@@ -312,6 +314,6 @@ def test_a_full_task_keeps_what_the_plain_reference_keeps(
     rollouts = [build(tokens=t, entropy=e, rollout_id=str(place)) for place, (t, e) in enumerate(arrivals)]
     for part in (rollouts[:cut], rollouts[cut:]):
         manager.save_trajectories_to_memory(part)
-    places = [int(one.rollout_id) for one in manager.task2trajectories.get("a", ())]
+    places = [int(history.rollout_id) for history in manager.task2trajectories.get("a", ())]
     assert places == reference(arrivals, mode, most)
     assert manager.refused.total() + manager.left.total() + len(places) == len(arrivals)

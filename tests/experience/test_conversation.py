@@ -24,10 +24,10 @@ STABLE = ("chatml", "qwen2.5", "llama3")
 def encode(text: str) -> list[int]:
     """One token for each special mark, one for each character else."""
     ids, start = [], 0
-    for found in SPLIT.finditer(text):
-        ids += [ord(letter) for letter in text[start : found.start()]]
-        ids.append(-1 - SPECIAL.index(found.group()))
-        start = found.end()
+    for match in SPLIT.finditer(text):
+        ids += [ord(letter) for letter in text[start : match.start()]]
+        ids.append(-1 - SPECIAL.index(match.group()))
+        start = match.end()
     return ids + [ord(letter) for letter in text[start:]]
 
 
@@ -86,7 +86,7 @@ CONVERSATIONS = st.lists(
 @given(messages=CONVERSATIONS, name=st.sampled_from(STABLE), hint=st.sampled_from([None, "", " think!"]))
 def test_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str, hint: str | None) -> None:
     """Of linear contexts one, without a hint; of those that leave thoughts out one for each turn of the model."""
-    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         with pytest.raises(InvalidTrajectoryError, match="none is the model's"):
             rows_of_messages(messages, template_of(name))
@@ -101,7 +101,7 @@ def test_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], nam
     rows = rows_of_messages(messages, template_of(name), "linear_think", hint)
     assert len(rows) == len(turns)
     for row, turn in zip(rows, turns, strict=True):
-        shown = [dict(one) for one in messages[: turn + 1]]
+        shown = [dict(message) for message in messages[: turn + 1]]
         for number in range(turn):
             if shown[number]["role"] == "assistant":
                 shown[number]["content"] = re.sub(r"(?s)<think>.*?</think>", "", shown[number]["content"])
@@ -119,20 +119,22 @@ def test_a_template_that_changes_earlier_messages_is_refused_with_the_message_th
     with pytest.raises(InvalidTrajectoryError, match=r"what the template makes of messages\[:2\] is not the beginning"):
         rows_of_messages(thoughtful, template_of("qwen3"))
     first, second = rows_of_messages(thoughtful, template_of("qwen3"), "linear_think")
-    assert "".join(chr(one) for one in second.input_ids if one > 0).count("<think>") == 1
+    assert "".join(chr(token) for token in second.input_ids if token > 0).count("<think>") == 1
     assert sum(first.loss_mask) == len("<think>hm</think>go") + 1
     plain = conversation("task", "go", "seen", "take")
     assert rows_of_messages(plain, template_of("qwen3")) == rows_of_messages(plain, template_of("chatml"))
 
 
 def test_tool_messages_are_not_trained_on() -> None:
-    said = [
+    messages = [
         *conversation("task", "call"),
         {"role": "tool", "content": "42"},
         {"role": "assistant", "content": "It is 42"},
     ]
-    [row] = rows_of_messages(said, template_of("qwen2.5"))
-    written = "".join(chr(one) if one > 0 else "|" for one, on in zip(row.input_ids, row.loss_mask, strict=True) if on)
+    [row] = rows_of_messages(messages, template_of("qwen2.5"))
+    written = "".join(
+        chr(token) if token > 0 else "|" for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on
+    )
     assert written == "call|It is 42|"
 
 

@@ -19,15 +19,17 @@ RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_l
 
 def drawn(pool: ExperienceManager) -> list[str]:
     """Return the rollouts that can come out."""
-    found = []
+    rollout_ids = []
     for task in pool.task2trajectories:
         eligible = pool._state.eligible(task, pool.rules, pool.global_steps)
-        found += [one.rollout_id for _, one in pool._ledger.read(eligible)]
-    return sorted(found)
+        rollout_ids += [history.rollout_id for _, history in pool._ledger.read(eligible)]
+    return sorted(rollout_ids)
 
 
 def ids_of(pool: ExperienceManager) -> dict[str, int]:
-    return {one.rollout_id: entry.trajectory_id for entry, one in pool._ledger.read(list(pool._state.all_entries()))}
+    return {
+        history.rollout_id: entry.trajectory_id for entry, history in pool._ledger.read(list(pool._state.all_entries()))
+    }
 
 
 def full_pool(path: Path, rules: PoolRules = RULES) -> ExperienceManager:
@@ -91,7 +93,7 @@ def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path)
     until_taken_in(pool, numbers["a/1"], 0.75)
     pool.global_steps = 2
     assert drawn(pool) == ["a/1", "b/3"]
-    (entry,) = [one for one in pool._state.all_entries() if one.trajectory_id == numbers["a/1"]]
+    (entry,) = [candidate for candidate in pool._state.all_entries() if candidate.trajectory_id == numbers["a/1"]]
     assert (entry.outcome, entry.is_corrected) == (0.75, True)
     pool._ledger.store.close()
 
@@ -129,7 +131,7 @@ def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     store = MemoryStore()
     first = filled(store)
     first.save_experience_pool_to_disk(tmp_path / "step_1")
-    for fingerprint, told in (("exact:1", False), ("", False), ("partial:2", True)):
+    for fingerprint, warned in (("exact:1", False), ("", False), ("partial:2", True)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="trajstore"):
             other = ExperienceManager(PLAIN, store=store if way == "restart" else None, reward_fingerprint=fingerprint)
@@ -137,7 +139,7 @@ def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptu
                 other.load_state_dict(first.state_dict())
             if way == "files":
                 other.load_experience_pool_from_disk(tmp_path / "step_1")
-        assert ("4 trajectories have outcomes of another reward function: 'exact:1' (4)" in caplog.text) is told
+        assert ("4 trajectories have outcomes of another reward function: 'exact:1' (4)" in caplog.text) is warned
     assert len(other) == 4
 
 
@@ -146,10 +148,10 @@ def test_outcomes_can_be_given_anew() -> None:
     filled(store)
     manager = ExperienceManager(PLAIN, store=store, reward_fingerprint="partial:2")
     assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
-    held = {task: [one.rollout_id for one in found] for task, found in manager.task2trajectories.items()}
+    held = {task: [one.rollout_id for one in histories] for task, histories in manager.task2trajectories.items()}
     assert held == {"a": ["a/1"], "b": ["b/2"]}
     again = ExperienceManager(PLAIN, store=store)
-    marks = {one.metadata["reward_fingerprint"] for found in again.task2trajectories.values() for one in found}
+    marks = {one.metadata["reward_fingerprint"] for histories in again.task2trajectories.values() for one in histories}
     assert marks == {"partial:2"}
 
 

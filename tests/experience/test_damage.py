@@ -24,14 +24,14 @@ def begin(path: Path, file_format: str) -> dict[str, AgentTrajectory]:
     manager = ExperienceManager(RULES, store=store)
     manager.admit([build(task, tokens, float(tokens < 3)) for task in "abc" for tokens in range(1, 5)])
     manager.flush()
-    found = replayed(manager)
+    histories = replayed(manager)
     store.close()
-    assert len(found) == 6
-    return found
+    assert len(histories) == 6
+    return histories
 
 
 def replayed(manager: ExperienceManager) -> dict[str, AgentTrajectory]:
-    return {one.rollout_id: one for one in manager.get_offpolicy_batch(["a", "b", "c"], 4)}
+    return {history.rollout_id: history for history in manager.get_offpolicy_batch(["a", "b", "c"], 4)}
 
 
 def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
@@ -85,9 +85,9 @@ def test_one_damaged_history_costs_one(
         if when != "drawn":
             store = BufferStore.open(path, format=file_format)
             manager = ExperienceManager(RULES, store=store)
-        found = replayed(manager)
-    lost = whole.keys() - found.keys()
-    assert all(same(one, whole[name]) for name, one in found.items())
+        histories = replayed(manager)
+    lost = whole.keys() - histories.keys()
+    assert all(same(history, whole[name]) for name, history in histories.items())
     if damage == "cut off":
         assert len(lost) > 1, "all of the shard"
     else:

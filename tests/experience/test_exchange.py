@@ -58,7 +58,7 @@ def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> 
     generator = np.random.default_rng(0)
     left, before = set[str](), 0
     for part in ("first", "second"):  # the second comes into a pool that holds something
-        record(tmp_path / part, [one for step in range(1, 13) for one in random_rollouts(generator, step)])
+        record(tmp_path / part, [history for step in range(1, 13) for history in random_rollouts(generator, step)])
         done = import_pool(tmp_path / "pool", tmp_path / part, rules)
         assert (done.read, done.before) == (240, before)
         check_sums(done)
@@ -87,9 +87,9 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     manager = ExperienceManager(ALL, store=aged)
     manager.global_steps = 1
     assert not caplog.records, "nothing is wrong"
-    assert {one.policy_version for one in manager.get_offpolicy_batch(["a"], 8)} == {None}
-    told = [one.metadata["earlier_run"] for one in manager.task2trajectories["a"]]
-    assert told == [{"policy_version": 3}, {"policy_version": 40}]
+    assert {history.policy_version for history in manager.get_offpolicy_batch(["a"], 8)} == {None}
+    earlier_runs = [history.metadata["earlier_run"] for history in manager.task2trajectories["a"]]
+    assert earlier_runs == [{"policy_version": 3}, {"policy_version": 40}]
     manager = ExperienceManager(rules, store=aged)
     manager.global_steps = 41
     assert manager.get_offpolicy_batch(["a"], 8) == []
@@ -99,9 +99,12 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     aged.close()
     # The run goes on from the checkpoint of the one that made them.
     import_pool(tmp_path / "same", tmp_path / "rollouts", ALL, same_run=True)
-    assert [one.policy_version for one in pool_of(tmp_path / "same")["a"]] == [3, 40]
+    assert [history.policy_version for history in pool_of(tmp_path / "same")["a"]] == [3, 40]
     import_pool(tmp_path / "moved", tmp_path / "pool", ALL)
-    assert [one.metadata["earlier_run"]["policy_version"] for one in pool_of(tmp_path / "moved")["a"]] == [3, 40]
+    assert [history.metadata["earlier_run"]["policy_version"] for history in pool_of(tmp_path / "moved")["a"]] == [
+        3,
+        40,
+    ]
 
 
 def test_files_of_an_earlier_run_have_no_age_and_what_is_told_adds_up(tmp_path: Path) -> None:
@@ -112,23 +115,27 @@ def test_files_of_an_earlier_run_have_no_age_and_what_is_told_adds_up(tmp_path: 
     done = import_pool(tmp_path / "pool", tmp_path / "files", ALL)
     assert (done.read, done.entered, done.trajectories, done.left) == (6, 6, 3, {"replaced": 3})
     check_sums(done)
-    assert [one.policy_version for one in pool_of(tmp_path / "pool")["a"]] == [None] * 3
+    assert [history.policy_version for history in pool_of(tmp_path / "pool")["a"]] == [None] * 3
     done = import_pool(tmp_path / "pool", tmp_path / "files", ALL, replace=True, same_run=True)
     check_sums(done)
-    assert [one.policy_version for one in pool_of(tmp_path / "pool")["a"]] == [5] * 3
+    assert [history.policy_version for history in pool_of(tmp_path / "pool")["a"]] == [5] * 3
 
 
 @pytest.mark.parametrize("mode", ["argmin", "argmax", "reward", "random"])
 def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_says(tmp_path: Path, mode: str) -> None:
     rules = PoolRules(n_rollout=4, max_trajectories_per_task=3, exp_select_mode=mode)  # type: ignore[arg-type]
     generator = np.random.default_rng(3)
-    made = [one for step in range(1, 13) for one in random_rollouts(generator, step)]
+    made = [history for step in range(1, 13) for history in random_rollouts(generator, step)]
     made += [build(task, 1000 + step, 0.0, policy_version=step) for step in range(1, 13) for task in "abcd"]
     record(tmp_path / "rollouts", made)
     first = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
-    held = {task: [one.rollout_id for one in several] for task, several in pool_of(tmp_path / "pool", rules).items()}
+    held = {
+        task: [history.rollout_id for history in several] for task, several in pool_of(tmp_path / "pool", rules).items()
+    }
     second = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
-    again = {task: [one.rollout_id for one in several] for task, several in pool_of(tmp_path / "pool", rules).items()}
+    again = {
+        task: [history.rollout_id for history in several] for task, several in pool_of(tmp_path / "pool", rules).items()
+    }
     assert again == held
     assert set(first.left) == {"replaced"}, "no task is solved: a failure was added to every step"
     for reason in ("no_outcome", "log_probs_mismatch"):
@@ -160,4 +167,4 @@ def test_rollouts_with_values_by_row_enter_without_them(tmp_path: Path) -> None:
         annotate(buffer, ids[:1], {"advantages": [torch.ones(len(buffer.get(ids[0]).input_ids))]})
     done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
     assert (done.entered, done.refused) == (1, {})
-    assert [one.notes for one in pool_of(tmp_path / "pool")["a"]] == [{}]
+    assert [history.notes for history in pool_of(tmp_path / "pool")["a"]] == [{}]

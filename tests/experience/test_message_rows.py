@@ -64,16 +64,16 @@ def test_ids_made_again_are_those_that_were_lost(
     """Rows of AgentEvolver's own code; recorded log-probs come back to their tokens, filtered ones too."""
     made = MessageTokenizer.of(tokenizer, context, HINT if context == "linear_think" else "")
     pool = read_pool(shared_fixtures / "experience_pool_cmt" / context / "step_40").task2trajectories
-    whole = [one for held in pool.values() for one in held]
-    bare = [without_ids(one) for one in whole]
+    whole = [history for held in pool.values() for history in held]
+    bare = [without_ids(history) for history in whole]
     if filtered:
-        for one, known in zip(bare, whole, strict=True):
+        for history, known in zip(bare, whole, strict=True):
             rows = rows_of(known)
-            one.old_log_probs = torch.cat([row.old_log_probs[row.response_mask == 1] for row in rows])  # type: ignore[index]
+            history.old_log_probs = torch.cat([row.old_log_probs[row.response_mask == 1] for row in rows])  # type: ignore[index]
     done = tokenized(bare, made)
     assert (done.made, done.without_log_probs, done.problems) == (len(whole), 0, {})
-    for one, known in zip(done.histories, whole, strict=True):
-        for row, wanted in zip(rows_of(one), rows_of(known), strict=True):
+    for history, known in zip(done.histories, whole, strict=True):
+        for row, wanted in zip(rows_of(history), rows_of(known), strict=True):
             assert row.input_ids.tolist() == wanted.input_ids.tolist()  # type: ignore[union-attr]
             assert row.loss_mask.tolist() == wanted.loss_mask.tolist()  # type: ignore[union-attr]
             written = wanted.response_mask == 1
@@ -92,11 +92,11 @@ def replay(folder: Path, offpolicy_trajectories_per_task: int = 1, **options: An
 
 
 def fresh(history: AgentTrajectory, number: int, tokenizer: MessageTokenizer) -> AgentTrajectory:
-    said = [*history.messages[:2], {"role": "assistant", "content": f"go {number}"}]
-    one = AgentTrajectory(
-        messages=said, task_id=history.task_id, rollout_id=f"new-{number}", reward=Reward(outcome=0.0)
+    messages = [*history.messages[:2], {"role": "assistant", "content": f"go {number}"}]
+    made = AgentTrajectory(
+        messages=messages, task_id=history.task_id, rollout_id=f"new-{number}", reward=Reward(outcome=0.0)
     )
-    row = tokenizer.rows_of(one)
+    row = tokenizer.rows_of(made)
     return dataclasses.replace(row, metadata={}, old_log_probs=torch.full((len(row.response_mask),), -0.5))
 
 
@@ -112,22 +112,22 @@ def test_a_pool_of_messages_is_trained_on(
         plan = hook.before_rollout(hook.tasks_chosen(tasks, 1.0, 130))
         assert "13 trajectories have messages only" in caplog.text
         assert "13 of them with the current policy's log-probs" in caplog.text
-        made = [fresh(one.histories[0], number, template) for one in plan for number in range(one.fresh_rollouts)]
+        made = [fresh(entry.histories[0], number, template) for entry in plan for number in range(entry.fresh_rollouts)]
         batch = build_batch(hook.batch_rows(plan, made), 0)
-    replayed = [number for number, one in enumerate(batch.non_tensors["extras"]) if one["is_experience_replay"]]
-    assert len(replayed) == sum(len(one.histories) for one in plan) > 0
+    replayed = [number for number, entry in enumerate(batch.non_tensors["extras"]) if entry["is_experience_replay"]]
+    assert len(replayed) == sum(len(entry.histories) for entry in plan) > 0
     known = {
-        (task, one.rollout_id): one
+        (task, entry.rollout_id): entry
         for task, held in read_pool(folder / "step_120").task2trajectories.items()
-        for one in held
+        for entry in held
     }
     for number in replayed:
         task, rollout = (batch.non_tensors[name][number] for name in ("task_ids", "rollout_ids"))
         ids = batch.tensors["input_ids"][number][batch.tensors["attention_mask"][number] == 1].tolist()
-        said = [{name: one[name] for name in ("role", "content")} for one in known[task, rollout].messages]
-        assert tokenizer.apply_chat_template(said, tokenize=True, return_dict=False) == ids
+        messages = [{name: entry[name] for name in ("role", "content")} for entry in known[task, rollout].messages]
+        assert tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False) == ids
         on = batch.tensors["exp_mask"][number] == 1
-        written = [one["content"] + "<|im_end|>" for one in said if one["role"] == "assistant"]
+        written = [entry["content"] + "<|im_end|>" for entry in messages if entry["role"] == "assistant"]
         assert tokenizer.decode(batch.tensors["input_ids"][number][on]) == "".join(written)
         assert not batch.tensors["recorded_mask"][number].any()
 
@@ -139,12 +139,12 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
     In these pools the histories of one task ask several things; those that ask what the data do not stay out.
     """
     base = shared_fixtures / "experience_pool_cmt" / context
-    known = {(one.task, one.rollout): one for one in of_conversations(base)}
-    asked = {one.task: one.asked for one in known.values()}
+    known = {(entry.task, entry.rollout): entry for entry in of_conversations(base)}
+    asked = {entry.task: entry.asked for entry in known.values()}
     template = MessageTokenizer.of(tokenizer, context, HINT if context == "linear_think" else "")
     with replay(base, 4, tokenizer=template, task_prompt=asked.__getitem__) as hook:
         plan = hook.before_rollout(hook.tasks_chosen(sorted(asked), 1.0, 41))
-        made = [fresh(one.histories[0], number, template) for one in plan for number in range(one.fresh_rollouts)]
+        made = [fresh(entry.histories[0], number, template) for entry in plan for number in range(entry.fresh_rollouts)]
         batch = build_batch(hook.batch_rows(plan, made), 0)
     came: dict[tuple[str, str], list[int]] = {}
     for number, extras in enumerate(batch.non_tensors["extras"]):
@@ -162,9 +162,9 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
             assert torch.equal(here["recorded_old_log_probs"][response], torch.tensor(row.log_probs))
     # The pool keeps the same tokens of a task once.
     tokens = {(known[key].task, str([row.ids for row in known[key].rows])) for key in came}
-    fitting = [one for one in known.values() if one.asked == asked[one.task]]
+    fitting = [entry for entry in known.values() if entry.asked == asked[entry.task]]
     assert len(came) == len(tokens)
-    assert tokens == {(one.task, str([row.ids for row in one.rows])) for one in fitting}
+    assert tokens == {(entry.task, str([row.ids for row in entry.rows])) for entry in fitting}
 
 
 def test_one_that_cannot_become_tokens_does_not_block_the_others(
@@ -185,11 +185,11 @@ def test_one_that_cannot_become_tokens_does_not_block_the_others(
     assert manager.refused == {"no_tokens": 2}
     assert "messages[1].content: a list" in caplog.text
     assert "none is the model's" in caplog.text
-    (one,) = manager.task2trajectories["t"]
-    assert is_demonstration(one)
-    assert one.policy_version is None
-    assert one.tokenizer_fingerprint == manager.tokenizer_fingerprint
-    assert one.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
+    (histories,) = manager.task2trajectories["t"]
+    assert is_demonstration(histories)
+    assert histories.policy_version is None
+    assert histories.tokenizer_fingerprint == manager.tokenizer_fingerprint
+    assert histories.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
     assert manager.save_trajectories_to_memory([ok]) == 0  # the same tokens, from a training step this time
     assert manager.refused == {"no_tokens": 2, "duplicate": 1}
 
@@ -197,10 +197,13 @@ def test_one_that_cannot_become_tokens_does_not_block_the_others(
 def test_rollouts_of_messages_come_out_of_a_store(tmp_path: Path, shared_fixtures: Path, tokenizer: Any) -> None:
     """What has log-probs that fit its tokens enters as a rollout of its step; what has none is no rollout."""
     pool = read_pool(shared_fixtures / "experience_pool_cmt" / "linear" / "step_40").task2trajectories
-    whole = [one for held in pool.values() for one in held]
-    bare = [without_ids(one) for one in whole]
+    whole = [history for held in pool.values() for history in held]
+    bare = [without_ids(history) for history in whole]
     bare[0].old_log_probs = torch.tensor([-0.5])
-    failures = [dataclasses.replace(one, reward=Reward(outcome=0.0), rollout_id=f"f-{one.rollout_id}") for one in whole]
+    failures = [
+        dataclasses.replace(history, reward=Reward(outcome=0.0), rollout_id=f"f-{history.rollout_id}")
+        for history in whole
+    ]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rollouts") as buffer:
         buffer.add_trajectories([*bare, *failures])
     words = (tmp_path / "pool", tmp_path / "rollouts", RULES)

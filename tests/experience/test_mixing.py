@@ -25,7 +25,7 @@ class Task:
 def manager_with(replayable: list[str], skipped: list[str], *, histories: int = 1) -> ExperienceManager:
     manager = ExperienceManager(PoolRules(n_rollout=4))
     outcomes = {task: [1.0] * histories + [0.0] for task in replayable} | {task: [1.0] * 4 for task in skipped}
-    step(manager, [one for task, found in outcomes.items() for one in rollouts(task, found)])
+    step(manager, [rollout for task, task_outcomes in outcomes.items() for rollout in rollouts(task, task_outcomes)])
     return manager
 
 
@@ -102,7 +102,7 @@ def test_every_task_has_n_rollout_rows() -> None:
     mix = ExperienceMixCollateFn(manager, str, offpolicy_trajectories_per_task=3)
     experience = ["a", "b", "unknown"]
     histories = mix.get_histories(experience)
-    assert {task: len(found) for task, found in histories.items()} == {"a": 2, "b": 3}
+    assert {task: len(task_histories) for task, task_histories in histories.items()} == {"a": 2, "b": 3}
     assert mix.fresh_rollouts(experience, ["c"], histories) == [2, 1, 4, 4]
 
 
@@ -220,7 +220,7 @@ def test_a_rollout_takes_the_place_of_a_history_of_another_prompt() -> None:
     ids = torch.arange(6) + 50
     manager.save_trajectories_to_memory([build(tokens=1, entropy=0.1, input_ids=ids), build(tokens=2, entropy=0.5)])
     manager.save_trajectories_to_memory([build(tokens=3, entropy=0.9)])
-    assert [one.rollout_id for one in manager.task2trajectories["a"]] == ["a/2", "a/3"]
+    assert [history.rollout_id for history in manager.task2trajectories["a"]] == ["a/2", "a/3"]
     assert manager.save_trajectories_to_memory([build(tokens=4, entropy=0.95)]) == 0, "no better than its own kind"
 
 
@@ -262,9 +262,9 @@ def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones() -> None:
         return fresh
 
     assert mixed(unsolved_first=False) == ["s", "t", "u"]
-    found = mixed(unsolved_first=True)
-    assert sorted(found[:2]) == ["a", "b"]
-    assert found[2] == "s"
+    figures = mixed(unsolved_first=True)
+    assert sorted(figures[:2]) == ["a", "b"]
+    assert figures[2] == "s"
     assert mixed(unsolved_first=True, lacking="b") == ["a", "s", "t"]
 
 
@@ -339,7 +339,7 @@ def test_what_was_there_before_changes_nothing(steps: list[list[str]], near: lis
     for names in steps:
         long.follow(names)
     new.follow(steps[-1])
-    found = long.nearest(near, steps[-1], n)
-    assert found == new.nearest(near, steps[-1], n)
-    assert len(set(found)) == len(found) <= n
-    assert set(found) <= set(steps[-1]) - {"gone"}
+    nearest = long.nearest(near, steps[-1], n)
+    assert nearest == new.nearest(near, steps[-1], n)
+    assert len(set(nearest)) == len(nearest) <= n
+    assert set(nearest) <= set(steps[-1]) - {"gone"}

@@ -42,7 +42,7 @@ def filled() -> ExperienceManager:
 
 
 def plain(manager: ExperienceManager) -> dict[str, list[dict[str, object]]]:
-    return {task: [to_plain(one) for one in held] for task, held in manager.task2trajectories.items()}
+    return {task: [to_plain(history) for history in held] for task, held in manager.task2trajectories.items()}
 
 
 def test_a_trajectory_keeps_every_field_and_dtype() -> None:
@@ -113,8 +113,8 @@ def test_resume_takes_the_newest_whole_step_not_after_the_resumed_one(tmp_path: 
     (tmp_path / "step_50").mkdir()
     (tmp_path / "step_50" / "skip_uid_set.json").write_text("[]")
     (tmp_path / "step_60.123.tmp").mkdir()
-    found = {limit: newest_pool(tmp_path, limit) for limit in (None, 100, 99, 10, 9, 8)}
-    names = {limit: path.name if path else None for limit, path in found.items()}
+    newest = {limit: newest_pool(tmp_path, limit) for limit in (None, 100, 99, 10, 9, 8)}
+    names = {limit: path.name if path else None for limit, path in newest.items()}
     assert names == {None: "step_100", 100: "step_100", 99: "step_10", 10: "step_10", 9: "step_9", 8: None}
     assert newest_pool(tmp_path / "absent") is None
 
@@ -123,12 +123,12 @@ def test_a_pool_of_agentevolver_is_read_and_goes_round_in_our_files(shared_fixtu
     base = shared_fixtures / "experience_pool"
     folder = newest_pool(base, 120)
     assert folder.name == "step_120"
-    found = read_pool(folder)
-    assert found.difficulty2task_dict == {1: ["task_0"], 3: ["task_1", "task_4"], 5: ["task_2", "task_3"]}
-    assert set(found.skip_uid_set) == {"task_77", "task_9"}
-    assert set(found.task2trajectories) == {f"task_{i}" for i in range(5)}
+    contents = read_pool(folder)
+    assert contents.difficulty2task_dict == {1: ["task_0"], 3: ["task_1", "task_4"], 5: ["task_2", "task_3"]}
+    assert set(contents.skip_uid_set) == {"task_77", "task_9"}
+    assert set(contents.task2trajectories) == {f"task_{i}" for i in range(5)}
 
-    first = found.task2trajectories["task_0"][0]
+    first = contents.task2trajectories["task_0"][0]
     assert first.policy_version == 100
     assert first.entropy == 0.5926
     assert first.messages[2] == {"author": "llm", "role": "assistant", "content": "go to cabinet 0"}
@@ -136,10 +136,10 @@ def test_a_pool_of_agentevolver_is_read_and_goes_round_in_our_files(shared_fixtu
     assert first.old_log_probs.shape == first.response_mask.shape
     assert math.isclose(first.old_log_probs[0].item(), -0.12058648968378793, rel_tol=1e-6)
     assert "old_log_probs" not in first.metadata
-    write_pool(tmp_path / "step_120", found)
+    write_pool(tmp_path / "step_120", contents)
     again = read_pool(tmp_path / "step_120").task2trajectories
-    for task, held in found.task2trajectories.items():
-        assert [to_plain(one) for one in again[task]] == [to_plain(one) for one in held]
+    for task, held in contents.task2trajectories.items():
+        assert [to_plain(history) for history in again[task]] == [to_plain(history) for history in held]
 
 
 class Hostile:
@@ -236,12 +236,12 @@ def test_a_defaultdict_of_ours_is_read(tmp_path: Path) -> None:
 def test_log_probs_without_a_mask_are_told_by_their_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = to_plain(AgentTrajectory(task_id="a", entropy=0.5, metadata={}, input_ids=torch.tensor([1, 2])))
-    one["old_log_probs"] = [-0.5, -0.25]
-    one["dtypes"]["old_log_probs"] = "float32"
+    document = to_plain(AgentTrajectory(task_id="a", entropy=0.5, metadata={}, input_ids=torch.tensor([1, 2])))
+    document["old_log_probs"] = [-0.5, -0.25]
+    document["dtypes"]["old_log_probs"] = "float32"
     manager = ExperienceManager(RULES)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
-        manager.load_experience_pool_from_disk(write_files(tmp_path / "step_1", {"a": [one]}))
+        manager.load_experience_pool_from_disk(write_files(tmp_path / "step_1", {"a": [document]}))
     assert manager.refused == {"no_response_mask": 1}
     assert "1 of 1 trajectories were not taken: no_response_mask 1" in caplog.text
 
@@ -272,12 +272,12 @@ def test_what_has_other_values_stays() -> None:
 
 def test_a_pool_in_memory_has_copies_of_its_own_and_not_the_batch_of_which_they_are_slices() -> None:
     whole = -torch.rand(8, 1000)
-    one = AgentTrajectory(old_log_probs=whole[3, :5], entropys=whole[3, :5], metadata={"a": [1]})
+    trajectory = AgentTrajectory(old_log_probs=whole[3, :5], entropys=whole[3, :5], metadata={"a": [1]})
     store = MemoryStore()
-    (number,) = store.add_trajectories([one])
+    (number,) = store.add_trajectories([trajectory])
     expected = whole[3, :5].clone()
     whole.zero_()
-    one.metadata["a"].append(2)
+    trajectory.metadata["a"].append(2)
     kept = store.get(number)
     assert kept.metadata == {"a": [1]}
     for column in (kept.old_log_probs, kept.entropys):
@@ -296,7 +296,10 @@ def test_a_trajectory_of_the_pool_takes_few_bytes_and_comes_out_as_it_went_in(tm
         manager.flush()
         held = manager.task2trajectories["a"]
         columns = [held[0].input_ids, *(getattr(held[0], name) for name in MASKS), held[0].old_log_probs]
-        assert sum(one.numel() * one.element_size() for one in columns if one is not None) == 1000 * 6 + 800 * 5
+        assert (
+            sum(column.numel() * column.element_size() for column in columns if column is not None)
+            == 1000 * 6 + 800 * 5
+        )
         manager.update_difficulty2task_dict([AgentTrajectory(task_id="a", reward=Reward(outcome=x)) for x in (0, 1)])
         (history,) = manager.get_offpolicy_trajectories_from_memory("a")
         twin = made[0]

@@ -20,8 +20,8 @@ def pool(**values: object) -> ExperienceManager:
 
 def numbers(trajectories: Sequence[AgentTrajectory]) -> list[int]:
     """The token numbers with which trajectories were built."""
-    assert all(one.input_ids is not None for one in trajectories)
-    return [int(one.input_ids[-1]) // 1000 for one in trajectories if one.input_ids is not None]
+    assert all(trajectory.input_ids is not None for trajectory in trajectories)
+    return [int(trajectory.input_ids[-1]) // 1000 for trajectory in trajectories if trajectory.input_ids is not None]
 
 
 def test_the_two_updates_may_come_in_either_order() -> None:
@@ -38,17 +38,20 @@ def test_bounds_are_exclusive_and_the_filter_sets_copies() -> None:
     manager = pool(experience_lbound=1, experience_rbound=3)
     manager.global_steps = 7
     batch = [
-        one
+        history
         for task, outcomes in {"one": [1, 0, 0, 0], "two": [1, 1, 0, 0], "three": [1, 1, 1, 0]}.items()
-        for one in rollouts(task, outcomes)
+        for history in rollouts(task, outcomes)
     ]
-    for one in batch:
-        one.entropy = one.policy_version = None
+    for history in batch:
+        history.entropy = history.policy_version = None
     entropys = torch.arange(48.0).reshape(12, 4)
     mask = torch.tensor([[1, 0, 0, 1]]).expand(12, 4)
     kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, mask)
-    assert [(one.task_id, one.entropy, one.policy_version) for one in kept] == [("two", 17.5, 7), ("two", 21.5, 7)]
-    assert all(one.entropy is None and one.policy_version is None for one in batch)
+    assert [(history.task_id, history.entropy, history.policy_version) for history in kept] == [
+        ("two", 17.5, 7),
+        ("two", 21.5, 7),
+    ]
+    assert all(history.entropy is None and history.policy_version is None for history in batch)
 
 
 def test_rows_must_match_trajectories() -> None:
@@ -79,9 +82,9 @@ def test_the_k_best_come_out_in_order(mode: str, order: list[int]) -> None:
 def test_age_and_reward_filter_what_comes_out() -> None:
     manager = pool(max_policy_age=5, min_reward=0.5)
     manager.update_difficulty2task_dict(rollouts("a", [1, 0]))
-    told = [(1.0, 4), (0.5, 5), (0.4, 9), (None, 9), (1.0, 9), (1.0, 30), (1.0, None)]
+    histories = [(1.0, 4), (0.5, 5), (0.4, 9), (None, 9), (1.0, 9), (1.0, 30), (1.0, None)]
     manager.save_trajectories_to_memory(
-        [build(tokens=t, outcome=outcome, policy_version=version) for t, (outcome, version) in enumerate(told)]
+        [build(tokens=t, outcome=outcome, policy_version=version) for t, (outcome, version) in enumerate(histories)]
     )
     manager.global_steps = 10
     assert numbers(manager.get_offpolicy_batch(["a"], 9)) == [1, 4]
@@ -98,16 +101,16 @@ def test_the_current_policys_entropy_decides_in_one_call() -> None:
 
     def current(batch: Sequence[AgentTrajectory]) -> list[float]:
         calls.append(numbers(batch))
-        assert all(one.metadata["is_experience_replay"] for one in batch)
+        assert all(history.metadata["is_experience_replay"] for history in batch)
         return [-float(number) for number in numbers(batch)]
 
     manager.current_entropy = current
     manager.save_trajectories_to_memory([build(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
     manager.save_trajectories_to_memory([build("c", tokens=t, entropy=t) for t in (1, 2)])  # both come out in any case
     for _ in range(2):
-        found = manager.get_offpolicy_batch([SimpleNamespace(task_id="a"), "b", "c"], 2)
-        assert numbers(found)[:4] == [3, 2, 3, 2], "by the policy's entropies, which are the other way round"
-        assert len(found) == 6
+        histories = manager.get_offpolicy_batch([SimpleNamespace(task_id="a"), "b", "c"], 2)
+        assert numbers(histories)[:4] == [3, 2, 3, 2], "by the policy's entropies, which are the other way round"
+        assert len(histories) == 6
     assert calls == [[1, 2, 3, 1, 2, 3]] * 2
 
 

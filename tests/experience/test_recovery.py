@@ -39,7 +39,7 @@ class LoggedStore(MemoryStore):
             self.fail_after -= 1
             if self.fail_after < 0:
                 raise OSError(28, "No space left on device")
-        self.log += [("add", one) for one in trajectories]
+        self.log += [("add", trajectory) for trajectory in trajectories]
         return super().add_trajectories(trajectories)
 
     def flush(self) -> None:
@@ -83,27 +83,31 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(work=st.dictionaries(st.sampled_from(TASKS), st.lists(rollout, min_size=1, max_size=4), min_size=1))
     def train_step(self, work: dict[str, list[tuple[float, float, int]]]) -> None:
         self.manager.global_steps += 1
-        made = [(build(task, tokens, one), entropy) for task, found in work.items() for one, entropy, tokens in found]
+        made = [
+            (build(task, tokens, entry), entropy)
+            for task, made_of_task in work.items()
+            for entry, entropy, tokens in made_of_task
+        ]
         step(self.manager, *map(list, zip(*made, strict=True)))  # type: ignore[arg-type]
-        for task, found in work.items():
-            successes = sum(outcome == 1.0 for outcome, _, _ in found)
-            if successes == len(found) >= 2:
+        for task, made_of_task in work.items():
+            successes = sum(outcome == 1.0 for outcome, _, _ in made_of_task)
+            if successes == len(made_of_task) >= 2:
                 self.skip.add(task)
                 self.bucket.pop(task, None)
                 self.held.pop(task, None)
                 continue
-            if successes == len(found) and task in self.skip:
+            if successes == len(made_of_task) and task in self.skip:
                 continue
             self.skip.discard(task)
-            share = successes * 4 / len(found)
+            share = successes * 4 / len(made_of_task)
             self.bucket[task] = max(min(successes, 1), min(int(share + 0.5), 3))
-            for outcome, entropy, tokens in found:
+            for outcome, entropy, tokens in made_of_task:
                 held = self.held.setdefault(task, [])
                 if outcome == 1.0 and all(tokens != other for other, _ in held):
                     worst = max((value for _, value in held), default=0.0)
                     if len(held) < 2 or entropy < worst:
                         if len(held) == 2:
-                            held.remove(next(one for one in held if one[1] == worst))
+                            held.remove(next(entry for entry in held if entry[1] == worst))
                         held.append((tokens, entropy))
             if not self.held[task]:
                 del self.held[task]
@@ -138,11 +142,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert {task: d for d, tasks in buckets.items() for task in tasks} == self.bucket
         assert all(buckets.values())
         assert self.manager.skip_uid_set == self.skip
-        found = {
-            task: [(int(one.rollout_id[2:]), one.entropy) for one in held]
+        histories = {
+            task: [(int(history.rollout_id[2:]), history.entropy) for history in held]
             for task, held in self.manager.task2trajectories.items()
         }
-        assert found == self.held
+        assert histories == self.held
 
 
 PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
@@ -153,7 +157,7 @@ def test_the_generator_goes_on_where_the_newest_record_was_made() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     manager.sample_tasks_from_replaypool(1)
-    step(manager, [one for task in TASKS for one in rollouts(task, [1.0, 0.0])])
+    step(manager, [rollout for task in TASKS for rollout in rollouts(task, [1.0, 0.0])])
     manager.sample_tasks_from_replaypool(2)
     manager.global_steps = 4
     step(manager, rollouts("a", [1.0, 1.0, 0.0]))
@@ -325,6 +329,6 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
     assert any(kind == "evict" for kind, _ in store.log)
     assert len(store.ids()) < 2 * COMPACT_AFTER, "compaction keeps the journal short"
     for end, seen in [*list(ends.items())[:20], *list(ends.items())[20::5]]:
-        found = view(ExperienceManager(checked, store=store.first(end)))
-        for what in ("buckets", "skip", "entries"):  # no step and generator: of a step that changed neither
-            assert found[what] == seen[what]
+        recovered = view(ExperienceManager(checked, store=store.first(end)))
+        for part in ("buckets", "skip", "entries"):  # no step and generator: of a step that changed neither
+            assert recovered[part] == seen[part]

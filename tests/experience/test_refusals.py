@@ -240,7 +240,10 @@ def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: P
             offered, refused = manager.admit([*broken, *neighbours])
             assert (offered, refused) == (len(broken) + 2, len(broken))
             assert manager.refused == {"malformed": len(broken)}
-            assert {one.rollout_id for held in manager.task2trajectories.values() for one in held} == {"a/50", "b/52"}
+            assert {history.rollout_id for held in manager.task2trajectories.values() for history in held} == {
+                "a/50",
+                "b/52",
+            }
             assert manager.difficulty2task_dict == {3: ["a"], 2: ["b"]}
             manager.save_trajectories_to_memory([*broken, build("b", 54)])
             assert manager.seed([*broken, build("b", 55)]) == {"malformed": len(broken)}
@@ -277,9 +280,9 @@ def test_a_trajectory_of_files_that_cannot_be_read_is_refused_by_itself(
     assert done.refused == {"malformed": len(several)}
     assert f"{path}: task 'a' has a trajectory (1) that cannot be read" in caplog.text
     assert len(verify(tmp_path / "files").problems) == len(several)
-    told = inspect(tmp_path / "files")
-    assert (told["trajectories"], told["replayable"]) == (len(several) + 2, 2)
-    assert told["refused"] == {"malformed": len(several)}
+    report = inspect(tmp_path / "files")
+    assert (report["trajectories"], report["replayable"]) == (len(several) + 2, 2)
+    assert report["refused"] == {"malformed": len(several)}
 
 
 def test_the_log_names_the_field_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -289,12 +292,12 @@ def test_the_log_names_the_field_once(tmp_path: Path, caplog: pytest.LogCaptureF
             several = [rollout(entropys=torch.ones(size), rollout_id=f"r{size}") for size in (2, 3, 5)]
             manager.admit(with_a_failure(several[0]) + several[1:])
             manager.admit(with_a_failure(rollout(input_ids=torch.ones(6), rollout_id="floats")))
-            told = [record.getMessage() for record in caplog.records]
-            assert len(told) == 2
-            assert "rollout 'r2' of task 'a' is refused as malformed" in told[0]
-            assert "field entropys: has 2 entries, but old_log_probs has 4" in told[0]
-            assert "rollout 'floats'" in told[1]
-            assert "field input_ids: float32, must be whole numbers" in told[1]
+            warnings = [record.getMessage() for record in caplog.records]
+            assert len(warnings) == 2
+            assert "rollout 'r2' of task 'a' is refused as malformed" in warnings[0]
+            assert "field entropys: has 2 entries, but old_log_probs has 4" in warnings[0]
+            assert "rollout 'floats'" in warnings[1]
+            assert "field input_ids: float32, must be whole numbers" in warnings[1]
 
 
 def test_a_step_of_another_tokenizer_changes_nothing(tmp_path: Path) -> None:
@@ -326,7 +329,7 @@ def test_the_best_is_the_best_of_those_that_can_be_replayed() -> None:
     offered = manager.admit([broken, build("a", 2, entropy=0.5), build("a", 3, entropy=0.9), build("a", 4, 0.0)])
     assert offered == (2, 1)
     assert manager.refused == {"log_probs_above_zero": 1}
-    assert [one.rollout_id for one in manager.task2trajectories["a"]] == ["a/2"]
+    assert [history.rollout_id for history in manager.task2trajectories["a"]] == ["a/2"]
 
 
 def test_the_entropy_that_an_entry_was_given_is_stored_with_it(tmp_path: Path) -> None:
@@ -336,4 +339,4 @@ def test_the_entropy_that_an_entry_was_given_is_stored_with_it(tmp_path: Path) -
     assert given.entropy is None, "what was handed in stays as it is"
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as again:
         held = ExperienceManager(RULES, store=again).task2trajectories["a"]
-        assert [one.entropy for one in held] == [pytest.approx(8 / 3), pytest.approx(1.75 / 3)]
+        assert [history.entropy for history in held] == [pytest.approx(8 / 3), pytest.approx(1.75 / 3)]

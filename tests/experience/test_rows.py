@@ -34,17 +34,17 @@ def test_rows_come_back_as_they_were(shapes: list[tuple[int, int]]) -> None:
     assert row_count(packed) == len(back) == len(rows)
     assert response_length(packed) == sum(response for _, response in shapes)
     assert len(packed.response_mask) == len(packed.input_ids) - packed.response_start, "a store takes it"
-    for one, other in zip(rows, back, strict=True):
-        assert same(one, other)
-        assert other.metadata == one.metadata
+    for before, other in zip(rows, back, strict=True):
+        assert same(before, other)
+        assert other.metadata == before.metadata
         assert (other.task_id, other.rollout_id, other.reward) == ("a", "r", Reward(outcome=1.0))
 
 
 def test_a_pool_keeps_draws_and_gives_up_a_rollout_as_a_whole(tmp_path: Path) -> None:
     rules = PoolRules(n_rollout=4, max_trajectories_per_task=2, use_current_policy_entropy=False)
     rollouts = [pack_rows([row(2, 3, seed), row(4, 2, seed + 50)]) for seed in range(3)]
-    for number, one in enumerate(rollouts):
-        one.entropy = 0.5 - number / 10
+    for number, history in enumerate(rollouts):
+        history.entropy = 0.5 - number / 10
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(rules, store=store)
         manager.global_steps = 1
@@ -57,11 +57,11 @@ def test_a_pool_keeps_draws_and_gives_up_a_rollout_as_a_whole(tmp_path: Path) ->
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(rules, store=store)
         manager.global_steps = 1
-        found = manager.get_offpolicy_trajectories_from_memory("a", 2)
-        assert [one.entropy for one in found] == [0.3, 0.4]
-        for one, seed in zip(found, (2, 1), strict=True):
+        histories = manager.get_offpolicy_trajectories_from_memory("a", 2)
+        assert [history.entropy for history in histories] == [0.3, 0.4]
+        for history, seed in zip(histories, (2, 1), strict=True):
             assert [
-                same(*pair) for pair in zip(rows_of(one), [row(2, 3, seed), row(4, 2, seed + 50)], strict=True)
+                same(*pair) for pair in zip(rows_of(history), [row(2, 3, seed), row(4, 2, seed + 50)], strict=True)
             ] == [
                 True,
                 True,
@@ -69,22 +69,22 @@ def test_a_pool_keeps_draws_and_gives_up_a_rollout_as_a_whole(tmp_path: Path) ->
         manager.save_experience_pool_to_disk(tmp_path / "step_1")
         other = ExperienceManager(rules)
         other.load_experience_pool_from_disk(tmp_path / "step_1")
-        assert [row_count(one) for one in other.task2trajectories["a"]] == [2, 2]
+        assert [row_count(history) for history in other.task2trajectories["a"]] == [2, 2]
 
 
 def test_each_turn_a_row() -> None:
-    one = row(2, 6)
+    turn = row(2, 6)
     mask = torch.tensor([1, 1, 0, 0, 1, 0])
-    one.response_mask, one.loss_mask = mask, torch.cat([torch.zeros(2, dtype=torch.int64), mask])
-    first, second = rows_of(turns_as_rows(one))
+    turn.response_mask, turn.loss_mask = mask, torch.cat([torch.zeros(2, dtype=torch.int64), mask])
+    first, second = rows_of(turns_as_rows(turn))
     assert (first.response_start, second.response_start) == (2, 6)
-    assert torch.equal(first.input_ids, one.input_ids[:4])  # type: ignore[arg-type]
-    assert torch.equal(second.input_ids, one.input_ids[:7])  # type: ignore[arg-type]
+    assert torch.equal(first.input_ids, turn.input_ids[:4])  # type: ignore[arg-type]
+    assert torch.equal(second.input_ids, turn.input_ids[:7])  # type: ignore[arg-type]
     assert [part.loss_mask.tolist() for part in (first, second) if part.loss_mask is not None] == [
         [0, 0, 1, 1],
         [0, 0, 0, 0, 0, 0, 1],
     ]
-    assert torch.equal(second.old_log_probs, one.old_log_probs[4:5])  # type: ignore[arg-type]
+    assert torch.equal(second.old_log_probs, turn.old_log_probs[4:5])  # type: ignore[arg-type]
     nothing = AgentTrajectory(
         input_ids=torch.tensor([1]), loss_mask=torch.tensor([0]), response_start=1, response_mask=torch.zeros(0).long()
     )
@@ -102,10 +102,10 @@ def test_each_turn_a_row() -> None:
     ],
 )
 def test_rows_that_do_not_fit_are_told(rows: object, message: str) -> None:
-    one = row(2, 3)
-    one.metadata[ROWS] = rows
+    turn = row(2, 3)
+    turn.metadata[ROWS] = rows
     with pytest.raises(InvalidTrajectoryError, match=message):
-        rows_of(one)
+        rows_of(turn)
 
 
 def test_what_is_no_row_is_told() -> None:

@@ -37,13 +37,13 @@ def import_file(tmp_path: Path, tokenizer: Any, *lines: Any, rules: PoolRules = 
 def held(tmp_path: Path, rules: PoolRules = RULES) -> list[AgentTrajectory]:
     with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(rules, store=store)
-        return [one for several in manager.task2trajectories.values() for one in several]
+        return [history for several in manager.task2trajectories.values() for history in several]
 
 
 def one_row(tokenizer: Any, line: Any, tmp_path: Path, **options: Any) -> AgentTrajectory:
-    [found] = TranscriptReader(tokenizer, **options).read(write(tmp_path / "one.jsonl", line))
-    assert isinstance(found, AgentTrajectory), found
-    return found
+    [transcripts] = TranscriptReader(tokenizer, **options).read(write(tmp_path / "one.jsonl", line))
+    assert isinstance(transcripts, AgentTrajectory), transcripts
+    return transcripts
 
 
 def trained(tokenizer: Any, one: AgentTrajectory) -> str:
@@ -53,18 +53,18 @@ def trained(tokenizer: Any, one: AgentTrajectory) -> str:
 def test_a_conversation_becomes_tokens_without_log_probs(tokenizer: Any, tmp_path: Path) -> None:
     done = import_file(tmp_path, tokenizer, conversation(source="books", rollout_id="r"))
     assert (done.read, done.entered, done.trajectories, done.tasks, done.bad) == (1, 1, 1, 1, [])
-    [one] = held(tmp_path)
-    assert one.old_log_probs is None
-    assert one.entropy is None
-    assert one.policy_version is None
-    assert trained(tokenizer, one) == "go kitchen<|im_end|>done<|im_end|>"
-    assert (one.rollout_id, one.query, one.tokenizer_fingerprint) == ("r", "bring the cup", fingerprint_of(tokenizer))
-    assert one.metadata["demonstration"] is True
-    assert one.metadata["transcript"] == {"source": "books", "file": "demos.jsonl", "line": 1}
+    [row] = held(tmp_path)
+    assert row.old_log_probs is None
+    assert row.entropy is None
+    assert row.policy_version is None
+    assert trained(tokenizer, row) == "go kitchen<|im_end|>done<|im_end|>"
+    assert (row.rollout_id, row.query, row.tokenizer_fingerprint) == ("r", "bring the cup", fingerprint_of(tokenizer))
+    assert row.metadata["demonstration"] is True
+    assert row.metadata["transcript"] == {"source": "books", "file": "demos.jsonl", "line": 1}
 
 
 def test_an_import_that_was_interrupted_goes_on(tokenizer: Any, tmp_path: Path) -> None:
-    texts = [f"{one} {other}" for one in WORDS for other in WORDS][:150]
+    texts = [f"{first} {other}" for first in WORDS for other in WORDS][:150]
     source = write(tmp_path / "demos.jsonl", *[conversation(f"t{at % 20}", text) for at, text in enumerate(texts)])
 
     def interrupt(done: int, total: int) -> None:
@@ -111,11 +111,11 @@ def test_one_bad_line_hides_none_of_its_neighbours(tmp_path: Path) -> None:
     strict.chat_template = (
         "{% if messages[0].name %}{{ raise_exception('no names') }}{% endif %}" + strict.chat_template
     )
-    lines = [line for one, _ in BAD for line in (one, conversation(f"t{len(str(one))}"))]
+    lines = [line for bad_line, _ in BAD for line in (bad_line, conversation(f"t{len(str(bad_line))}"))]
     done = import_file(tmp_path, strict, *lines)
-    assert [one.line for one in done.bad] == list(range(1, 2 * len(BAD), 2))
-    for one, (_, what) in zip(done.bad, BAD, strict=True):
-        assert what in one.reason
+    assert [bad_line.line for bad_line in done.bad] == list(range(1, 2 * len(BAD), 2))
+    for bad_line, (_, reason) in zip(done.bad, BAD, strict=True):
+        assert reason in bad_line.reason
     assert done.entered + done.refused["duplicate"] == len(BAD)
 
 
@@ -128,22 +128,22 @@ def test_outcomes(tokenizer: Any, tmp_path: Path) -> None:
     ]
     done = import_file(tmp_path, tokenizer, *lines, outcome=1.0)
     assert (done.entered, done.refused) == (2, {"not_worth_keeping": 2})
-    assert [one.task_id for one in held(tmp_path)] == ["a", "d"]
+    assert [history.task_id for history in held(tmp_path)] == ["a", "d"]
 
 
 def test_ids_that_a_transcript_brings_count(tokenizer: Any, tmp_path: Path) -> None:
     plain = one_row(tokenizer, conversation(), tmp_path)
     spans = [
-        tokenizer.encode(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n")
-        for one in conversation()["messages"]
+        tokenizer.encode(f"<|im_start|>{entry['role']}\n{entry['content']}<|im_end|>\n")
+        for entry in conversation()["messages"]
     ]
     spans[-1] = spans[-1][:-1]  # an engine stops at the end mark
-    messages = [{**one, "token_ids": ids} for one, ids in zip(conversation()["messages"], spans, strict=True)]
-    one = one_row(tokenizer, conversation(messages=messages), tmp_path)
-    assert one.input_ids.tolist() == plain.input_ids.tolist()[: len(one.input_ids)]
-    assert trained(tokenizer, one) == trained(tokenizer, plain)
-    assert one.response_start == plain.response_start
-    assert all("token_ids" not in message for message in one.messages)
+    messages = [{**entry, "token_ids": ids} for entry, ids in zip(conversation()["messages"], spans, strict=True)]
+    entry = one_row(tokenizer, conversation(messages=messages), tmp_path)
+    assert entry.input_ids.tolist() == plain.input_ids.tolist()[: len(entry.input_ids)]
+    assert trained(tokenizer, entry) == trained(tokenizer, plain)
+    assert entry.response_start == plain.response_start
+    assert all("token_ids" not in message for message in entry.messages)
     mask = [0, 0, 0, *[1] * (len(spans[1]) - 3)]
     messages[1]["loss_mask"] = mask
     masked = one_row(tokenizer, conversation(messages=messages), tmp_path)
@@ -164,9 +164,9 @@ def test_tool_calls_and_parts_are_text_for_the_template(tmp_path: Path) -> None:
         {"role": "user", "content": [{"type": "text", "text": "bring "}, {"type": "text", "text": "the cup"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
-    one = one_row(tokenizer, conversation(messages=messages), tmp_path)
-    assert trained(tokenizer, one) == "kitchen<|im_end|>"
-    assert one.query == "bring the cup"
+    row = one_row(tokenizer, conversation(messages=messages), tmp_path)
+    assert trained(tokenizer, row) == "kitchen<|im_end|>"
+    assert row.query == "bring the cup"
 
 
 def test_weights_calls_and_refusals_of_openai(tokenizer: Any, tmp_path: Path) -> None:
@@ -174,36 +174,40 @@ def test_weights_calls_and_refusals_of_openai(tokenizer: Any, tmp_path: Path) ->
     for context in ("linear", "linear_think"):
         line = conversation(messages=[first, {**second, "weight": 0}, third, {**last, "weight": 1}])
         assert trained(tokenizer, one_row(tokenizer, line, tmp_path, context=context)) == "done<|im_end|>"
-    ids = [{**one, "token_ids": tokenizer.encode(one["content"])} for one in line["messages"]]
+    ids = [{**entry, "token_ids": tokenizer.encode(entry["content"])} for entry in line["messages"]]
     assert trained(tokenizer, one_row(tokenizer, conversation(messages=ids), tmp_path)) == "done"
-    said = [{**first, "role": "function", "name": "f"}, {"role": "assistant", "content": None, "refusal": "drop"}]
-    called = [first, {"role": "assistant", "content": None, "function_call": {"name": "go", "arguments": "{}"}}, *said]
-    one = one_row(tokenizer, conversation(messages=called), tmp_path)
-    assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "assistant"]
-    assert one.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "go", "arguments": {}}}]
-    assert trained(tokenizer, one) == "<|im_end|>drop<|im_end|>"
-    for messages, what in (
+    dialogue = [{**first, "role": "function", "name": "f"}, {"role": "assistant", "content": None, "refusal": "drop"}]
+    called = [
+        first,
+        {"role": "assistant", "content": None, "function_call": {"name": "go", "arguments": "{}"}},
+        *dialogue,
+    ]
+    entry = one_row(tokenizer, conversation(messages=called), tmp_path)
+    assert [message["role"] for message in entry.messages] == ["user", "assistant", "tool", "assistant"]
+    assert entry.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "go", "arguments": {}}}]
+    assert trained(tokenizer, entry) == "<|im_end|>drop<|im_end|>"
+    for messages, reason in (
         ([first, {**second, "weight": 0}], "none is the model's with a weight"),
         ([first, {**second, "weight": 0.5}], r"messages[1].weight: 0.5, must be 0 or 1"),
         ([ids[0], {**ids[1], "loss_mask": [1]}, *ids[2:]], "or has weight 0"),
     ):
         [bad] = import_file(tmp_path, tokenizer, conversation(messages=messages)).bad
-        assert what in bad.reason
+        assert reason in bad.reason
 
 
 def test_texts_stay_inside_of_their_messages(tokenizer: Any, tmp_path: Path) -> None:
     """Names of control tokens in texts, an added token that holds by right, and a mark at the file's beginning."""
-    said = "go<|im_end|>\n<|im_start|>assistant\ntake"
-    line = conversation(messages=turn(f"<think>{said}", f"<think>why</think>{said}"), query=said)
+    content = "go<|im_end|>\n<|im_start|>assistant\ntake"
+    line = conversation(messages=turn(f"<think>{content}", f"<think>why</think>{content}"), query=content)
     source = tmp_path / "demos.jsonl"
     source.write_bytes(codecs.BOM_UTF8 + write(source, line).read_bytes())
     done = import_transcripts(tmp_path / "pool", source, RULES, TranscriptReader(tokenizer))
     assert (done.entered, done.control_tokens, done.bad) == (1, 4, [])
-    [one] = held(tmp_path)
-    assert one.input_ids is not None
-    assert tokenizer.decode(one.input_ids).count("<|im_end|>") == 2
-    assert one.messages[1]["content"] == "<think>why</think>" + said.replace("<|", "< |")
-    assert one.metadata["transcript"]["control_tokens"] == 4
+    [row] = held(tmp_path)
+    assert row.input_ids is not None
+    assert tokenizer.decode(row.input_ids).count("<|im_end|>") == 2
+    assert row.messages[1]["content"] == "<think>why</think>" + content.replace("<|", "< |")
+    assert row.metadata["transcript"]["control_tokens"] == 4
 
 
 def test_rules_that_would_never_let_demonstrations_out_are_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -227,9 +231,9 @@ def test_demonstrations_can_be_drawn_at_once_and_come_marked(tokenizer: Any, tmp
     manager.seed([demonstration(tokenizer, tmp_path, task) for task in "ab"])
     assert manager.difficulty2task_dict == {0: ["a", "b"]}
     assert sorted(manager.sample_tasks_from_replaypool(2)) == ["a", "b"]
-    [one] = manager.get_offpolicy_batch(["a"])
-    assert one.metadata["is_experience_replay"] is True
-    assert one.old_log_probs is None
+    [row] = manager.get_offpolicy_batch(["a"])
+    assert row.metadata["is_experience_replay"] is True
+    assert row.old_log_probs is None
     assert manager.metrics()["experience_replay/pool_demonstrations"] == 2.0
     other = ExperienceManager(RULES)
     other.load_state_dict(manager.state_dict())
@@ -262,16 +266,16 @@ def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_
 def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer: Any, tmp_path: Path) -> None:
     with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
-        one, other = demonstration(tokenizer, tmp_path), demonstration(tokenizer, tmp_path, last="drop")
-        manager.seed([one, other])
+        first, other = demonstration(tokenizer, tmp_path), demonstration(tokenizer, tmp_path, last="drop")
+        manager.seed([first, other])
         rollout = demonstration(tokenizer, tmp_path)
         rollout.metadata = {}
         rollout.old_log_probs = -rollout.response_mask.float()
         rollout.entropy = 1.0
         assert manager.save_trajectories_to_memory([rollout]) == 1
-        assert manager.seed([one]) == {"duplicate": 1}
-        found = [held.old_log_probs is None for held in manager.task2trajectories["a"]]
-        assert found == [True, False]
+        assert manager.seed([first]) == {"duplicate": 1}
+        without_log_probs = [held.old_log_probs is None for held in manager.task2trajectories["a"]]
+        assert without_log_probs == [True, False]
     assert [held.old_log_probs is None for held in held(tmp_path)] == [True, False]
 
 
@@ -281,11 +285,11 @@ def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any, tmp_path: Pat
     assert manager.seed(demos) == {"not_better": 1}
     manager.save_trajectories_to_memory([build(tokens=1, entropy=9.0), build(tokens=2, entropy=5.0)])
     assert manager.seed(demos) == {"not_better": 3}
-    assert [one.entropy for one in manager.task2trajectories["a"]] == [9.0, 5.0]
+    assert [history.entropy for history in manager.task2trajectories["a"]] == [9.0, 5.0]
     manager = ExperienceManager(RULES)
     manager.seed(demos[:1])
     manager.save_trajectories_to_memory([build(tokens=1, entropy=9.0)])
-    order = [one.old_log_probs is None for one in manager.get_offpolicy_batch(["a"], 2)]
+    order = [history.old_log_probs is None for history in manager.get_offpolicy_batch(["a"], 2)]
     assert order == [False, True], "an entropy that is unknown stands behind all others"
 
 

@@ -50,7 +50,7 @@ class Service:
             port = free.getsockname()[1]
         names = {"API_KEY": "x", "BASE_URL": model.url}
         services = ("FLOW_LLM", "FLOW_EMBEDDING", "LLM")
-        variables = {f"{what}_{name}": value for what in services for name, value in names.items()}
+        variables = {f"{kind}_{name}": value for kind in services for name, value in names.items()}
         self.log = folder / "log"
         program, *arguments = command.format(port=port).split()
         self.process = subprocess.Popen(

@@ -54,8 +54,8 @@ class FakeReMe(Loopback):
                 except OSError:
                     return
             return
-        status, said = (int(self.mode), ERROR_TEXT) if self.mode.isdecimal() else self._said(handler.path, body)
-        send(handler, status, said)
+        status, answer_body = (int(self.mode), ERROR_TEXT) if self.mode.isdecimal() else self._said(handler.path, body)
+        send(handler, status, answer_body)
 
     def _said(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         paths = {"0.2": ("/retrieve_task_memory", "/summary_task_memory"), "0.4": ("/search", "/auto_memory")}
@@ -75,8 +75,8 @@ class FakeReMe(Loopback):
         if self.mode in failures:
             return 200, failures[self.mode]
         if path == "/retrieve_task_memory":
-            found = self.memories[: body["top_k"]] if "nothing" not in body["query"] else []
-            return 200, {"answer": "see the list", "success": True, "metadata": {"memory_list": found}}
+            memories = self.memories[: body["top_k"]] if "nothing" not in body["query"] else []
+            return 200, {"answer": "see the list", "success": True, "metadata": {"memory_list": memories}}
         if path == "/summary_task_memory":
             result = {"memory_list": MEMORIES, "update_result": {"deleted_count": 0, "inserted_count": 2}}
             return 200, {"answer": "[]", "success": True, "metadata": result}

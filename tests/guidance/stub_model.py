@@ -27,8 +27,8 @@ class StubModel(Loopback):
         handler.send_response(200 if self.up else 500)
         handler.end_headers()
         if self.up:
-            said = self._embeddings(body) if handler.path.endswith("/embeddings") else self._chat(body)
-            handler.wfile.write(said.encode())
+            answer_body = self._embeddings(body) if handler.path.endswith("/embeddings") else self._chat(body)
+            handler.wfile.write(answer_body.encode())
 
     def _embeddings(self, body: dict[str, Any]) -> str:
         texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
@@ -50,8 +50,13 @@ class StubModel(Loopback):
         answered = any(message.get("role") == "tool" for message in body["messages"])
         if not answered and any(tool["function"]["name"] == "daily_write" for tool in body.get("tools") or ()):
             note = {"name": "cup", "description": "where the cup is", "session_id": "s", "date": "2026-01-01"}
-            said = json.dumps({**note, "content": "The cup is in the kitchen: go kitchen."})
-            call = {"index": 0, "id": "1", "type": "function", "function": {"name": "daily_write", "arguments": said}}
+            content = json.dumps({**note, "content": "The cup is in the kitchen: go kitchen."})
+            call = {
+                "index": 0,
+                "id": "1",
+                "type": "function",
+                "function": {"name": "daily_write", "arguments": content},
+            }
             delta = {"role": "assistant", "content": "", "tool_calls": [call]}
         parts = [(delta, None), ({}, "tool_calls" if "tool_calls" in delta else "stop")]
         lines = [

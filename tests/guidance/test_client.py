@@ -48,9 +48,9 @@ FAILURES = [
 def test_task_memories_are_sent_and_read(dialect: Any) -> None:
     with FakeReMe() as service:
         client = EMClient(service.url, workspace_id="w1", dialect=dialect, **PATIENT)
-        found = client.retrieve("where is the cup", 1)
-        assert found.text == "Memory 1 :\n When to use: when looking for a cup\n Content: go kitchen"
-        assert found.names == ("m1",)
+        experiences = client.retrieve("where is the cup", 1)
+        assert experiences.text == "Memory 1 :\n When to use: when looking for a cup\n Content: go kitchen"
+        assert experiences.names == ("m1",)
         assert client.retrieve("nothing of the kind", 3).text == ""
         assert client.retrieve(" ", 3).text == "", "an empty query fails in the service; it is not sent"
         assert client.summarize([rollout("cup", "go kitchen"), rollout("cup", "?", None)]) == 2
@@ -60,7 +60,9 @@ def test_task_memories_are_sent_and_read(dialect: Any) -> None:
         path, body = calls[-1]
         assert path == "/summary_task_memory"
         assert body["workspace_id"] == "w1"
-        assert [one["score"] for one in body["trajectories"]] == [1.0], "a null score would fail the whole call"
+        assert [trajectory["score"] for trajectory in body["trajectories"]] == [1.0], (
+            "a null score would fail the whole call"
+        )
         assert body["trajectories"][0]["messages"][-1] == {"role": "assistant", "content": "go kitchen"}
 
 

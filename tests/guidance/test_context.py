@@ -139,9 +139,9 @@ def test_prompts_without_a_place_are_told_by_kind_with_their_count(caplog: pytes
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}] * (number % 3)
         worker.manage_rollout_context([*messages, {"role": "user", "content": None}], config)
     worker.manage_rollout_context([{"role": "user", "content": 3}], TrajExpConfig(add_exp=True))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 3
-    assert "'task 0' is not guided" in told[0]
-    assert "10 of this kind so far" in told[1]
-    assert "content: a int" in told[2]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 3
+    assert "'task 0' is not guided" in warnings[0]
+    assert "10 of this kind so far" in warnings[1]
+    assert "content: a int" in warnings[2]
     assert worker.metrics()["guidance/retrieve/no_place"] == 26.0

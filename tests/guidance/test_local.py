@@ -58,8 +58,8 @@ def test_experience_does_not_feed_on_itself() -> None:
     guided = rollout("cup", "go kitchen")
     guided.messages[1]["content"] = block + "please do cup"
     recorded = with_guidance(guided, Guidance("keep", ("1",), (Insertion(1, block),)))
-    for one in (unguided(recorded), unguided(guided, template)):
-        assert one.messages[1]["content"] == "please do cup"
+    for plain in (unguided(recorded), unguided(guided, template)):
+        assert plain.messages[1]["content"] == "please do cup"
     taken_out = with_guidance(rollout("cup", "go"), Guidance("discard", ("1",), (Insertion(1, block),), True))
     assert unguided(taken_out, template).messages == taken_out.messages
 
@@ -70,17 +70,17 @@ def test_what_was_summarized_is_found_by_its_task(tmp_path: Path) -> None:
     assert maker.retrieve("cup", 3).text == ""
     assert maker.summarize([rollout("cup", "go kitchen"), rollout("book", "go attic")]) == 2
     assert maker.summarize([rollout("cup", "go kitchen"), rollout("book", "go attic")]) == 0, "none twice"
-    found = maker.retrieve("where is the cup", 1)
-    assert "go kitchen" in found.text
-    assert "go attic" not in found.text
-    assert len(found.names) == 1
+    experiences = maker.retrieve("where is the cup", 1)
+    assert "go kitchen" in experiences.text
+    assert "go attic" not in experiences.text
+    assert len(experiences.names) == 1
     store.close()
     assert inspect(tmp_path / "experience")["experiences"] == 2
 
     store = BufferStore.open(tmp_path / "experience")
     again = LocalMaker(store)
     assert len(again) == 2
-    assert again.retrieve("where is the cup", 1) == found
+    assert again.retrieve("where is the cup", 1) == experiences
     assert again.summarize([rollout("cup", "go kitchen")]) == 0
     store.close()
 
@@ -138,10 +138,10 @@ def summarize_until_killed(path: Path, start: int, told: Connection) -> None:
 
 def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:
     """Summarize in a child until it has acknowledged some, and kill it; return what it acknowledged."""
-    heard, told = multiprocessing.Pipe(duplex=False)
-    child = forking().Process(target=summarize_until_killed, args=(path, start, told))
+    heard, sender = multiprocessing.Pipe(duplex=False)
+    child = forking().Process(target=summarize_until_killed, args=(path, start, sender))
     child.start()
-    told.close()
+    sender.close()
     numbers = [heard.recv() for _ in range(acknowledged)]
     child.kill()
     child.join()
@@ -163,10 +163,10 @@ def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothin
     for number in acknowledged:
         maker.summarize([rollout(f"task {number}", f"reply {number}")])  # as a run that repeats its steps does
     kept = [Experience.of_trajectory(store.get(number)) for number in store.ids()]
-    digests = [one.digest for one in kept if one is not None]
+    digests = [experience.digest for experience in kept if experience is not None]
     assert len(digests) == len(kept)
     assert len(digests) == len(set(digests)), "none twice"
-    assert {one.task_id for one in kept if one} >= {f"task {number}" for number in acknowledged}
+    assert {experience.task_id for experience in kept if experience} >= {f"task {number}" for number in acknowledged}
     for number in acknowledged[:3]:
         assert f"reply {number}" in maker.retrieve(f"task {number}", 1).text
     store.close()
@@ -212,8 +212,8 @@ def test_the_model_reads_tries_with_their_scores_and_its_answer_is_an_experience
     assert "Score 1.0" in prompt
     assert "Score 0.0" in prompt
     assert "Score 0.5" not in prompt
-    found = maker.retrieve("cup", 1)
-    assert "go {kitchen}" in found.text
+    experiences = maker.retrieve("cup", 1)
+    assert "go {kitchen}" in experiences.text
 
 
 @pytest.mark.parametrize(

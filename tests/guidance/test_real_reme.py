@@ -32,9 +32,9 @@ def test_reme_0_2_keeps_finds_and_fails_as_the_client_expects(
         try:
             assert service.eventually(lambda: service.client.retrieve("where is the cup", 2)).text == ""
             assert service.client.summarize([rollout("cup", "go kitchen"), rollout("cup", "go attic", 0.0, "2")]) > 0
-            found = service.client.retrieve("where is the cup", 1)
-            assert "Content: go kitchen" in found.text
-            assert len(found.names) == 1
+            experiences = service.client.retrieve("where is the cup", 1)
+            assert "Content: go kitchen" in experiences.text
+            assert len(experiences.names) == 1
             model.up = False
             with pytest.raises(MakerError) as caught:
                 service.client.retrieve("where is the cup", 1)
@@ -52,10 +52,10 @@ def test_reme_0_4_keeps_finds_and_fails_as_the_client_expects(environments: Path
             service.eventually(lambda: service.client.retrieve("where is the cup", 2))
             assert service.client.summarize([rollout("cup", "go kitchen")]) == 1
             end = time.monotonic() + 60
-            while not (found := service.client.retrieve("where is the cup", 2)).text:
+            while not (experiences := service.client.retrieve("where is the cup", 2)).text:
                 assert time.monotonic() < end
                 time.sleep(1)
-            assert "kitchen" in found.text
+            assert "kitchen" in experiences.text
             model.up = False
             with pytest.raises(MakerError):
                 service.client.summarize([rollout("cup", "go kitchen")])

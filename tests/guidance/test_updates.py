@@ -26,7 +26,7 @@ class SlowMaker:
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
         self.begun.set()
         assert self.free.wait(60)
-        self.batches.append([one.task_id for one in rollouts])
+        self.batches.append([rollout.task_id for rollout in rollouts])
         if rollouts[0].task_id == "bad":
             raise ZeroDivisionError("a maker of somebody's")
         return len(rollouts)
@@ -94,9 +94,9 @@ def test_summaries_do_not_see_experience() -> None:
     broken = with_guidance(rollout("book", "go attic"), Guidance("keep", ("1",), (Insertion(1, "never put in"),)))
     updates.submit([broken, good])
     assert updates.wait(60)
-    found = maker.retrieve("cup", 3)
-    assert "go kitchen" in found.text
-    assert "old tip" not in found.text
+    experiences = maker.retrieve("cup", 3)
+    assert "go kitchen" in experiences.text
+    assert "old tip" not in experiences.text
     assert len(maker) == 1
     assert updates.metrics()["guidance/update/failed/garbage"] == 1
     updates.close(60)

@@ -34,5 +34,5 @@ def level(buffer: TrajectoryReplayBuffer) -> None:
 
 def is_sound(path: str | Path) -> None:
     """Fail unless verification finds nothing."""
-    found = verify(path)
-    assert found.sound, found.problems
+    report = verify(path)
+    assert report.sound, report.problems

@@ -133,8 +133,8 @@ def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_
     assert (keys_at(mirror), steps_at(mirror)) == (before, [1, 2])
     restore(mirror, tmp_path / "next")
     assert "going to the snapshot step-1.0 had not reached the mirror" in caplog.text
-    found = verify(tmp_path / "next")
-    assert (found.problems, found.notes) == ([], [])
+    report = verify(tmp_path / "next")
+    assert (report.problems, report.notes) == ([], [])
     with make(tmp_path / "next", mirror) as buffer:
         level(buffer)
         assert pins_at(mirror) == {"step-1.0", "step-2.0"}
@@ -143,8 +143,8 @@ def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_
         level(buffer)
     assert steps_at(mirror) == steps_at(tmp_path / "next") == [1, 2]
     assert set(keys_at(mirror).values()) == set(range(12))
-    found = verify(mirror)
-    assert (found.problems, found.notes) == ([], [])
+    report = verify(mirror)
+    assert (report.problems, report.notes) == ([], [])
 
 
 @pytest.mark.parametrize("named", ["live", "absent"])

@@ -123,7 +123,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
     compared = 0
     for at, copy in enumerate(copies):
         try:
-            found = keys_at(copy)
+            keys = keys_at(copy)
         except (StoreNotFoundError, CorruptStoreError):
             assert not (copy / "metadata.json").exists()
             continue
@@ -132,7 +132,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
         restore(copy, tmp_path / "restored")
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "restored") as again:
             generation = again.sink.writer.log.catalog.generation  # type: ignore[attr-defined]
-            assert keys_of(again) == found == shown.get(generation, found)
+            assert keys_of(again) == keys == shown.get(generation, keys)
             compared += generation in shown
             for point in again.points.saved:
                 assert keys_at(tmp_path / "restored", pin=f"step-{point.step}")

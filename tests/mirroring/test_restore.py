@@ -105,9 +105,9 @@ def test_a_run_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         with make(tmp_path / "run" / f"rank_{rank}", tmp_path / "mirrors" / f"rank_{rank}") as buffer:
             add(buffer, [10 * rank + 1, 10 * rank + 2])
     assert main(["restore", str(tmp_path / "mirrors"), str(tmp_path / "new"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["trajectories"] == 4
-    assert [part["next_id"] > part["newest_id"] for part in told["parts"]] == [True, True]
+    report = json.loads(capsys.readouterr().out)
+    assert report["trajectories"] == 4
+    assert [part["next_id"] > part["newest_id"] for part in report["parts"]] == [True, True]
     is_sound(tmp_path / "new")
     assert sorted(keys_at(tmp_path / "new").values()) == [1, 2, 11, 12]
     assert main(["restore", str(tmp_path / "mirrors" / "rank_1"), str(tmp_path / "one")]) == 0

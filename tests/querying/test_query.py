@@ -30,10 +30,10 @@ pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 def rollout(
     task: str = "t1", outcome: float | None = 1.0, version: int | None = 3, judge: float | None = None, turns: int = 1
 ) -> AgentTrajectory:
-    said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "\x1b[2J done"}] * turns
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "\x1b[2J done"}] * turns
     scores = {} if judge is None else {"judge": judge, "why": "text is no score"}
     return AgentTrajectory(
-        messages=said,
+        messages=messages,
         input_ids=torch.arange(6),
         response_start=2,
         old_log_probs=torch.zeros(4),
@@ -72,13 +72,13 @@ def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObj
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     if added:
         buffer.add_trajectories(
-            [rollout(one["task"], one["outcome"], one["version"], None, one["turns"]) for one in added]
+            [rollout(record["task"], record["outcome"], record["version"], None, record["turns"]) for record in added]
         )
     conditions = data.draw(st.lists(st.sampled_from(list(CONDITIONS)), max_size=2))
     question = buffer.query()
     for condition in conditions:
         question = question.where(condition)
-    kept = [at for at, one in enumerate(added) if all(CONDITIONS[condition](one) for condition in conditions)]
+    kept = [at for at, record in enumerate(added) if all(CONDITIONS[condition](record) for condition in conditions)]
     assert question.ids().tolist() == kept
     limit = data.draw(st.integers(0, 5))
     order = sorted(kept, key=lambda at: (-added[at]["turns"], at))
@@ -89,9 +89,9 @@ def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObj
     for row in grouped:
         mine = [added[at] for at in kept if (added[at]["task"] or None) == row["task"]]
         assert row["n"] == len(mine)
-        known = [one["outcome"] for one in mine if one["outcome"] is not None]
+        known = [record["outcome"] for record in mine if record["outcome"] is not None]
         assert row["total"] == (sum(known) if known else None)
-        assert row["most"] == max(one["turns"] for one in mine)
+        assert row["most"] == max(record["turns"] for record in mine)
     text = "select task, count(*) as n from trajectories group by task order by n, task"
     assert sorted(question.sql(text).rows(), key=repr) == sorted(((row["task"], row["n"]) for row in grouped), key=repr)
 
@@ -133,7 +133,7 @@ def test_columns_without_a_name_are_called_as_they_are_written(text: str, names:
     ],
 )
 def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
-    buffer = in_memory([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
+    buffer = in_memory([rollout(letter, {"a": 8.0, "b": 1.0, "c": 0.9}[letter]) for letter in "abcbcc"])
     grouped = buffer.query().group_by("lower(task) as task")
     asked = grouped.select("count(*) as n", "avg(outcome) as mean", "sum(outcome) * 2.0")
     assert "".join(row["task"] for row in asked.order_by(order).rows()) == tasks
@@ -145,7 +145,9 @@ def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
 def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     outcomes = [None, 1.0, 0.0, 1.0, None, 0.5, 0.0, 1.0]
-    buffer.add_trajectories([rollout("abb"[at % 3], one, None, None, 1 + at % 2) for at, one in enumerate(outcomes)])
+    buffer.add_trajectories(
+        [rollout("abb"[at % 3], outcome, None, None, 1 + at % 2) for at, outcome in enumerate(outcomes)]
+    )
     question = buffer.query().order_by(*order)
     whole = question.table()
     for limit in (0, 1, 3, 8, 9):
@@ -320,8 +322,10 @@ def test_numbers_with_a_point_are_floats(judged: Any) -> None:
 
 def test_a_pattern_that_escapes_is_refused() -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    said = ["100% done", "100\\% done", r"\boxed{4}", "1000 done"]
-    buffer.add_trajectories([AgentTrajectory(messages=[{"role": "assistant", "content": one}]) for one in said])
+    contents = ["100% done", "100\\% done", r"\boxed{4}", "1000 done"]
+    buffer.add_trajectories(
+        [AgentTrajectory(messages=[{"role": "assistant", "content": content}]) for content in contents]
+    )
     asked = buffer.query("messages")
     for condition in (r"content like '%100\% done%'", r"content not ilike 'a\_b'", "content like '%100!%%' escape '!'"):
         with pytest.raises(ConfigurationError, match="like cannot escape % and _; a regular expression finds them"):

@@ -38,13 +38,13 @@ def messages_of(added: list[AgentTrajectory]) -> list[Row]:
     rows = []
     for number, rollout in enumerate(added):
         turn = 0
-        for at, one in enumerate(rollout.messages):
-            turn += one.get("role") == "assistant"
-            texts = {name: one.get(name) for name in ("role", "content", "tool_calls")}
+        for at, message in enumerate(rollout.messages):
+            turn += message.get("role") == "assistant"
+            texts = {name: message.get(name) for name in ("role", "content", "tool_calls")}
             rows.append(
                 {"trajectory_id": number, "task": rollout.task_id or None, "message": at, "turn": turn}
                 | {name: v if v is None or isinstance(v, str) else _json(v) for name, v in texts.items()}
-                | {"json": _json(one), "outcome": rollout.reward.outcome if rollout.reward else None}
+                | {"json": _json(message), "outcome": rollout.reward.outcome if rollout.reward else None}
             )
     return rows
 
@@ -113,7 +113,7 @@ def test_questions_about_messages_agree_with_plain_loops(
         by_role = question.group_by("role", "outcome").select("count(*) as n").rows()
         grouped = {(row["role"], row["outcome"]): row["n"] for row in by_role}
         assert grouped == Counter((row["role"], row["outcome"]) for row in kept)
-        where = f"where {' and '.join(f'({one})' for one in conditions)}" if conditions else ""
+        where = f"where {' and '.join(f'({clause})' for clause in conditions)}" if conditions else ""
         text = f"select role, outcome, count(*) as n from messages {where} group by role, outcome"
         assert {(row["role"], row["outcome"]): row["n"] for row in buffer.query().sql(text).to_dicts()} == grouped
 
@@ -160,7 +160,9 @@ def test_tokens_are_rows(tmp_path: Path) -> None:
         asked = reader.query("tokens").select("trajectory_id", "position", "input_ids", "loss_mask", "old_log_probs")
         assert [tuple(row.values()) for row in asked.rows()] == expected
         means = reader.query("tokens").group_by("version_high").select("avg(old_log_probs) as mean").rows()
-        assert means == [{"version_high": len(one.input_ids), "mean": _mean(one.old_log_probs)} for one in added]
+        assert means == [
+            {"version_high": len(trajectory.input_ids), "mean": _mean(trajectory.old_log_probs)} for trajectory in added
+        ]
         assert reader.query("tokens").where("entropys is null and task = '7'").count() == 7
 
 
@@ -173,16 +175,16 @@ def test_steps_are_rows_without_the_extra_ones(tmp_path: Path) -> None:
     stored(tmp_path, [blocks[0], tokens(4, 1, True), *blocks[1:]])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         expected = []
-        for number, one in zip([0, 2, 3], blocks, strict=True):
-            steps, batch = one.rewards.shape[:2]
-            epochs = len(one.dones) - steps
+        for number, trajectory in zip([0, 2, 3], blocks, strict=True):
+            steps, batch = trajectory.rewards.shape[:2]
+            epochs = len(trajectory.dones) - steps
             for t in range(steps):
                 epoch = t // (steps // epochs) if epochs else 0
                 for b in range(batch):
-                    done = one.dones[t + epoch + (1 if epochs else 0), b]
-                    value = one.prev_values[t + epoch, b, 0].item()
-                    total = one.rewards[t, b].double().sum().item()
-                    version = int(one.versions[t, b, 0])
+                    done = trajectory.dones[t + epoch + (1 if epochs else 0), b]
+                    value = trajectory.prev_values[t + epoch, b, 0].item()
+                    total = trajectory.rewards[t, b].double().sum().item()
+                    version = int(trajectory.versions[t, b, 0])
                     expected.append((number, t, b, total, bool(done.any()), value, version, None))
         names = ("trajectory_id", "step", "environment", "rewards", "dones", "prev_values", "versions", "truncations")
         assert [tuple(row.values()) for row in reader.query("steps").select(*names).rows()] == expected
@@ -193,9 +195,9 @@ def test_steps_are_rows_without_the_extra_ones(tmp_path: Path) -> None:
         for number, *_, total, _, _, _, _ in (row[:8] for row in expected):
             if number in totals:
                 totals[number] += total
-        found = dict(reader.query().sql(text).iter_rows())
-        assert found.keys() == totals.keys()
-        assert np.allclose(list(found.values()), list(totals.values()))
+        counts = dict(reader.query().sql(text).iter_rows())
+        assert counts.keys() == totals.keys()
+        assert np.allclose(list(counts.values()), list(totals.values()))
 
 
 given_rows = st.sampled_from([None, -1.0, 0.0, 0.25, 2.0])
@@ -256,14 +258,18 @@ def test_questions_about_values_by_row_agree_with_plain_loops(
                 for at in range(sizes[number])
             ]
     names = {name for row in rows for name, value in row.items() if value is not None}
-    asked = [one for one in conditions if {name for name in ("adv", "label", "judge") if name in one} <= names]
-    kept = [row for row in rows if all(ROW_CONDITIONS[one](row) for one in asked)]
+    asked = [
+        condition
+        for condition in conditions
+        if {name for name in ("adv", "label", "judge") if name in condition} <= names
+    ]
+    kept = [row for row in rows if all(ROW_CONDITIONS[condition](row) for condition in asked)]
     shown = [{name: row[name] for name in row if name in names} for row in kept]
     with pytest.MonkeyPatch.context() as patch, TrajectoryReplayBuffer.open(path) as reader:
         patch.setattr(relations, "TOGETHER", together)
         question = reader.query(relation)
-        for one in asked:
-            question = question.where(one)
+        for condition in asked:
+            question = question.where(condition)
         assert question.select(*(name for name in rows[0] if name in names)).rows() == shown
         assert question.count() == len(kept)
         assert question.ids().tolist() == list(dict.fromkeys(row["trajectory_id"] for row in kept))
@@ -289,10 +295,10 @@ def test_rows_of_several_numbers_are_lists_and_the_names_of_stores_may_differ(tm
             else:
                 annotate(writer, [0], {"label": 7})
     with TrajectoryReplayBuffer.open(tmp_path) as run:
-        found = run.query("steps").order_by("rank", "trajectory_id", "step").select("pair", "label").table()
-        assert found["pair"].to_list() == [[1.0], [1.0], None, [0.0, 1.0], [2.0, 3.0], None]
-        assert found["label"].to_list()[:5] == [None, None, None, 1.0, 1.0]
-        assert math.isnan(found["label"].to_list()[5])
+        table = run.query("steps").order_by("rank", "trajectory_id", "step").select("pair", "label").table()
+        assert table["pair"].to_list() == [[1.0], [1.0], None, [0.0, 1.0], [2.0, 3.0], None]
+        assert table["label"].to_list()[:5] == [None, None, None, 1.0, 1.0]
+        assert math.isnan(table["label"].to_list()[5])
         assert run.query("tokens").where("rank = 0").select("of_tokens").table()["of_tokens"].to_list() == [
             [1.0, 2.0],
             [0.0, 3.0],
@@ -317,8 +323,8 @@ def test_whole_versions_and_empty_chunks_come_as_they_are() -> None:
 
 def test_facts_choose_what_is_read(tmp_path: Path, read: list[int]) -> None:  # noqa: F811
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path))
-    said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "there"}]
-    buffer.add_trajectories([conversation(f"t{n % 4}", said, float(n % 2)) for n in range(12)])
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "there"}]
+    buffer.add_trajectories([conversation(f"t{n % 4}", messages, float(n % 2)) for n in range(12)])
     annotate(buffer, [3, 7], {"judge": [0.5, 0.25], "role": "a role of its own"})
     buffer.flush()
     text = "select task, count(*) from messages where role = 'user' and outcome = 1 and task = 't3' group by task"
@@ -338,12 +344,12 @@ def test_no_more_is_read_than_wanted(read: list[int], monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = [{"role": "user", "content": "?"}]
-    path = stored(tmp_path / "store", [conversation(f"{n}", told) for n in ("first", "second", "third")])
+    messages = [{"role": "user", "content": "?"}]
+    path = stored(tmp_path / "store", [conversation(f"{n}", messages) for n in ("first", "second", "third")])
     spoil_document(next((path / "shards").iterdir()), b'"second"')
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
-        found = reader.query("messages").where("role is not null").ids().tolist()
-        assert found == [0, 2]
+        ids = reader.query("messages").where("role is not null").ids().tolist()
+        assert ids == [0, 2]
         assert caplog.messages[-1].startswith(
             "1 trajectories cannot be read, so their messages are not in the answer: 1"
         )
@@ -352,8 +358,8 @@ def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, ca
 
 @pytest.mark.parametrize("relation", ["tokens", "steps"])
 def test_a_lost_file_takes_the_same_rows_from_every_answer(tmp_path: Path, relation: str) -> None:
-    one = tokens(4, 2, True) if relation == "tokens" else block(2, 2, 1, 0, 0)
-    stored(tmp_path, [one] * 3, each=True)
+    trajectory = tokens(4, 2, True) if relation == "tokens" else block(2, 2, 1, 0, 0)
+    stored(tmp_path, [trajectory] * 3, each=True)
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         sorted((tmp_path / "shards").iterdir())[1].unlink()
         assert reader.query(relation).ids().tolist() == [0, 2]
@@ -365,13 +371,17 @@ def test_a_stream_is_of_one_moment_and_can_be_read_again(tmp_path: Path, caplog:
     duckdb, pandas = pytest.importorskip("duckdb"), pytest.importorskip("pandas")
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
     with writer_to(tmp_path) as writer:
-        said = [{"role": "user", "content": "caf\u00e9"}, {"role": "assistant"}, {"role": "tool", "content": "x" * 900}]
-        writer.add_trajectories([conversation(f"t{n % 3}", said[: 1 + n % 3], float(n % 2)) for n in range(1200)])
+        messages = [
+            {"role": "user", "content": "caf\u00e9"},
+            {"role": "assistant"},
+            {"role": "tool", "content": "x" * 900},
+        ]
+        writer.add_trajectories([conversation(f"t{n % 3}", messages[: 1 + n % 3], float(n % 2)) for n in range(1200)])
         asked = (
             writer.query("messages").where("outcome > 0").select("task", "role", "content").order_by("message").stream()
         )
         assert isinstance(asked, Stream)
-        writer.add_trajectories([conversation("later", said, 1.0)])
+        writer.add_trajectories([conversation("later", messages, 1.0)])
         whole = writer.query("messages").where("outcome > 0 and task != 'later'")
         expected = whole.select("task", "role", "content").order_by("message").table()
         counts = Counter(expected["role"].to_list())
@@ -413,9 +423,9 @@ def test_steps_of_rlinf_are_asked(shared_fixtures: Path) -> None:
         assert reader.query().select("sum(samples) as n").rows() == [{"n": reader.total_samples}]
         there = reader.query().where("readable").ids().tolist()
         expected = [reader.get(number).rewards.double().sum().item() for number in there]
-        found = reader.query("steps").group_by("trajectory_id").select("sum(rewards) as total").rows()
-        assert [row["trajectory_id"] for row in found] == there
-        assert np.allclose([row["total"] for row in found], expected)
+        rows = reader.query("steps").group_by("trajectory_id").select("sum(rewards) as total").rows()
+        assert [row["trajectory_id"] for row in rows] == there
+        assert np.allclose([row["total"] for row in rows], expected)
 
 
 @pytest.mark.parametrize(

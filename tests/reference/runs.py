@@ -44,5 +44,5 @@ def environment(config: TrainerConfig) -> Environment:
 def pool_of(trainer: ReferenceTrainer) -> dict[tuple[int, ...], AgentTrajectory]:
     """Return the pool's trajectories by their tokens."""
     manager = trainer.hook.manager
-    held = [one for several in manager.task2trajectories.values() for one in several]
-    return {tuple(one.input_ids.tolist()): one for one in held if one.input_ids is not None}
+    held = [history for several in manager.task2trajectories.values() for history in several]
+    return {tuple(history.input_ids.tolist()): history for history in held if history.input_ids is not None}

@@ -49,7 +49,7 @@ def test_a_run_with_histories_drawn_in_the_background_equals_one_without(
     assert all(whole.model.state_dict()[name].equal(value) for name, value in second.model.state_dict().items())
     assert view(second.hook.manager) == view(whole.hook.manager)
     same = ("experience_tasks", "replayed_rows", "fresh_score_mean", "replayed_score_mean", "age_mean")
-    for name in (f"experience_replay/{one}" for one in same):
+    for name in (f"experience_replay/{metric}" for metric in same):
         assert second.metrics.get(name) == whole.metrics.get(name), name
     assert "experience_replay/seconds/histories_in_background" in second.metrics
     if options.get("task_sampling") == "similar":
@@ -81,14 +81,16 @@ def test_the_rollouts_do_not_wait_and_all_that_needs_the_histories_does() -> Non
         do_step(replay, 1)
         gate.clear()
         plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.5, 2))
-        assert [(one.fresh_rollouts, len(one.histories), bool(one.histories)) for one in plan] == [(N - 1, 1, True)] * 4
+        assert [(item.fresh_rollouts, len(item.histories), bool(item.histories)) for item in plan] == [
+            (N - 1, 1, True)
+        ] * 4
         fresh = roll_out(plan, 2)  # while nothing is chosen
         timer = threading.Timer(0.05, gate.set)
         timer.start()
         rows = replay.batch_rows(plan, fresh)
         assert gate.is_set(), "it waited"
         assert len(rows) == N * len(TASKS)
-        assert [one.task_id for one in plan[0].histories[:1]] == [plan[0].task]
+        assert [item.task_id for item in plan[0].histories[:1]] == [plan[0].task]
         timer.join()
 
 
@@ -136,7 +138,7 @@ def test_a_damaged_record_makes_its_task_a_row_shorter(
 
     def after_a_loss(tasks: Any) -> Any:
         entries = manager._state.entries["a"]
-        manager._ledger.store.evict([one.trajectory_id for one in entries])
+        manager._ledger.store.evict([entry.trajectory_id for entry in entries])
         return drawing(tasks)
 
     monkeypatch.setattr(made.collate, "get_histories", after_a_loss)

@@ -33,7 +33,7 @@ def test_the_picture_is_written_whole(tmp_path: Path) -> None:
     assert "<svg" in text
     assert text.rstrip().endswith("</svg>")
     assert ">fresh rollouts<" in text
-    assert [one.name for one in path.parent.iterdir()] == ["curves.svg"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["curves.svg"]
     draw_curves({"one": curve(0.1, None, 0.9), "two": curve(None)}, 0.9, path, "title")
     assert path.read_text() == text, "the same curves give the same file"
 
@@ -41,7 +41,7 @@ def test_the_picture_is_written_whole(tmp_path: Path) -> None:
 def test_the_demo_trains_both_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for package in ("matplotlib", "transformers"):
         pytest.importorskip(package, reason="needs the extra 'demo'")
-    said: list[str] = []
+    lines: list[str] = []
     steps: list[tuple[int, int]] = []
 
     def progress(done: int, total: int, note: str = "") -> None:
@@ -50,11 +50,11 @@ def test_the_demo_trains_both_runs_and_goes_on_where_it_stopped(tmp_path: Path) 
     settings = DemoSettings(path=tmp_path, updates=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "BASE", replace(demo.BASE, warm_start_steps=2, evaluate_every=2))
-        store = demo.run(settings, said.append, progress)
+        store = demo.run(settings, lines.append, progress)
         assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert (store / "metadata.json").exists()
         assert "<svg" in (tmp_path / demo.CURVES_FILE).read_text()
-        assert [text.split(":")[0] for text in said[1:]] == ["without replay", "with replay", "both curves"]
-        demo.run(DemoSettings(path=tmp_path, updates=3), said.append, progress)
+        assert [text.split(":")[0] for text in lines[1:]] == ["without replay", "with replay", "both curves"]
+        demo.run(DemoSettings(path=tmp_path, updates=3), lines.append, progress)
     assert steps[4:] == [(3, 6), (6, 6)]
-    assert any("going on after step 2" in text for text in said)
+    assert any("going on after step 2" in text for text in lines)

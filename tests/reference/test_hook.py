@@ -30,8 +30,8 @@ def hook(**options: Any) -> ReplayHook[str]:
 def roll_out(plan: list[PlannedTask[str]], step: int, successes: int = 2) -> list[AgentTrajectory]:
     """Return rollouts of which ``successes`` per task succeed; prompt of 2 tokens, response of 3 to 5."""
     made = []
-    for one in plan:
-        for number in range(one.fresh_rollouts):
+    for planned in plan:
+        for number in range(planned.fresh_rollouts):
             response = 3 + number % 3
             ids = torch.tensor([1, 2, *(10 * step + number for _ in range(response))])
             mask = torch.tensor([0, 0, 1, 0, *[1] * (response - 2)])
@@ -41,7 +41,7 @@ def roll_out(plan: list[PlannedTask[str]], step: int, successes: int = 2) -> lis
                     loss_mask=mask,
                     response_start=2,
                     reward=Reward(outcome=float(number < successes)),
-                    task_id=one.task,
+                    task_id=planned.task,
                     rollout_id=f"{step}/{number}",
                 )
             )
@@ -174,8 +174,8 @@ def test_wrong_calls_are_named() -> None:
 def with_outcomes(replay: ReplayHook[str], step: int, outcome: float) -> dict[str, float]:
     """Do a step in which every rollout has one outcome."""
     batch, fresh, current = begin_step(replay, step)
-    for one in fresh:
-        one.reward = Reward(outcome=outcome)
+    for rollout in fresh:
+        rollout.reward = Reward(outcome=outcome)
     return replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
 
 
@@ -183,13 +183,13 @@ def test_fresh_figures_stand_beside_the_mixed_ones() -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
     _, fresh, _, metrics = do_step(replay, 2, successes=1)
-    assert all(one.old_log_probs is None for one in fresh), "what was handed over stays as it is"
-    found = {name.removeprefix("experience_replay/"): value for name, value in metrics.items()}
-    assert (found["fresh_score_mean"], found["fresh_success_rate"]) == (4 / 12, 4 / 12)
-    assert (found["replayed_score_mean"], found["mixed_score_mean"]) == (1.0, 8 / 16)
-    assert found["fresh_response_length_mean"] == 4.0
-    assert found["fresh_entropy_mean"] == pytest.approx(0.5)
-    assert found["replayed_entropy_mean"] == pytest.approx(0.5)
+    assert all(rollout.old_log_probs is None for rollout in fresh), "what was handed over stays as it is"
+    figures = {name.removeprefix("experience_replay/"): value for name, value in metrics.items()}
+    assert (figures["fresh_score_mean"], figures["fresh_success_rate"]) == (4 / 12, 4 / 12)
+    assert (figures["replayed_score_mean"], figures["mixed_score_mean"]) == (1.0, 8 / 16)
+    assert figures["fresh_response_length_mean"] == 4.0
+    assert figures["fresh_entropy_mean"] == pytest.approx(0.5)
+    assert figures["replayed_entropy_mean"] == pytest.approx(0.5)
 
 
 def test_replay_that_yields_nothing_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,10 +197,10 @@ def test_replay_that_yields_nothing_says_why_once(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         for step in range(1, 31):
             with_outcomes(replay, step, 0.9)
-    told = [message for message in caplog.messages if "nothing to replay" in message]
-    assert len(told) == 1
-    assert "an outcome must reach success_threshold = 1" in told[0]
-    assert "the best outcome so far is 0.9" in told[0]
+    warnings = [message for message in caplog.messages if "nothing to replay" in message]
+    assert len(warnings) == 1
+    assert "an outcome must reach success_threshold = 1" in warnings[0]
+    assert "the best outcome so far is 0.9" in warnings[0]
     caplog.clear()
     short = hook()
     with_outcomes(short, 1, float("nan"))

@@ -81,7 +81,7 @@ def test_draws_follow_the_policys_distribution(make: Train) -> None:
     prompt = trainer.tokenizer.opening(trainer.environment.begin(task).first_message)
     with torch.no_grad():
         expected = trainer.model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1) * len(drawn)
-    first = torch.stack([one.input_ids[one.response_start] for one in drawn if one.input_ids is not None])
+    first = torch.stack([token.input_ids[token.response_start] for token in drawn if token.input_ids is not None])
     seen = torch.bincount(first, minlength=len(expected)).float()
     often = expected > 5
     statistic = ((seen - expected)[often].square() / expected[often]).sum()
@@ -111,7 +111,11 @@ def test_a_training_in_which_each_turn_is_a_row() -> None:
         trainer.warm_start()
         manager = trainer.hook.manager
         while trainer.step < config.steps:
-            pool = {(one.task_id, one.rollout_id): one for held in manager.task2trajectories.values() for one in held}
+            pool = {
+                (trajectory.task_id, trajectory.rollout_id): trajectory
+                for held in manager.task2trajectories.values()
+                for trajectory in held
+            }
             trainer.train_step()
             batch, old = seen[-1]
             rollouts, groups = batch.rollouts.tolist(), batch.tensors["group_ids"].tolist()
@@ -135,6 +139,6 @@ def test_a_training_in_which_each_turn_is_a_row() -> None:
                 several += len(parts) > 1
         assert trainer.metrics["experience_replay/pool_trajectories"] == len(manager)
         # Each turn's row trains on that turn alone: none is trained on twice.
-        assert max(int(row_count(one)) for held in manager.task2trajectories.values() for one in held) > 1
+        assert max(int(row_count(trajectory)) for held in manager.task2trajectories.values() for trajectory in held) > 1
     assert replayed_rows
     assert several

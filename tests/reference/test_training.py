@@ -72,10 +72,10 @@ def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
         positions = [position for position in range(len(chosen)) for _ in range(config.n_rollout)]
         rollouts = worker.run([world.tasks[chosen[position]] for position in positions], tokens)
         groups = assign_group_ids(positions, [False] * len(positions))
-        rows = [BatchRow(trajectory=one, group_id=group) for one, group in zip(rollouts, groups, strict=True)]
+        rows = [BatchRow(trajectory=rollout, group_id=group) for rollout, group in zip(rollouts, groups, strict=True)]
         data = build_batch(rows, tokenizer.pad_id).tensors
         width = data["responses"].shape[1]
-        outcomes = torch.tensor([one.reward.outcome for one in rollouts if one.reward is not None])
+        outcomes = torch.tensor([rollout.reward.outcome for rollout in rollouts if rollout.reward is not None])
         token_rewards = torch.zeros(len(rows), width)
         token_rewards[:, 0] = outcomes
         advantages, _ = compute_grpo_outcome_advantage(token_rewards, data["response_mask"], groups)

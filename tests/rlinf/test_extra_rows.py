@@ -221,9 +221,9 @@ def test_what_cannot_be_kept_is_named_with_its_file(
     for _ in range(3):
         buffer.sample(4)
     for name in ("curr_obs.views", "curr_obs.by_number.3", "curr_obs.wide", "surprise"):
-        said = [r.message for r in caplog.records if f"field {name} " in r.message]
-        assert len(said) == 1, name
-        assert f"trajectory_0_w.{suffix}" in said[0]
+        warnings = [r.message for r in caplog.records if f"field {name} " in r.message]
+        assert len(warnings) == 1, name
+        assert f"trajectory_0_w.{suffix}" in warnings[0]
     notes = "\n".join(verify(path).notes)
     assert "field curr_obs.views is left out" in notes
     assert "field curr_obs.wide is kept, but never sampled: shape [4, 2]" in notes

@@ -65,14 +65,18 @@ def test_it_knows_the_policy_versions_of_its_trajectories(shared_fixtures: Path,
     convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         expected = {number: reader.get(number).versions for number in range(6)}
-    told = {number: (int(one.min()), int(one.max())) for number, one in expected.items() if one is not None}
-    assert len(told) == 6
+    version_ranges = {
+        number: (int(values.min()), int(values.max())) for number, values in expected.items() if values is not None
+    }
+    assert len(version_ranges) == 6
     index = Catalog.open(open_directory(tmp_path / "store")).index
-    assert {number: index.entry(number).versions for number in range(6)} == told
-    newest = max(high for _, high in told.values())
+    assert {number: index.entry(number).versions for number in range(6)} == version_ranges
+    newest = max(high for _, high in version_ranges.values())
     limit = Retention(max_policy_age=1)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", retention=limit) as buffer:
-        assert buffer.trajectory_ids.tolist() == [number for number, (_, high) in told.items() if high >= newest - 1]
+        assert buffer.trajectory_ids.tolist() == [
+            number for number, (_, high) in version_ranges.items() if high >= newest - 1
+        ]
 
 
 def test_a_damaged_file_is_not_copied_under_a_fresh_checksum(shared_fixtures: Path, tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def rollout(seed: int, steps: int = STEPS) -> Any:
 
 def assert_same(got: Any, wanted: Any) -> None:
     a, b = (
-        {name: leaf for name, leaf in leaves(one).items() if leaf is not None and name != "notes"}
-        for one in (got, wanted)
+        {name: leaf for name, leaf in leaves(tensor).items() if leaf is not None and name != "notes"}
+        for tensor in (got, wanted)
     )
     assert a.keys() == b.keys()
     assert not [name for name, value in b.items() if not same(a[name], value)]

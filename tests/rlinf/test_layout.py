@@ -63,9 +63,9 @@ def test_draws_equal_rlinfs_to_the_byte_also_of_what_was_saved_again(
     assert buffer.seed == expected["seed"]
     buffer.save_checkpoint(tmp_path / "theirs", layout="rlinf")
     buffer.save_checkpoint(tmp_path / "ours")
-    for one in (buffer, *(loaded(tmp_path / name, enable_cache=cached) for name in ("theirs", "ours"))):
+    for loaded_buffer in (buffer, *(loaded(tmp_path / name, enable_cache=cached) for name in ("theirs", "ours"))):
         for draw in expected["draws"]:
-            assert digests(one.sample(expected["num_chunks"])) == draw
+            assert digests(loaded_buffer.sample(expected["num_chunks"])) == draw
     assert listing(rlinf / folder) == before
 
 
@@ -126,9 +126,9 @@ def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.
         buffer.load_checkpoint(path, strict=True)
     assert len(buffer) == 0
     assert buffer.load_checkpoint(path) == 2
-    said = [record.message for record in caplog.records]
-    assert len(said) == 1
-    assert re.search(r"2 of 7 .*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", said[0])
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 1
+    assert re.search(r"2 of 7 .*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", warnings[0])
     assert (len(buffer), buffer.is_ready(7), buffer.trajectory_counter) == (7, True, 7)
     assert buffer.total_samples == json.loads((path / "metadata.json").read_text())["total_samples"]
     files = [torch.load(file, weights_only=True)["rewards"] for file in path.glob("*.pt")]
@@ -241,12 +241,12 @@ def test_a_file_smaller_than_its_index_says_is_refused_each_time(tmp_path: Path)
 def test_an_index_that_is_torn_or_lists_an_id_twice_is_refused(tmp_path: Path) -> None:
     index = small(tmp_path / "torn") / "trajectory_index.json"
     text = index.read_bytes()
-    for said, wrong in (
+    for pattern, wrong in (
         (r"torn.*trajectory_index\.json", text[: len(text) // 2]),
         ("twice", text.replace(b"[0]", b"[0,0]")),
     ):
         index.write_bytes(wrong)
-        with pytest.raises(CorruptStoreError, match=said):
+        with pytest.raises(CorruptStoreError, match=pattern):
             loaded(index.parent)
 
 

@@ -53,13 +53,13 @@ def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
     ours = {name: (store / name).read_bytes() for name in ("metadata.json", "trajectory_index.json")}
     small(store)
     before = sorted(file.name for file in store.iterdir())
-    said = r"store.metadata\.json: RLinf has written into this store.*Move RLinf's files"
+    pattern = r"store.metadata\.json: RLinf has written into this store.*Move RLinf's files"
     for call in (
         lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store),
         lambda: TrajectoryReplayBuffer().load_checkpoint(store),
         lambda: inspect(store),
     ):
-        with pytest.raises(CorruptStoreError, match=said):
+        with pytest.raises(CorruptStoreError, match=pattern):
             call()
     assert sorted(file.name for file in store.iterdir() if file.name != "readers") == before
     assert not verify(store).sound

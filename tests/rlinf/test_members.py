@@ -185,11 +185,11 @@ def test_the_visualizer_walks_index_and_files(tmp_path: Path) -> None:
     buffer.load_checkpoint(str(tmp_path))
     assert buffer._trajectory_id_list == [0, 1]
     for number, environments in ((0, 2), (1, 1)):
-        told = buffer._trajectory_index[number]
-        assert (told["shape"][:2], told["num_samples"]) == ((STEPS, environments), STEPS * environments)
-        found = buffer._load_trajectory(number, told["model_weights_id"])
-        assert isinstance(found, Trajectory)
-        assert found.curr_obs["states"].shape == (STEPS, environments, 5)
+        entry = buffer._trajectory_index[number]
+        assert (entry["shape"][:2], entry["num_samples"]) == ((STEPS, environments), STEPS * environments)
+        loaded = buffer._load_trajectory(number, entry["model_weights_id"])
+        assert isinstance(loaded, Trajectory)
+        assert loaded.curr_obs["states"].shape == (STEPS, environments, 5)
     buffer.close()
 
 

@@ -42,11 +42,11 @@ def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: st
     buffer = in_memory([witness(4), witness(16)], trajectory_format=form)
     buffer.save_checkpoint(path, layout="rlinf")
     assert verify(path).sound
-    one, two = sorted(path.glob("trajectory_?_*"))
-    first = one.read_bytes()
-    one.write_bytes(two.read_bytes())
+    first_path, two = sorted(path.glob("trajectory_?_*"))
+    first = first_path.read_bytes()
+    first_path.write_bytes(two.read_bytes())
     two.write_bytes(first)
-    assert {problem.file for problem in verify(path).problems} == {one.name, two.name}
+    assert {problem.file for problem in verify(path).problems} == {first_path.name, two.name}
 
 
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
@@ -102,7 +102,7 @@ def test_a_copy_of_a_directory_of_rlinf_is_a_store(tmp_path: Path, ranks: int | 
     assert (copied.is_whole, copied.trajectories) == (True, 3 * (ranks or 1))
     store = tmp_path / "copy" / ("rank_1" if ranks else "")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as buffer:
-        assert [check_trajectory(buffer.get(one)) for one in buffer.trajectory_ids.tolist()] == [0, 1, 2]
+        assert [check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()] == [0, 1, 2]
         buffer.points.save(1)
         assert buffer.add_trajectories([witness(5)]) == [3]
 

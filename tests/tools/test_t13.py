@@ -81,6 +81,6 @@ def test_every_arm_is_measured_against_the_same_runs_without(
     arms = ["neither", "replay", "argmax", "random"]
     t13_replay.main(["--seeds", "0", "1", "--steps", "1", "--arms", *arms])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [(one["seed"], one["arm"]) for one in lines[:8]] == [(seed, arm) for seed in (0, 1) for arm in arms]
-    assert [one["name"].split("solved, ")[1] for one in lines[8:]] == [f"{arm} over neither" for arm in arms[1:]]
-    assert all(one["seeds"] == 2 and one["ratio"] <= 1.0 and one["target"] == 0.4 for one in lines[8:])
+    assert [(record["seed"], record["arm"]) for record in lines[:8]] == [(seed, arm) for seed in (0, 1) for arm in arms]
+    assert [record["name"].split("solved, ")[1] for record in lines[8:]] == [f"{arm} over neither" for arm in arms[1:]]
+    assert all(record["seeds"] == 2 and record["ratio"] <= 1.0 and record["target"] == 0.4 for record in lines[8:])

@@ -1,4 +1,4 @@
-"""Calls of hooks, pool and guidance with good arguments, one of which a test replaces."""
+"""Valid calls of hooks, pool and guidance; a test replaces one argument."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def replay_hook() -> ReplayHook[str]:
 
 
 def guidance_hook() -> GuidanceHook:
-    said = {"enable_summarizer": True, "enable_context_generator": True, "updated_freq": 1}
+    options = {"enable_summarizer": True, "enable_context_generator": True, "updated_freq": 1}
     return GuidanceHook(
-        GuidanceConfig.from_config({"experience_maker": said, "exp_manager": {"rollout_expratio": 0.5}})
+        GuidanceConfig.from_config({"experience_maker": options, "exp_manager": {"rollout_expratio": 0.5}})
     )
 
 
@@ -73,7 +73,7 @@ def manager() -> guidance.GuidanceManager:
 
 
 def batch_rows() -> list[BatchRow]:
-    return [BatchRow(trajectory=one, group_id=0) for one in rollouts()]
+    return [BatchRow(trajectory=rollout, group_id=0) for rollout in rollouts()]
 
 
 def template() -> experience.ChatTemplate:
@@ -81,7 +81,7 @@ def template() -> experience.ChatTemplate:
 
 
 def good(folder: Path) -> dict[str, Any]:
-    """Return a good value for each name of an argument that has no default; of a batch of two rollouts of one task."""
+    """Return a valid value for each required argument, for a batch of two rollouts of one task."""
     made = build_batch(batch_rows(), 0)
     values = torch.zeros(made.tensors["responses"].shape)
     of_batch = {name: made.tensors[name] for name in ("attention_mask", "exp_mask", "response_mask", "recorded_mask")}
@@ -131,13 +131,19 @@ def good(folder: Path) -> dict[str, Any]:
 
 
 def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Call:
-    """Return a call with what is given, else with an argument's default, else with what is known to be good."""
+    """Return a call's arguments: given values, else defaults, else known valid values."""
     parameters = inspect.signature(function).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    arguments = {one.name: known[one.name] for one in named if one.default is one.empty and one.name not in given}
-    arguments |= {one.name: one.default for one in named if one.default is not one.empty}
+    named = [
+        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    arguments = {
+        parameter.name: known[parameter.name]
+        for parameter in named
+        if parameter.default is parameter.empty and parameter.name not in given
+    }
+    arguments |= {parameter.name: parameter.default for parameter in named if parameter.default is not parameter.empty}
     if dataclasses.is_dataclass(function):
-        made = {one.name: one.default_factory for one in dataclasses.fields(function)}
+        made = {parameter.name: parameter.default_factory for parameter in dataclasses.fields(function)}
         arguments |= {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
     return function, arguments | given
 
@@ -153,7 +159,7 @@ METHODS: dict[Callable[[], Any], str] = {
 
 
 def special_arguments() -> dict[str, dict[str, Any]]:
-    """Return what methods are given in the place of the usual values, or of defaults."""
+    """Return method arguments that replace the usual values or defaults."""
     return {
         "replay_hook.loss_computed": {"rows": [0, 1]},
         "replay_hook.rollouts_done": {"is_experience_replay": [False, False]},
@@ -165,7 +171,7 @@ def special_arguments() -> dict[str, dict[str, Any]]:
 
 
 def calls_of_methods(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Name and maker of every call; each is made anew, for a call may change what it is called on."""
+    """Name and factory of every method call; a call may change its object, so each gets a new one."""
     known = good(folder)
     special = special_arguments()
 
@@ -178,13 +184,13 @@ def calls_of_methods(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def calls_of_functions(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Name and maker of every call."""
+    """Name and factory of every function call."""
     known = good(folder)
     calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
-        *((one, {}) for one in (experience.ExperienceMixCollateFn, experience.rows_of_messages)),
-        *((one, {}) for one in (guidance.EMClient, guidance.EndpointSummarizer, guidance.UpdateQueue)),
-        *((one, {}) for one in (guidance.TrajExpConfig, assign_group_ids, build_batch, to_tensordict)),
-        *((one, {}) for one in (replace_recorded_old_log_probs, compute_grpo_outcome_advantage)),
+        *((target, {}) for target in (experience.ExperienceMixCollateFn, experience.rows_of_messages)),
+        *((target, {}) for target in (guidance.EMClient, guidance.EndpointSummarizer, guidance.UpdateQueue)),
+        *((target, {}) for target in (guidance.TrajExpConfig, assign_group_ids, build_batch, to_tensordict)),
+        *((target, {}) for target in (replace_recorded_old_log_probs, compute_grpo_outcome_advantage)),
         (guidance.ExperienceWorker, {"maker": None, "template": TEMPLATE}),
         (build_exp_mask, {"is_experience_replay": torch.zeros(2, dtype=torch.bool)}),
         (het_compute_token_on_off_policy_loss, {"cliprange": 0.2}),

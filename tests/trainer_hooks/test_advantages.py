@@ -17,7 +17,7 @@ from trajstore.errors import ConfigurationError
 
 
 def reference(rewards: Tensor, mask: Tensor, groups: list[str], epsilon: float, divide: bool) -> Tensor:
-    """Go through the groups one by one, in Python floats."""
+    """Compute advantages group by group, in Python floats."""
     scores = [sum(row.double().tolist()) for row in rewards]
     result = torch.zeros(rewards.shape, dtype=torch.float64)
     for row, group in enumerate(groups):
@@ -93,7 +93,7 @@ def test_a_reward_that_is_no_number_is_refused(value: float) -> None:
 
 
 def test_a_group_counts_a_rollout_of_several_rows_once() -> None:
-    """One success of three rows among four rollouts: 1.5 and -0.5."""
+    """One success with three rows among four rollouts: 1.5 and -0.5."""
     rewards = torch.tensor([[1.0], [1.0], [1.0], [0.0], [0.0], [0.0]])
     rollouts = torch.tensor([0, 0, 0, 1, 2, 3])
     advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(6, 1), [0] * 6, rollouts=rollouts)

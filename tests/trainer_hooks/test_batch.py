@@ -1,4 +1,4 @@
-"""The padded batch against its rows: every token, mask and log-prob is where it belongs."""
+"""Every token, mask and log-prob of the padded batch is compared with its row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESPONSE = ("responses", "response_mask", "recorded_old_log_probs", "recorded_ma
 
 
 def make_row(prompt: int, response: int, *, seed: int = 0, recorded: int | None = None, **more: Any) -> BatchRow:
-    """Return a row whose model turns and log-probs are random; ``recorded``: how many log-probs it brings."""
+    """Return a row with random model turns and log-probs; ``recorded``: number of its log-probs."""
     generator = torch.Generator().manual_seed(seed)
     length = prompt + response
     loss_mask = torch.randint(2, (length,), generator=generator)
@@ -43,7 +43,7 @@ def make_row(prompt: int, response: int, *, seed: int = 0, recorded: int | None 
 
 
 def tokens_of(row: BatchRow) -> tuple[int, torch.Tensor]:
-    """Return where the response begins, and the ids."""
+    """Return the response's start and the token ids."""
     start, ids = row.trajectory.response_start, row.trajectory.input_ids
     return start, ids
 
@@ -207,7 +207,7 @@ def test_groups_shared_and_separate() -> None:
     assert assign_group_ids([], []) == []
 
 
-# -- what is refused ---------------------------------------------------------------------------------
+# -- refused rows ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

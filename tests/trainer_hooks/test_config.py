@@ -13,7 +13,7 @@ from trajstore.errors import ConfigurationError
 
 
 class Node:
-    """Behaves like an OmegaConf node: keys and items, but no dict; lists that are no lists."""
+    """Behaves like an OmegaConf node: has keys and items without being a dict or list."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -27,7 +27,7 @@ class Node:
 
 
 def test_nothing_said_is_the_defaults() -> None:
-    """That the others are those of the documentation, ``verl/test_config.py`` shows by the file of the how-to."""
+    """``verl/test_config.py`` compares the other defaults with the how-to's file."""
     config = ExperienceReplayConfig()
     assert (config.store, config.success_threshold) == (None, 1.0)
     assert config.use_current_policy_entropy
@@ -55,7 +55,7 @@ def test_every_rule_of_the_pool_is_that_of_the_configuration() -> None:
         "task_sampling": "sqrt",
         "seed": 5,
     }
-    assert {one.name for one in dataclasses.fields(PoolRules)} == {*other, "n_rollout"}
+    assert {rule.name for rule in dataclasses.fields(PoolRules)} == {*other, "n_rollout"}
     assert ExperienceReplayConfig().pool_rules(8) == PoolRules(n_rollout=8)
     assert ExperienceReplayConfig(**other).pool_rules(6) == PoolRules(n_rollout=6, **other)  # type: ignore[arg-type]
 
@@ -133,10 +133,10 @@ def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> Non
 
 def test_k_must_be_below_n_rollout() -> None:
     assert ExperienceReplayConfig.from_mapping({"offpolicy_trajectories_per_task": 3}, n_rollout=4)
-    told = "offpolicy_trajectories_per_task: 4, must be below n_rollout = 4"
-    with pytest.raises(ConfigurationError, match=told):
+    message = "offpolicy_trajectories_per_task: 4, must be below n_rollout = 4"
+    with pytest.raises(ConfigurationError, match=message):
         ExperienceReplayConfig.from_mapping({"offpolicy_trajectories_per_task": 4}, n_rollout=4)
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         ExperienceReplayConfig(offpolicy_trajectories_per_task=4).pool_rules(4)
 
 

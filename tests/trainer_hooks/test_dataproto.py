@@ -1,4 +1,4 @@
-"""verl's own ``DataProto`` with replay in it: through all that its older trainers do to one, rows stay whole."""
+"""Rows of a ``DataProto`` with replay survive everything that verl's older trainers do to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DISCARDED = {"add_exp": True, "train_mode": "discard"}
 
 
 def make_row(number: int, prompt: int, response: int, kind: str, task: int) -> BatchRow:
-    """Return a row whose every token id, log-prob and flag can be computed from its number, the name of its rollout."""
+    """Return a row whose token ids, log-probs and flags follow from its number, which names its rollout."""
     length = prompt + response
     position = torch.arange(length)
     loss_mask = ((position + number) % 3 > 0).long()
@@ -64,13 +64,13 @@ def recorded_log_probs(number: int, length: int) -> Tensor:
 
 
 def current_log_probs(data: Any) -> Tensor:
-    """Return what the current policy makes of a ``DataProto``: [B, R], a function of each row's own tokens."""
+    """Return the current policy's log-probs of a ``DataProto``: [B, R], a function of each row's tokens."""
     log_probs: Tensor = -(data.batch["responses"] + 1).float().log() / 50
     return log_probs
 
 
 def log_prob_pass(data: Any) -> Any:
-    """Return the output of the trainer's pass for log-probs: other keys, the same rows."""
+    """Return the output of the trainer's log-prob pass: other keys, the same rows."""
     log_probs = current_log_probs(data)
     return DataProto.from_dict({"old_log_probs": log_probs, "entropys": log_probs.abs() / 2})
 
@@ -96,7 +96,7 @@ def make_hook(**options: Any) -> ReplayHook[str]:
 
 
 def replaced(rows: list[BatchRow]) -> Any:
-    """Return the rows as they are after log-probs were replaced."""
+    """Return the rows after replacing their log-probs."""
     data = to_dataproto(build_batch(rows, PAD))
     data = data.union(log_prob_pass(data))
     replace_old_log_probs(data, make_hook())
@@ -104,12 +104,12 @@ def replaced(rows: list[BatchRow]) -> Any:
 
 
 def numbers_of(data: Any) -> list[int]:
-    """Return which row each row of the data was, by its rollout."""
+    """Return the original number of each row, from its rollout's name."""
     return [int(name) for name in data.non_tensor_batch["rollout_ids"]]
 
 
 def check_rows(data: Any, batch: Batch, rows: list[BatchRow]) -> None:
-    """Every column of every row belongs to the rollout that the row names."""
+    """Check that all columns of a row belong to the rollout that the row names."""
     for place, number in enumerate(numbers_of(data)):
         ids = data.batch["input_ids"][place]
         assert set((ids[ids != PAD] // 1000).tolist()) == {number + 1}
@@ -121,7 +121,7 @@ def check_rows(data: Any, batch: Batch, rows: list[BatchRow]) -> None:
 
 
 def check_old_log_probs(data: Any, rows: list[BatchRow]) -> None:
-    """Replaced are exactly those that replayed trajectories hold, on tokens that the model wrote."""
+    """Check that exactly the recorded log-probs of replayed model tokens were replaced."""
     current = current_log_probs(data)
     assert data.batch["current_old_log_probs"].equal(current)
     for place, number in enumerate(numbers_of(data)):
@@ -157,7 +157,7 @@ def test_a_dataproto_holds_the_batch_and_gives_it_back(rows: list[BatchRow], mor
     assert back.response_lengths.equal(batch.response_lengths)
 
 
-# -- what trainers do to the rows --------------------------------------------------------------------
+# -- trainer operations on rows ----------------------------------------------------------------------
 
 
 def chunk_and_concat(data: Any, order: Tensor) -> Any:
@@ -314,7 +314,7 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> 
     assert data.batch["old_log_probs"].equal(data.batch["current_old_log_probs"]), "sampled under another prompt"
     data.reorder(torch.tensor([2, 0, 1]))
     step_done(data, [row.trajectory for row in rows], hook)
-    held = {one.rollout_id: one.old_log_probs for one in hook.manager.task2trajectories["task-0"]}
+    held = {history.rollout_id: history.old_log_probs for history in hook.manager.task2trajectories["task-0"]}
     assert set(held) == {"1", "2"}
     for place, number in enumerate(numbers_of(data)):
         if number != 3:
@@ -322,7 +322,7 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> 
             assert stored.equal(current_log_probs(data)[place])
 
 
-# -- what is refused ---------------------------------------------------------------------------------
+# -- refused data ------------------------------------------------------------------------------------
 
 
 def test_missing_keys_are_named() -> None:
@@ -373,7 +373,7 @@ def test_without_verl_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: another one would spend seconds on importing verl."""
+    """Runs in this process, as a new one takes seconds to import verl."""
     monkeypatch.chdir(tmp_path)
     page = project_root / "docs" / "howto" / "dataproto.md"
     exec(compile("\n".join(blocks(page.read_text(), "python")), page, "exec"), {"__name__": "__main__"})

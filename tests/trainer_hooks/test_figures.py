@@ -1,4 +1,4 @@
-"""The figures that ``ReplayHook`` hands out, and what it warns of."""
+"""The figures and warnings of ``ReplayHook``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(capl
 
 
 def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Half the tasks with one history each of four: an eighth of the rows, and somewhat less of the tokens."""
+    """Half the tasks replay one of four rollouts: an eighth of the rows, slightly less of the tokens."""
     replay = hook()
     do_step(replay, 1)
     do_step(replay, 2)
@@ -78,7 +78,7 @@ def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplo
 
 
 def test_starving_buckets_are_counted_on_after_a_resume() -> None:
-    """A run that is cut after fifteen steps says in the twentieth what one without a cut says."""
+    """A run resumed after fifteen steps logs the same at step twenty as an uninterrupted one."""
     name = "experience_replay/starving_buckets"
     replay = hook(replay_difficulty=1)
     do_step(replay, 1, tasks=["a"], successes=2)
@@ -93,7 +93,7 @@ def test_starving_buckets_are_counted_on_after_a_resume() -> None:
         *_, metrics = do_step(resumed, step, tasks=["b", "c"], successes=1)
     assert metrics[name] == 1.0
     old = {key: value for key, value in replay.state_dict().items() if key != "draws"}
-    hook().resume(old, 15)  # a cut of an earlier version
+    hook().resume(old, 15)  # a cut written by an earlier version
 
 
 def test_no_bucket_starves_before_replay_begins() -> None:
@@ -106,7 +106,7 @@ def test_no_bucket_starves_before_replay_begins() -> None:
 def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_age() -> None:
     replay = hook()
     made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
-    replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
+    replay.manager.seed([dataclasses.replace(rollout, metadata={"demonstration": True}) for rollout in made])
     batch, fresh, current = begin_step(replay, 1)
     rows = [row for row, extras in enumerate(batch.non_tensors["extras"]) if extras["is_experience_replay"]]
     assert not batch.tensors["recorded_mask"][rows].any()
@@ -116,18 +116,18 @@ def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_a
     assert metrics["experience_replay/age_unknown_rows"] == 0.0
 
 
-# ---- docs/howto/replay_figures.md has them all ----
+# ---- docs/howto/replay_figures.md lists all figures ----
 
 
 def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
-    """Return the names of the figures of a run with demonstrations, losses, and histories drawn in the background."""
+    """Return figure names of a run with demonstrations, losses and background drawing."""
     config = ExperienceReplayConfig(
         enable=True, replay_start_ratio=0.0, task_sampling="similar", prepare_in_background=True, figures=figures
     )
     names: set[str] = set()
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
-        replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
+        replay.manager.seed([dataclasses.replace(rollout, metadata={"demonstration": True}) for rollout in made])
         for step in range(1, STARVING_STEPS + 2):
             batch, fresh, current = begin_step(replay, step)
             old = replay.log_probs_computed(batch, current)
@@ -142,7 +142,7 @@ def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
 
 
 def names_in_the_code(root: Path) -> set[str]:
-    """Return the names that stand in the source in full, ``<n>`` for the end that a program puts in."""
+    """Return the figure names in the source; ``<n>`` stands for a computed suffix."""
     names = set()
     for folder in ("trainer_hooks", "trainer_hooks/verl", "trainer_hooks/replay"):
         for path in (root / folder).glob("*.py"):
@@ -163,17 +163,17 @@ def names_in_the_code(root: Path) -> set[str]:
 
 
 def test_the_page_of_figures_has_every_figure(project_root: Path) -> None:
-    found = names_of_a_run("all") | names_in_the_code(project_root)
-    assert {"experience_replay/similar_tasks", "recording/lost", "experience_replay/tasks_at_difficulty/<n>"} <= found
-    assert unexplained(found - {f"{PREFIX}refused/<n>", f"{PREFIX}seconds/<n>"}) == set()
-    assert unexplained(f"refused/{one.value}" for one in Refusal) == set()
-    said = {f"{PREFIX}{name}" for name in explained_figures() if name.endswith("_mean")}
-    assert said - found == set(), "figures that do not exist"
+    names = names_of_a_run("all") | names_in_the_code(project_root)
+    assert {"experience_replay/similar_tasks", "recording/lost", "experience_replay/tasks_at_difficulty/<n>"} <= names
+    assert unexplained(names - {f"{PREFIX}refused/<n>", f"{PREFIX}seconds/<n>"}) == set()
+    assert unexplained(f"refused/{reason.value}" for reason in Refusal) == set()
+    explained = {f"{PREFIX}{name}" for name in explained_figures() if name.endswith("_mean")}
+    assert explained - names == set(), "figures that do not exist"
 
 
 def test_a_step_reports_the_figures_of_the_first_table() -> None:
-    found = {name.removeprefix(PREFIX) for name in names_of_a_run("main") if "/refused/" not in name}
-    assert found <= MAIN
+    names = {name.removeprefix(PREFIX) for name in names_of_a_run("main") if "/refused/" not in name}
+    assert names <= MAIN
     table = FIGURES.read_text().partition("\n## The figures\n")[2].partition("\n## ")[0]
     first_column = {
         name
@@ -183,10 +183,10 @@ def test_a_step_reports_the_figures_of_the_first_table() -> None:
     }
     assert first_column == MAIN | {"refused/<reason>"}
     assert len(first_column) == 25
-    assert MAIN - found == {"histories_refused/too_long"}, "verl's alone"
+    assert MAIN - names == {"histories_refused/too_long"}, "verl's alone"
 
 
-# -- Figures of the loss against plain Python over the tokens, in one loss and in several --
+# -- Loss figures against plain Python over the tokens, for one loss and for several --
 
 
 def kish(weights: list[float]) -> float:
@@ -200,7 +200,7 @@ def test_figures_equal_plain_python(seed: int, rows: int, tokens: int) -> None:
     old, new, advantages = (2 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(3))
     response_mask, exp_mask = torch.randint(2, (2, rows, tokens), generator=generator)
     loss = het_compute_token_on_off_policy_loss(old, new, advantages, response_mask, exp_mask, 0.2)
-    found = figures_of(token_sums(loss, response_mask, exp_mask))
+    figures = figures_of(token_sums(loss, response_mask, exp_mask))
     ratios: dict[str, list[float]] = {"on": [], "off": []}
     for row in range(rows):
         for column in range(tokens):
@@ -220,13 +220,13 @@ def test_figures_equal_plain_python(seed: int, rows: int, tokens: int) -> None:
     if ratios["off"]:
         expected["off_effective_sample_size"] = kish(ratios["off"])
         expected["off_ratio_near_zero_share"] = sum(value < 0.1 for value in ratios["off"]) / len(ratios["off"])
-    assert found == pytest.approx({f"experience_replay/{name}": value for name, value in expected.items()}, abs=1e-12)
-    assert all(type(value) is float for value in found.values())
+    assert figures == pytest.approx({f"experience_replay/{name}": value for name, value in expected.items()}, abs=1e-12)
+    assert all(type(value) is float for value in figures.values())
 
 
 def test_nan_is_seen_wherever_it_came() -> None:
-    for one in ([1.0, math.nan], [math.nan, 1.0]):
-        together = added({"on_ratio": value, "on_ratio_max": value, "on_ratio_min": value} for value in one)
+    for values in ([1.0, math.nan], [math.nan, 1.0]):
+        together = added({"on_ratio": value, "on_ratio_max": value, "on_ratio_min": value} for value in values)
         assert all(map(math.isnan, together.values()))
     assert figures_of(added([])) == {}
 
@@ -250,8 +250,8 @@ def test_clip_fraction_by_age() -> None:
     ratio = torch.tensor([[1.0, 2.5, 0.5], [2.5, 2.5, 0.5], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]])
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 0.0, -1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0], [1, 1, 1]])
-    found = label_sums([3, 3, 5, None], ratio, advantages, mask, 0.2, 1.0)
-    assert {label: one.clip_fraction for label, one in found.items()} == {3: pytest.approx(2 / 6)}
+    sums = label_sums([3, 3, 5, None], ratio, advantages, mask, 0.2, 1.0)
+    assert {label: label_sum.clip_fraction for label, label_sum in sums.items()} == {3: pytest.approx(2 / 6)}
     with pytest.raises(ConfigurationError, match="labels"):
         label_sums([3], ratio, advantages, mask, 0.2, 1.0)
 
@@ -266,8 +266,8 @@ def test_clip_fraction_agrees_with_the_loss() -> None:
 
 
 def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
-    """Mini-batches of unequal size, one of them without a replayed token."""
-    found = []
+    """Mini-batches differ in size; one has no replayed token."""
+    figures = []
     for sizes in ([16], [1, 2, 13], [3, 13], [13, 3]):
         replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
         do_step(replay, 1)
@@ -281,7 +281,7 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"][:, -old.shape[1] :])
         for size in sizes:
             part, order = order[:size], order[size:]
-            old_part, advantages_part, response_mask, exp_mask = (one[part] for one in (old, advantages, *masks))
+            old_part, advantages_part, response_mask, exp_mask = (tensor[part] for tensor in (old, advantages, *masks))
             current_part = old_part + spread[part]
             loss = het_compute_token_on_off_policy_loss(
                 old_part, current_part, advantages_part, response_mask, exp_mask, 0.2, **replay.loss_options
@@ -291,14 +291,14 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         valid, off = masks[0].bool(), masks[0].bool() & masks[1].bool()
         assert metrics[f"{PREFIX}off_policy_share"] == int(off.sum()) / int(valid.sum())
         beginnings = tuple(PREFIX + beginning for beginning in ("on_", "off_", "ppo_kl"))
-        found.append({name: value for name, value in metrics.items() if name.startswith(beginnings)})
-    whole, *cut = found
+        figures.append({name: value for name, value in metrics.items() if name.startswith(beginnings)})
+    whole, *cut = figures
     assert {f"{PREFIX}off_effective_sample_size_by_age/2", f"{PREFIX}on_ppo_kl", f"{PREFIX}ppo_kl"} <= whole.keys()
-    for one in cut:
-        assert one == pytest.approx(whole, rel=1e-5)
+    for tensor in cut:
+        assert tensor == pytest.approx(whole, rel=1e-5)
 
 
-# -- Metrics against plain Python, and what is warned of --
+# -- Metrics against plain Python, and warnings --
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         ({"off_ratio_mean": 1.1, "off_ratio_max": 30.0, "off_effective_sample_size": 0.6}, []),  # it learns
         ({"off_policy_share": 0.5, "off_ratio_mean": 10.0}, []),
         ({"off_policy_share": 0.012}, ["only 1.2% of the tokens are replayed, where exp_ratio and"]),
-        ({"off_policy_share": 0.049}, []),  # what the defaults ask for, with histories that are somewhat shorter
+        ({"off_policy_share": 0.049}, []),  # the defaults, with slightly shorter histories
         ({"off_policy_share": 0.0}, []),
         ({"off_ratio_near_zero_share": 0.6}, ["60% of the replayed tokens have importance ratios below 0.1"]),
         ({"off_pg_loss": math.nan}, ["is NaN"]),
@@ -343,8 +343,8 @@ def test_record_metrics() -> None:
 
 
 def test_batch_metrics() -> None:
-    found = batch_metrics(["a", "a", "b", "c", "c"], [True, False, False, True, True], [3, 10, 10, None, 7], 10)
-    assert found == {
+    metrics = batch_metrics(["a", "a", "b", "c", "c"], [True, False, False, True, True], [3, 10, 10, None, 7], 10)
+    assert metrics == {
         "experience_replay/experience_tasks": 2.0,
         "experience_replay/tasks": 3.0,
         "experience_replay/replayed_rows": 3.0,

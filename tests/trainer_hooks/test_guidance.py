@@ -1,4 +1,4 @@
-"""Configuration of guidance, and the calls that any loop makes."""
+"""Configuration of guidance, and the calls of a training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 
 
 def test_both_sets_of_names_are_understood() -> None:
-    """Today's with every key of ``exp_manager`` in AgentEvolver's ``config/agentevolver.yaml``."""
+    """Current names, with every key of ``exp_manager`` in AgentEvolver's ``config/agentevolver.yaml``."""
     today = {
         "exp_manager": {
             "train_rollout_mode": "mixed",
@@ -141,17 +141,19 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
     with GuidanceHook(config) as hook:
         for step in (1, 2):
             fresh, configs = rolled_out(hook, step)
-            assert [one.add_exp for one in configs] == [True] * 3
-            assert [Guidance.of(one) for one in fresh] == [None] * 3, "nothing is known yet, so nothing was put in"
+            assert [rollout.add_exp for rollout in configs] == [True] * 3
+            assert [Guidance.of(rollout) for rollout in fresh] == [None] * 3, (
+                "nothing is known yet, so nothing was put in"
+            )
             hook.step_done(fresh, step)
         assert hook.wait(60)
         fresh, configs = rolled_out(hook, 3)
-        assert [one.train_mode for one in configs] == ["discard"] * 3
-        for one, exp in zip(fresh, configs, strict=True):
-            guidance = Guidance.of(one)
+        assert [rollout.train_mode for rollout in configs] == ["discard"] * 3
+        for rollout, exp in zip(fresh, configs, strict=True):
+            guidance = Guidance.of(rollout)
             assert guidance.taken_out
-            assert f"do {one.task_id} so" in exp.experience_list[0]
-            assert one.messages[0]["content"] == f"please do {one.task_id}"
+            assert f"do {rollout.task_id} so" in exp.experience_list[0]
+            assert rollout.messages[0]["content"] == f"please do {rollout.task_id}"
         metrics = hook.step_done(fresh, 3)
         assert metrics["guidance/guided_rollouts"] == 3.0
         assert metrics["guidance/update/made"] == 2.0
@@ -163,7 +165,7 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
 def test_switched_off_it_does_nothing(tmp_path: Path) -> None:
     with GuidanceHook(GuidanceConfig(store={"path": str(tmp_path / "never")}, train_rollout_expmode="all")) as hook:
         fresh, configs = rolled_out(hook, 1)
-        assert not any(one.add_exp for one in configs)
+        assert not any(setting.add_exp for setting in configs)
         assert hook.step_done(fresh, 1) == {}
         assert hook.begin([], 0.0)
     assert not (tmp_path / "never").exists()
@@ -188,7 +190,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def rolled(messages: list[dict[str, Any]], first: int, tokenizer: Any) -> AgentTrajectory:
-    """Return a rollout with its tokens, as a loop makes them; the response begins with the model's turn ``first``."""
+    """Return a tokenized rollout whose response begins with the model's turn ``first``."""
     template = ChatTemplate.of(tokenizer)
     made = with_tokens(AgentTrajectory(messages=messages, task_id="t", reward=Reward(outcome=1.0)), template)
     start = len(template.encode(template.render(messages[:first], True)))
@@ -210,7 +212,7 @@ def said(*contents: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shots", [0, 2])
 def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int, tokenizer: Any) -> None:
-    """What is trained on is what the chat template makes of the messages without the experience."""
+    """Training tokens equal the chat template's tokens of the messages without the experience."""
     maker = LocalMaker()
     maker.add([Experience(when_to_use="say", content="say it twice", query="say one")])
     config = GuidanceConfig(enable_context_generator=True)
@@ -218,13 +220,13 @@ def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int,
     answer = said("", "1", "and two", "2")[1:]
     plain = [*prompt, *answer]
     with GuidanceHook(config, maker=maker, tokenizer=tokenizer) as hook:
-        one = TrajExpConfig(add_exp=True)
-        made = rolled([*hook.context(prompt, one), *answer], len(prompt), tokenizer)
+        exp_config = TrajExpConfig(add_exp=True)
+        made = rolled([*hook.context(prompt, exp_config), *answer], len(prompt), tokenizer)
         wanted = rolled(plain, len(prompt), tokenizer)
         if rows == 2:
             made, wanted = turns_as_rows(made), turns_as_rows(wanted)
         assert "say it twice" in tokenizer.decode(made.input_ids)
-        done = hook.finished(made, one)
+        done = hook.finished(made, exp_config)
         assert done.messages == plain
         assert done.old_log_probs is None
         for name in ("input_ids", "loss_mask", "response_mask"):
@@ -235,23 +237,23 @@ def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int,
         assert torch.equal(batch.tensors["exp_mask"], batch.tensors["attention_mask"])
         other = dataclasses.replace(made, input_ids=made.input_ids + 1)
         with pytest.raises(InvalidTrajectoryError, match="does not begin with the"):
-            hook.finished(other, one)
+            hook.finished(other, exp_config)
         late = TrajExpConfig(add_exp=True)
         read = [*hook.context(plain[:-1], late), plain[-1]]
         with pytest.raises(InvalidTrajectoryError, match="does not begin with the"):
-            hook.finished(rolled(read, len(prompt), tokenizer), late)  # put into what is the response
+            hook.finished(rolled(read, len(prompt), tokenizer), late)  # inserted into the response
         assert hook.metrics()["guidance/discard_refused"] == 2
     other_template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
-    for arguments, error, what in (
+    for arguments, error, reason in (
         ({"tokenizer": tokenizer, "chat_template_kwargs": other_template}, InvalidTrajectoryError, "does not begin"),
         ({}, ConfigurationError, "give GuidanceHook the tokenizer"),
     ):
-        with GuidanceHook(config, maker=maker, **arguments) as hook, pytest.raises(error, match=what):
-            hook.finished(made, one)
+        with GuidanceHook(config, maker=maker, **arguments) as hook, pytest.raises(error, match=reason):
+            hook.finished(made, exp_config)
 
 
 class Speaking:
-    """A maker that finds what it was told to."""
+    """A maker that returns preset experience."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -263,7 +265,7 @@ class Speaking:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 PIECES = ["<eos>", "<assistant>", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<", ">", "|", "eos", " "]
@@ -284,7 +286,7 @@ def test_experience_stays_inside_of_its_message_whatever_it_holds(tokenizer: Any
         read = hook.context(plain, config)
         figures = hook.metrics()
         assert len(config.insertions) == int(bool(text))
-        assert figures["guidance/retrieve/cleaned"] == int(any("\ud800" <= one <= "\udfff" for one in text))
+        assert figures["guidance/retrieve/cleaned"] == int(any("\ud800" <= character <= "\udfff" for character in text))
         assert marks(read) == marks(plain)
         assert (figures["guidance/retrieve/control_tokens"] > 0) == bool(special & set(ids_of(tokenizer, text)))
         assert hook.finished(AgentTrajectory(messages=read), config).messages == plain

@@ -1,4 +1,4 @@
-"""Impossible values of configurations and arguments are refused by name; a step is handed over once."""
+"""Invalid configuration values and arguments are refused by name; a step is accepted once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # "x" is a fine path
+    monkeypatch.chdir(tmp_path)  # "x" is a valid path
 
 
 def may_take(name: str, key: str, value: Any) -> bool:
@@ -67,7 +67,7 @@ def may_take(name: str, key: str, value: Any) -> bool:
 
 
 def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
-    """What a call says: None if it was taken; of an error that is none of trajstore's a text that begins with RAW."""
+    """Return a call's error message; None on success; prefixed with RAW if the error is not trajstore's."""
     try:
         function(**given)
     except TrajstoreError as error:
@@ -84,9 +84,13 @@ KINDS = (ExperienceReplayConfig, PoolRules, GuidanceConfig, TrainerConfig, Recor
 def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
     given = {"n_rollout": 8} if kind is PoolRules else {}
     for field, value in itertools.product(dataclasses.fields(kind), HOSTILE):
-        said = outcome(kind, {**given, field.name: value})
-        assert said is None or (field.name in said and not said.startswith("RAW")), (field.name, value, said)
-        assert said is not None or may_take(kind.__name__, field.name, value), (field.name, value)
+        answer = outcome(kind, {**given, field.name: value})
+        assert answer is None or (field.name in answer and not answer.startswith("RAW")), (
+            field.name,
+            value,
+            answer,
+        )
+        assert answer is not None or may_take(kind.__name__, field.name, value), (field.name, value)
 
 
 def test_unknown_keys_are_named_with_the_nearest_one() -> None:
@@ -108,7 +112,7 @@ def test_unknown_keys_are_named_with_the_nearest_one() -> None:
         ("ExperienceWorker", {"retrieve_top_k": 0}),
         ("compute_grpo_outcome_advantage", {"response_mask": torch.ones(2, 1)}),
         ("compute_grpo_outcome_advantage", {"index": [0]}),
-        # These would pass silently.
+        # Values that would be accepted silently without validation.
         ("filled.count_offpolicy", {"tasks": "ab"}),
         ("filled.get_all_candidates_batch", {"tasks": "ab"}),
         ("filled.load_experience_pool_from_disk", {"same_run": "false"}),
@@ -190,7 +194,7 @@ def test_a_step_is_done_once() -> None:
     hook.step_done(batch, rollouts(), rows, rows)  # another step
     hook.load_state_dict(state)
     hook.tasks_chosen(TASKS, 0.5, 2)
-    hook.step_done(batch, rollouts(), rows, rows)  # the same once more, after going back
+    hook.step_done(batch, rollouts(), rows, rows)  # the same step again after a rollback
 
 
 def test_a_step_of_guidance_is_done_once() -> None:

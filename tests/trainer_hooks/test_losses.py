@@ -1,4 +1,4 @@
-"""The mixed loss against a reference that goes token by token through the formula, in float64."""
+"""The mixed loss against a token-by-token reference of the formula, in float64."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make_case(seed: int, rows: int = 3, tokens: int = 5, dtype: torch.dtype = to
     log_prob = -random(1.0).abs()
     old = log_prob + random(0.9)
     masks = (torch.rand(2, rows, tokens, generator=generator) < torch.rand(2, rows, 1, generator=generator)).long()
-    # A group of equal scores has advantage 0, which is neither side's.
+    # A group of equal scores has advantage 0, which belongs to neither sign.
     advantages = random(1.0) * (torch.rand(rows, tokens, generator=generator) < 0.85)
     case = Case(old.to(dtype), log_prob.to(dtype), advantages.to(dtype), masks[0], masks[1], **more)
     case.log_prob.requires_grad_()
@@ -90,7 +90,7 @@ def mean(values: Sequence[float]) -> float:
 def reference_token(
     case: Case, log_prob: float, old: float, advantage: float, off: bool
 ) -> tuple[float, float, bool, bool]:
-    """Return loss and derivative by log_prob of one token, and whether the range and the dual bound changed its loss.
+    """Return one token's loss, its derivative by log_prob, and whether range and dual bound changed the loss.
 
     The branches are taken one after the other.
     """
@@ -117,7 +117,7 @@ def reference_token(
 
 
 def reference(case: Case) -> tuple[dict[str, Any], list[list[float]]]:
-    """Return everything that the loss returns, as numbers, and the gradient of ``pg_loss`` by ``log_prob``."""
+    """Return all outputs of the loss as numbers, and the gradient of ``pg_loss`` by ``log_prob``."""
     rows, tokens = case.log_prob.shape
     losses = [[0.0] * tokens for _ in range(rows)]
     slopes = [[0.0] * tokens for _ in range(rows)]
@@ -170,12 +170,12 @@ def check_against_reference(case: Case, tolerance: float) -> None:
         torch.testing.assert_close(
             result[name].double(), expected, rtol=tolerance, atol=tolerance, msg=f"{name} differs"
         )
-    (found,) = torch.autograd.grad(result["pg_loss"], case.log_prob)
-    assert found.dtype == case.log_prob.dtype
-    # A gradient in half precision is rounded once more, on its way to the log-probs.
-    tolerance = max(tolerance, 2 * torch.finfo(found.dtype).eps)
-    expected = torch.tensor(gradient, dtype=torch.float64).reshape(found.shape)
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    (gradients,) = torch.autograd.grad(result["pg_loss"], case.log_prob)
+    assert gradients.dtype == case.log_prob.dtype
+    # A half-precision gradient is rounded again on its way to the log-probs.
+    tolerance = max(tolerance, 2 * torch.finfo(gradients.dtype).eps)
+    expected = torch.tensor(gradient, dtype=torch.float64).reshape(gradients.shape)
+    torch.testing.assert_close(gradients.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 # -- values ------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def check_against_reference(case: Case, tolerance: float) -> None:
 )
 @example(seed=0, rows=2, tokens=0, mode="seq-mean-token-sum-norm", options={}, there="both")
 def test_equals_the_formula(seed: int, rows: int, tokens: int, mode: str, options: dict[str, Any], there: str) -> None:
-    """Also where one side of the loss, or both, have no token: it is zero then, and so is its gradient."""
+    """A side of the loss without tokens is zero, and so is its gradient."""
     case = make_case(seed, rows, tokens, mode=mode, options=options)
     if there in ("on", "off"):
         case.exp_mask = torch.full_like(case.exp_mask, int(there == "off"))
@@ -236,7 +236,7 @@ def test_an_infinite_range_does_not_clip() -> None:
     assert result["on_pg_clipfrac"] == result["off_pg_clipfrac"] == 0.0
 
 
-# -- what is masked has no influence -----------------------------------------------------------------
+# -- masked tokens have no influence -----------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -333,7 +333,9 @@ def test_inputs_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [OPTIONS[0], *(pytest.param(one, marks=pytest.mark.campaign) for one in OPTIONS[1:3])], ids=str
+    "options",
+    [OPTIONS[0], *(pytest.param(loss_options, marks=pytest.mark.campaign) for loss_options in OPTIONS[1:3])],
+    ids=str,
 )
 def test_compiles_to_one_graph(options: dict[str, Any]) -> None:
     torch.compiler.reset()
@@ -356,7 +358,7 @@ def test_compiles_to_one_graph(options: dict[str, Any]) -> None:
 
 
 class NoHostSync(TorchDispatchMode):
-    """Raises where a value would travel to the host, or a shape would depend on values."""
+    """Raises on a device-to-host copy and on a data-dependent shape."""
 
     FORBIDDEN = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "unique2", "is_nonzero", "equal"})
 

@@ -1,4 +1,4 @@
-"""Why the rollouts of a training loop's step are refused."""
+"""Reasons for refusing rollouts of a training step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_outcome(outcome: float | None) -> Change:
 
 
 def one_step(replay: ReplayHook[str], change: Change, log_prob: float = -2.0, entropy: float = 1.0) -> dict[str, float]:
-    """Do a step of one task whose first rollout is changed, and the only success."""
+    """Run a step of one task; its first rollout is changed and is the only success."""
     plan = replay.before_rollout(replay.tasks_chosen(TASKS[:1], 0.0, 1))
     first, *others = roll_out(plan, 1, successes=1)
     fresh = [change(first), *others]
@@ -112,15 +112,15 @@ def test_what_does_not_fit_the_batch_is_refused_before_anything_is_noted(name: s
     assert not reasons(replay.step_done(batch, fresh, fine, -fine))
 
 
-# -- Rollouts that were asked for and never came, and what a run that took none in says at its end --
+# -- Requested rollouts that never arrived, and the final warning of a run that accepted none --
 
 
 @pytest.mark.parametrize(("asked", "solved"), [(None, False), (dict.fromkeys(TASKS, N - 1), True)])
 def test_a_task_whose_rollouts_crashed_is_not_solved(asked: dict[str, int] | None, solved: bool) -> None:
-    """One of four crashed, the others succeeded: unknown, unless the trainer says that it asked for three."""
+    """One of four crashed, the others succeeded: unknown unless the trainer requested three."""
     with make_hook() as replay:
         planned = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
-        came = [PlannedTask(one.task, one.fresh_rollouts - 1, ()) for one in planned]
+        came = [PlannedTask(task_plan.task, task_plan.fresh_rollouts - 1, ()) for task_plan in planned]
         fresh = roll_out(came, 1, successes=N)
         batch = build_batch(rows_of_plan(came, fresh, "shared"), pad_token_id=0)
         current = log_probs_of(batch, 1)
@@ -143,7 +143,7 @@ def test_a_pool_whose_tasks_are_solved_does_not_miss_successes() -> None:
     assert "no success" not in reason
 
 
-# -- Whether a history answers the prompt of a row --
+# -- Histories must answer the row's prompt --
 
 
 def asked(first: int, name: str, outcome: float = 1.0) -> AgentTrajectory:
@@ -164,11 +164,11 @@ def test_histories_of_another_prompt_are_left_out_of_the_batch_and_drawn_no_more
         made = [asked(7, "old"), asked(7, "failed", 0.0), asked(7, "failed too", 0.0)]
         assert hook.admit(made) == {"experience_replay/refused_share": 0.0}
         plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
-        assert [len(one.histories) for one in plan] == [1]
+        assert [len(item.histories) for item in plan] == [1]
         rows = hook.batch_rows(plan, [asked(8, "x"), asked(8, "y", 0.0)])
         assert [row.is_experience_replay for row in rows] == [False, False], "the row asks something else by now"
         assert not hook.tasks_chosen(["a"], 0.5, 2).experience
-        assert [one.task_id for one in hook.manager.of_other_rows()] == ["a"]
+        assert [item.task_id for item in hook.manager.of_other_rows()] == ["a"]
 
 
 PROMPT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2?"}]

@@ -49,7 +49,7 @@ def run_main(
         () if options else ("exp_manager.outcome.key=hit", f"{replay}.replay_start_ratio=0.0", f"{replay}.figures=all")
     )
     options = options or project_root / "docs" / "howto" / "verl_replay.yaml"
-    given = [one for one in BASE_OVERRIDES if not one.startswith("trainer.v1.trainer_mode")]
+    given = [override for override in BASE_OVERRIDES if not override.startswith("trainer.v1.trainer_mode")]
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     command += [f"--config-dir={options.parent}", f"--config-name={options.stem}", *given]
     command += [

@@ -59,15 +59,15 @@ def check_guided_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajector
     """
     tokenizer = make_tokenizer()
     by_tokens: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
-    for one in rollouts:
-        by_tokens[tuple(one.input_ids.tolist())].append(one)
+    for rollout in rollouts:
+        by_tokens[tuple(rollout.input_ids.tolist())].append(rollout)
     counts: Counter[str] = Counter()
     for row in rows:
-        match = [one for one in by_tokens[row.tokens] if torch.equal(one.old_log_probs, row.old_log_probs)]
+        match = [rollout for rollout in by_tokens[row.tokens] if torch.equal(rollout.old_log_probs, row.old_log_probs)]
         assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
-        own = [one for one in match if one.metadata["uid"] == row.uid]
-        found = own[0] if own else match[0]
-        guidance = Guidance.of(found)
+        own = [rollout for rollout in match if rollout.metadata["uid"] == row.uid]
+        matching = own[0] if own else match[0]
+        guidance = Guidance.of(matching)
         mask = row.exp_mask[: row.response.numel()]
         text = tokenizer.decode(row.prompt)
         kept = guidance is not None and guidance.train_mode == "keep"
@@ -87,14 +87,14 @@ def check_guided_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajector
 
 def check_records(rollouts: Sequence[AgentTrajectory]) -> None:
     """Check what the recorded rollouts say of what they were shown."""
-    for one in rollouts:
-        guidance = Guidance.of(one)
+    for rollout in rollouts:
+        guidance = Guidance.of(rollout)
         if guidance is None:
             continue
         assert guidance.experiences
         assert len(guidance.insertions) == 1
         assert guidance.insertions[0].text.startswith(MARK)
         assert guidance.taken_out == (guidance.train_mode == "discard")
-        assert one.messages[0]["content"].startswith(MARK) == (guidance.train_mode == "keep")
-        assert re.fullmatch("[a-z]{2} say [0-9]", one.query), "what the user asked, without experience"
-        assert (one.rollout_log_probs is None) == guidance.taken_out
+        assert rollout.messages[0]["content"].startswith(MARK) == (guidance.train_mode == "keep")
+        assert re.fullmatch("[a-z]{2} say [0-9]", rollout.query), "what the user asked, without experience"
+        assert (rollout.rollout_log_probs is None) == guidance.taken_out

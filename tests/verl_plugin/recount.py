@@ -89,18 +89,20 @@ def check_loss_rows(
         if not row.response_mask.any():  # by which verl fills the batch up
             continue
         uid, _, apart = row.uid.partition("-replayed-")
-        match = [one for one in recorded[row.tokens] if _has_log_probs_of(row, one)]
+        match = [candidate for candidate in recorded[row.tokens] if _has_log_probs_of(row, candidate)]
         assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
-        own = [one for one in match if one.rollout.metadata["uid"] == uid and not apart]
+        own = [candidate for candidate in match if candidate.rollout.metadata["uid"] == uid and not apart]
         # Two runs that begin with the same weights may have made the same rollout of tasks with other names.
-        found = next((one for one in own or match if one.rollout.task_id == task_of[uid]), match[0])
+        recorded_row = next(
+            (candidate for candidate in own or match if candidate.rollout.task_id == task_of[uid]), match[0]
+        )
         replayed = not own
         assert bool(apart) == (replayed and separate)
-        assert torch.equal(row.response_mask, found.response_mask)
+        assert torch.equal(row.response_mask, recorded_row.response_mask)
         mask = row.exp_mask[: row.response.numel()]
-        assert torch.equal(mask, found.response_mask if replayed else torch.zeros_like(mask))
+        assert torch.equal(mask, recorded_row.response_mask if replayed else torch.zeros_like(mask))
         assert not row.exp_mask[row.response.numel() :].any()
-        groups[uid].append((row, found, replayed))
+        groups[uid].append((row, recorded_row, replayed))
         micro_batches[row.micro_batch].append((row, replayed))
     for held in groups.values():
         _check_group(held, group, separate=separate)
@@ -109,11 +111,13 @@ def check_loss_rows(
         wanted = sum(_loss(row, loss or OffPolicyLoss(), off=replayed) for row, replayed in seen)
         wanted /= micro_batch.batch_tokens
         assert math.isclose(micro_batch.loss, wanted, rel_tol=1e-3, abs_tol=1e-5), (micro_batch.loss, wanted)
-    everything = [one for held in groups.values() for one in held]
+    everything = [candidate for held in groups.values() for candidate in held]
     return Counted(
         replayed_rows=sum(replayed for _, _, replayed in everything),
-        replayed_of_several=sum(replayed and found.count > 1 for _, found, replayed in everything),
-        rows_of={uid: len({found.rollout.rollout_id for _, found, _ in held}) for uid, held in groups.items()},
+        replayed_of_several=sum(replayed and recorded_row.count > 1 for _, recorded_row, replayed in everything),
+        rows_of={
+            uid: len({recorded_row.rollout.rollout_id for _, recorded_row, _ in held}) for uid, held in groups.items()
+        },
         beyond_clip=sum(_beyond_clip(row, loss or OffPolicyLoss()) for row, _, replayed in everything if replayed),
     )
 
@@ -127,17 +131,23 @@ def _has_log_probs_of(row: LossRow, output: Output) -> bool:
 
 
 def _check_group(held: Sequence[tuple[LossRow, Output, bool]], group: Callable[[str], int], *, separate: bool) -> None:
-    sessions = {found.rollout.rollout_id: (found.rollout, replayed) for _, found, replayed in held}
+    sessions = {recorded_row.rollout.rollout_id: (recorded_row.rollout, replayed) for _, recorded_row, replayed in held}
     (task,) = {rollout.task_id for rollout, _ in sessions.values()}
-    asked = {found.prompt for _, found, _ in held if not found.number and found.rollout.metadata["uid"]}
+    asked = {
+        recorded_row.prompt
+        for _, recorded_row, _ in held
+        if not recorded_row.number and recorded_row.rollout.metadata["uid"]
+    }
     assert len(asked) == 1, f"a group of {task} asks two things"
     assert len(sessions) <= group(task)
-    assert len(held) == sum(found.count for _, found, _ in held if not found.number), "each session is whole"
+    assert len(held) == sum(recorded_row.count for _, recorded_row, _ in held if not recorded_row.number), (
+        "each session is whole"
+    )
     scores = {name: rollout.reward.metadata["score"] for name, (rollout, _) in sessions.items() if rollout.reward}
     together = torch.tensor([scores[name] for name, (_, replayed) in sessions.items() if not (separate and replayed)])
     mean, deviation = (together.mean(), together.std() + 1e-6) if len(together) > 1 else (torch.tensor(0.0), 1.0)
-    for row, found, replayed in held:
-        score = scores[found.rollout.rollout_id]
+    for row, recorded_row, replayed in held:
+        score = scores[recorded_row.rollout.rollout_id]
         value = score if separate and replayed else float((score - mean) / deviation)
         torch.testing.assert_close(row.advantages, value * row.response_mask.float(), atol=1e-4, rtol=1e-4)
 
@@ -156,7 +166,7 @@ def _beyond_clip(row: LossRow, options: OffPolicyLoss) -> int:
 def _token_losses(row: LossRow, options: OffPolicyLoss, *, off: bool) -> list[float]:
     losses = []
     columns = (row.log_probs, row.old_log_probs, row.advantages, row.response_mask)
-    for current, old, advantage, counts in zip(*(one.tolist() for one in columns), strict=True):
+    for current, old, advantage, counts in zip(*(column.tolist() for column in columns), strict=True):
         if not counts or (off and options.drop_negative and advantage < 0):
             continue
         ratio = math.exp(current - old)
@@ -222,8 +232,8 @@ def check_choices(
             if uid not in replayed:
                 continue
             held = pool[fresh[0].task_id]
-            ranks = {key: (uses[key] if least_used_first else 0, value(one)) for key, one in held.items()}
-            outputs = {key: {tokens for tokens, _ in _outputs(one)} for key, one in held.items()}
+            ranks = {key: (uses[key] if least_used_first else 0, value(success)) for key, success in held.items()}
+            outputs = {key: {tokens for tokens, _ in _outputs(success)} for key, success in held.items()}
             chosen = [key for key, tokens in outputs.items() if tokens <= replayed[uid]]
             assert replayed[uid] == set().union(*(outputs[key] for key in chosen))
             assert sorted(ranks[key] for key in chosen) == sorted(ranks.values())[:count]
@@ -231,12 +241,12 @@ def check_choices(
             uses.update(chosen)
         for fresh in groups.values():
             held = pool[fresh[0].task_id]
-            successes = [one for one in fresh if one.reward and one.reward.outcome == 1.0]
+            successes = [success for success in fresh if success.reward and success.reward.outcome == 1.0]
             if len(successes) == len(fresh):
                 held.clear()
                 continue
-            for one in successes:
-                held.setdefault(tuple(one.input_ids.tolist()), one)
+            for success in successes:
+                held.setdefault(tuple(success.input_ids.tolist()), success)
     return left
 
 
@@ -257,11 +267,11 @@ def check_against_checkpoints(rollouts: Sequence[AgentTrajectory], model: Path, 
 
     policy = LlamaForCausalLM.from_pretrained(model).float()
     checked = 0
-    for step in sorted({int(one.policy_version or 0) for one in rollouts}):
+    for step in sorted({int(value.policy_version or 0) for value in rollouts}):
         if step > 1:
             saved = checkpoints / f"global_step_{step - 1}" / "actor" / "model_world_size_1_rank_0.pt"
             weights: dict[str, Any] = torch.load(saved, weights_only=False)
-            local = {name: one.to_local() if hasattr(one, "to_local") else one for name, one in weights.items()}
+            local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in weights.items()}
             policy.load_state_dict(local)
         for rollout in rollouts:
             if rollout.policy_version != step:

@@ -91,9 +91,9 @@ def recorded(folder: Path) -> list[AgentTrajectory]:
     """Return all rollouts that the run with this folder recorded, read by a process that writes nothing."""
     with TrajectoryReplayBuffer() as buffer:
         buffer.load_checkpoint(folder / "checkpoints" / "trajstore" / "rollouts")
-        found = [buffer.get(int(number)) for number in buffer.trajectory_ids]
-    assert all(isinstance(one, AgentTrajectory) for one in found)
-    return found  # type: ignore[return-value]
+        rollouts = [buffer.get(int(number)) for number in buffer.trajectory_ids]
+    assert all(isinstance(rollout, AgentTrajectory) for rollout in rollouts)
+    return rollouts  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)

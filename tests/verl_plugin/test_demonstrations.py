@@ -35,7 +35,7 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
     store = BufferStore.open(pool)
     held = ExperienceManager(PoolRules(n_rollout=GROUP), store=store).task2trajectories
     store.close()
-    demonstrations = {tuple(one.input_ids.tolist()) for several in held.values() for one in several}  # type: ignore[union-attr]
+    demonstrations = {tuple(rollout.input_ids.tolist()) for several in held.values() for rollout in several}  # type: ignore[union-attr]
 
     done = train(tmp_path, *REPLAY, *limits)
     records, rows = done.steps, done.rows
@@ -59,7 +59,7 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
         assert row.old_log_probs.isfinite().all()
         assert torch.equal(row.exp_mask[: row.response.numel()], row.response_mask)
         written = row.response_mask.bool()
-        if any(row is one for one in first):
+        if any(row is rollout for rollout in first):
             wanted = log_probs_of(verl_assets.model, row)
             torch.testing.assert_close(row.old_log_probs[written], wanted[written], atol=1e-4, rtol=1e-4)
         assert (row.advantages[written] >= 0).all(), "its score is that of a success"

@@ -32,12 +32,16 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(trai
     check_replay_metrics(records)
 
     rollouts = done.rollouts
-    trained = [one for one in rollouts if one.metadata["trained"]]
+    trained = [rollout for rollout in rollouts if rollout.metadata["trained"]]
     dropped = len(rollouts) - len(trained)
     assert dropped == sum(record["recording/dropped"] for record in records)
     assert dropped, "groups of equal rewards were filtered, and are on disk"
     assert len(trained) == sum(record["recording/rollouts"] for record in records)
-    lost = [one for one in rollouts if not one.metadata["trained"] and one.reward and one.reward.outcome == 1.0]
+    lost = [
+        rollout
+        for rollout in rollouts
+        if not rollout.metadata["trained"] and rollout.reward and rollout.reward.outcome == 1.0
+    ]
     assert len(lost) == sum(record["recording/dropped_successes"] for record in records)
     assert "experience_replay/refused/no_entropy" not in records[-1], "what was dropped was not offered"
 
@@ -46,7 +50,11 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(trai
     assert replayed >= STEPS - 1
     for record in records:
         assert record["experience_replay/mixed_score_mean"] == pytest.approx(record["critic/score/mean"], abs=1e-5)
-        fresh = [one.reward.metadata["score"] for one in trained if one.policy_version == record["step"] and one.reward]
+        fresh = [
+            rollout.reward.metadata["score"]
+            for rollout in trained
+            if rollout.policy_version == record["step"] and rollout.reward
+        ]
         assert record["experience_replay/fresh_score_mean"] == pytest.approx(sum(fresh) / len(fresh), abs=1e-5)
         if record["experience_replay/replayed_rows"]:
             assert record["experience_replay/replayed_success_rate"] == 1.0

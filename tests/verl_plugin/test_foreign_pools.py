@@ -62,22 +62,22 @@ def test_the_rows_of_agentevolver_are_trained_on(
     source = tmp_path / "experience_pool" / "step_40"
     if kind == "messages":
         source = shared_fixtures / "experience_pool" / "step_120"
-        histories = [history(one) for one in of_messages(source, tokenizer)]
+        histories = [history(known) for known in of_messages(source, tokenizer)]
     else:
-        histories = [history(one) for one in of_conversations(base / kind)]
+        histories = [history(known) for known in of_conversations(base / kind)]
         pool = read_pool(base / kind / "step_40")
         for held in pool.task2trajectories.values():
-            held[::2] = [without_ids(one) for one in held[::2]]
+            held[::2] = [without_ids(known) for known in held[::2]]
         write_pool(source, pool)
     rows = [
         {
             "data_source": SOURCE,
-            "prompt": one.messages,
+            "prompt": known.messages,
             "ability": "toy",
             "reward_model": {"style": "rule", "ground_truth": "said by no random model"},
-            "extra_info": {"index": one.task_id.partition(":")[2], "split": "train"},
+            "extra_info": {"index": known.task_id.partition(":")[2], "split": "train"},
         }
-        for one in {one.task_id: one for one in histories}.values()
+        for known in {known.task_id: known for known in histories}.values()
     ]
     assets = make_assets(tmp_path / "assets", tokenizer=tokenizer, rows=rows)
     words = ["--tokenizer", str(assets.model), "--task-prefix", f"{SOURCE}:"]
@@ -109,13 +109,15 @@ def test_the_rows_of_agentevolver_are_trained_on(
     records, seen = done.steps, done.rows
     assert len(records) == 4
     prompts = {row["extra_info"]["index"]: row["prompt"] for row in rows}
-    fitting = [one for one in histories if one.messages == prompts[one.task_id.partition(":")[2]]]
+    fitting = [known for known in histories if known.messages == prompts[known.task_id.partition(":")[2]]]
     counted = check_loss_rows(seen, [*done.rollouts, *fitting], group=lambda task: GROUP)
     replayed = [row for row in seen if row.exp_mask.any()]
     assert counted.replayed_rows == len(replayed)
     assert len(replayed) == done.sum_of("replayed_rows")
     assert {row.tokens for row in replayed} == set().union(*map(tokens_of_rows, fitting))
-    others = {(one.task_id, *tokens_of_rows(one)) for one in histories if not any(one is kept for kept in fitting)}
+    others = {
+        (known.task_id, *tokens_of_rows(known)) for known in histories if not any(known is kept for kept in fitting)
+    }
     assert [record["experience_replay/other_prompts"] for record in records] == [len(others)] * len(records)
     if kind == "messages":  # nothing was recorded for these tokens: in the first step the weights are those of the file
         for row in replayed[: int(records[0]["experience_replay/replayed_rows"])]:

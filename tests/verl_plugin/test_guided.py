@@ -51,10 +51,10 @@ def test_guided_and_replayed_rows_side_by_side(train: Train, verl_assets: Assets
     assert counts["keep"] > 0
     assert counts["discard"] > 0
     assert sum(count for kind, count in counts.items() if kind.startswith("replayed")) > 0
-    shown = [one for one in rollouts if Guidance.of(one) is not None]
+    shown = [rollout for rollout in rollouts if Guidance.of(rollout) is not None]
     assert counts["keep"] + counts["discard"] == len(shown)
     assert len(shown) == sum(record["guidance/guided_rollouts"] for record in steps)
-    first = [one for one in shown if one.policy_version == 1]
+    first = [rollout for rollout in shown if rollout.policy_version == 1]
     assert len(first) == PROMPTS * GROUP // 2, "half of each task's rollouts"
     for record in steps:
         assert math.isfinite(record["actor/pg_loss"])
@@ -97,12 +97,14 @@ def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_pat
     )
     assert not done.rows, "nothing is discarded: the loss is verl's own"
     check_records(done.rollouts)
-    kept = [one for one in done.rollouts if Guidance.of(one) is not None]
-    assert len([one for one in kept if one.policy_version == 1]) == PROMPTS * GROUP // 2
+    kept = [rollout for rollout in done.rollouts if Guidance.of(rollout) is not None]
+    assert len([rollout for rollout in kept if rollout.policy_version == 1]) == PROMPTS * GROUP // 2
     tokenizer = make_tokenizer()
-    for one in done.rollouts:
-        assert (MARK in tokenizer.decode(one.input_ids[: one.response_start])) == (Guidance.of(one) is not None)
-        torch.testing.assert_close(one.rollout_log_probs, one.old_log_probs, atol=1e-4, rtol=1e-4)
+    for rollout in done.rollouts:
+        assert (MARK in tokenizer.decode(rollout.input_ids[: rollout.response_start])) == (
+            Guidance.of(rollout) is not None
+        )
+        torch.testing.assert_close(rollout.rollout_log_probs, rollout.old_log_probs, atol=1e-4, rtol=1e-4)
     assert not any(MARK in text for text in validated(tmp_path, 0)), "there was none yet"
     assert all(MARK in text for text in validated(tmp_path, 1))
 
@@ -118,8 +120,8 @@ def test_training_goes_on_beside_a_service_in_trouble(
     assert check_guided_rows(done.rows, done.rollouts) == {"plain": 3 * PROMPTS * GROUP}
     last = done.steps[-1]
     assert sum(last[name] for name in last if name.startswith("guidance/retrieve/failed/")) >= 3
-    for what in ("retrieving experience", "summarizing rollouts"):
-        assert len([one for one in caplog.records if f"{what} failed" in one.getMessage()]) == 1
+    for warning in ("retrieving experience", "summarizing rollouts"):
+        assert len([record for record in caplog.records if f"{warning} failed" in record.getMessage()]) == 1
 
 
 @pytest.mark.campaign
@@ -142,10 +144,10 @@ def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_pa
         )
     assert len(done.rollouts) == 2 * PROMPTS * GROUP, "no rollout was lost"
     check_records(done.rollouts)
-    shown = [one for one in done.rollouts if Guidance.of(one) is not None]
+    shown = [rollout for rollout in done.rollouts if Guidance.of(rollout) is not None]
     assert len(shown) == len(done.rollouts) // 2
-    for one in done.rollouts:
-        assert torch.isin(one.input_ids[: one.response_start], control).sum() == 3, "user, end, assistant"
+    for rollout in done.rollouts:
+        assert torch.isin(rollout.input_ids[: rollout.response_start], control).sum() == 3, "user, end, assistant"
     assert done.steps[-1]["guidance/retrieve/control_tokens"] > 0
     assert done.steps[-1]["guidance/retrieve/cleaned"] > 0
 
@@ -172,8 +174,8 @@ def test_experience_of_the_real_reme_is_shown_and_not_trained_on(
     counts = check_guided_rows(done.rows, done.rollouts)
     check_records(done.rollouts)
     assert counts == {"plain": len(done.rollouts) // 2, "discard": len(done.rollouts) // 2}
-    shown = [guidance for one in done.rollouts if (guidance := Guidance.of(one)) is not None]
-    assert all("go kitchen" in one.insertions[0].text for one in shown), "what the stub of its model says"
+    shown = [guidance for rollout in done.rollouts if (guidance := Guidance.of(rollout)) is not None]
+    assert all("go kitchen" in rollout.insertions[0].text for rollout in shown), "what the stub of its model says"
     assert done.steps[-1]["guidance/update/made"] > 0
     assert not any(name.startswith("guidance/retrieve/failed") and done.steps[-1][name] for name in done.steps[-1])
 
@@ -193,8 +195,8 @@ def test_a_resumed_run_guides_the_rollouts_that_the_whole_one_guided(train: Trai
     assert [record["step"] for record in resumed.steps] == [3, 4]
     for ours, theirs in zip(resumed.steps, whole.steps[2:], strict=True):
         mine, wanted = (
-            {name: value for name, value in comparable(one).items() if not name.startswith("guidance/")}
-            for one in (ours, theirs)
+            {name: value for name, value in comparable(training).items() if not name.startswith("guidance/")}
+            for training in (ours, theirs)
         )
         assert mine == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE)
         for name in ("guided_rollouts", "outcome/guided", "outcome/unguided"):
@@ -224,9 +226,9 @@ def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train:
     tokenizer = make_tokenizer()
     for row in done.rows:
         assert MARK not in tokenizer.decode(row.prompt), "neither in a first output nor in a second"
-    shown = [one for one in done.rollouts if Guidance.of(one) is not None]
-    assert {row_count(one) for one in shown} == {1, 2}
-    assert any(not one.metadata["trained"] for one in shown), "groups were filtered"
+    shown = [rollout for rollout in done.rollouts if Guidance.of(rollout) is not None]
+    assert {row_count(rollout) for rollout in shown} == {1, 2}
+    assert any(not rollout.metadata["trained"] for rollout in shown), "groups were filtered"
     assert sum(record["guidance/guided_rollouts"] for record in done.steps) >= len(shown) // 2
     discarded = sum(bool(row.exp_mask[: row.response.numel()].all()) for row in done.rows)
     assert discarded > 0
@@ -262,7 +264,7 @@ def asking(url: str, timeout: int) -> tuple[str, ...]:
         *GUIDED,
         *MAKES,
         f"+experience_maker.base_url={url}",
-        *(f"+experience_maker.{one}={timeout}" for one in names),
+        *(f"+experience_maker.{name}={timeout}" for name in names),
     )
 
 

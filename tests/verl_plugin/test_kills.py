@@ -81,8 +81,8 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     problems: list[str] = []
     promises = Promises()
     promises.take({"event": "acknowledged", "rollouts": {"0": ["kept_0_0", digest(kept)]}}, problems.append)
-    found = look(tmp_path, promises, "run", "exact", problems.append)
-    assert (found.rollouts, found.between, found.expected.step, problems) == (1, False, 0, [])
+    report = look(tmp_path, promises, "run", "exact", problems.append)
+    assert (report.rollouts, report.between, report.expected.step, problems) == (1, False, 0, [])
 
     promises.take({"event": "acknowledged", "rollouts": {"1": ["bare_0_0", digest(bare)]}}, problems.append)
     promises.take({"event": "acknowledged", "rollouts": {"2": ["lost_0_0", "0" * 32]}}, problems.append)
@@ -139,7 +139,7 @@ def rollout(
 
 
 def names(kept: Kept) -> dict[str, list[str]]:
-    return {task: [one.rollout_id for one in held] for task, held in kept.held.items()}
+    return {task: [rollout.rollout_id for rollout in held] for task, held in kept.held.items()}
 
 
 def test_what_keep_promises_follows_the_rules() -> None:
@@ -184,7 +184,7 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
         for made in steps:
             hook.admit(replayable(made))
         pool = hook.manager.task2trajectories
-        assert {task: [one.rollout_id for one in held] for task, held in pool.items()} == names(kept)
+        assert {task: [history.rollout_id for history in held] for task, held in pool.items()} == names(kept)
         buckets = {str(key): tasks for key, tasks in hook.manager.difficulty2task_dict.items()}
         assert buckets == kept.buckets()
         assert hook.manager.skip_uid_set == set(kept.skip)
@@ -199,26 +199,26 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
     make_store(pool_path(tmp_path), [])
     problems: list[str] = []
     promises = Promises()
-    acknowledged = {str(number): [one.rollout_id, digest(one)] for number, one in enumerate(made)}
+    acknowledged = {str(number): [history.rollout_id, digest(history)] for number, history in enumerate(made)}
     promises.take({"event": "acknowledged", "rollouts": acknowledged}, problems.append)
     assert look(tmp_path, promises, "run", "exact", problems.append).expected.held == {}
-    found = look(tmp_path, promises, "run", "keep", problems.append)
+    report = look(tmp_path, promises, "run", "keep", problems.append)
     held = {"digit:1": [["a_0_0", digest(made[0])]], "digit:2": [["b_0_0", digest(made[1])]]}
-    assert (found.since, found.expected.held, problems) == (2, held, [])
+    assert (report.since, report.expected.held, problems) == (2, held, [])
 
     pool = {"difficulty2task_dict": {"2": ["digit:1", "digit:2"]}, "skip_uid_set": []}  # 1 of 2 is 2 of 4
-    check_resumed({"step": 0, "pool": pool, "held": held}, found.expected, problems.append)
+    check_resumed({"step": 0, "pool": pool, "held": held}, report.expected, problems.append)
     assert problems == []
     without = {"digit:1": held["digit:1"]}
-    check_resumed({"step": 0, "pool": pool, "held": without}, found.expected, problems.append)
+    check_resumed({"step": 0, "pool": pool, "held": without}, report.expected, problems.append)
     assert problems[0] == "resumed at step 0: rollout b_0_0 of task digit:2 belongs in the pool and is missing"
     problems.clear()
     twice = {**held, "digit:1": held["digit:1"] * 2}
-    check_resumed({"step": 0, "pool": pool, "held": twice}, found.expected, problems.append)
+    check_resumed({"step": 0, "pool": pool, "held": twice}, report.expected, problems.append)
     assert problems[0] == "resumed at step 0: rollout a_0_0 of task digit:1 is in the pool 2 times"
     problems.clear()
     other = {**held, "digit:1": [["a_0_0", "0" * 32]]}
-    check_resumed({"step": 0, "pool": pool, "held": other}, found.expected, problems.append)
+    check_resumed({"step": 0, "pool": pool, "held": other}, report.expected, problems.append)
     assert len(problems) == 1
     assert "must hold" in problems[0]
 
@@ -261,7 +261,10 @@ def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Ass
     loaded = kill_at(tmp_path, 1, None)
     assert loaded["step"] == step
     kept = read_pool(files / f"step_{step}")
-    names = {task: [[one.rollout_id, digest(one)] for one in held] for task, held in kept.task2trajectories.items()}
+    names = {
+        task: [[rollout.rollout_id, digest(rollout)] for rollout in held]
+        for task, held in kept.task2trajectories.items()
+    }
     assert names
     assert loaded["held"] == names
     assert loaded["pool"]["skip_uid_set"] == kept.skip_uid_set

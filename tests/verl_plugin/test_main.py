@@ -34,7 +34,7 @@ def test_guided_rollouts(verl_assets: Assets, project_root: Path, tmp_path: Path
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     sys.stdout.write("\n" + guidance_table(records) + "\n")
     assert records[0]["guidance/guided_rollouts"] == 0.0, "nothing was known"
-    shown = [one for one in recorded(tmp_path) if Guidance.of(one) is not None]
+    shown = [rollout for rollout in recorded(tmp_path) if Guidance.of(rollout) is not None]
     assert shown
     assert len(shown) == sum(record["guidance/guided_rollouts"] for record in records)
 

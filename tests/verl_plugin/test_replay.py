@@ -54,21 +54,23 @@ def test_recording_and_replay_that_has_not_started_change_nothing(stock: Trainin
 def test_every_rollout_is_recorded(replaying: Training) -> None:
     rollouts = replaying.rollouts
     for step, record in enumerate(replaying.steps[:WITHOUT], start=1):
-        made = [one for one in rollouts if one.policy_version == step]
-        assert Counter(one.metadata["uid"] for one in made) == dict.fromkeys({o.metadata["uid"] for o in made}, GROUP)
-        scores = torch.tensor([one.reward.metadata["score"] for one in made])
+        made = [rollout for rollout in rollouts if rollout.policy_version == step]
+        assert Counter(rollout.metadata["uid"] for rollout in made) == dict.fromkeys(
+            {o.metadata["uid"] for o in made}, GROUP
+        )
+        scores = torch.tensor([rollout.reward.metadata["score"] for rollout in made])
         assert scores.mean().item() == pytest.approx(record["critic/score/mean"], abs=1e-6)
-        lengths = torch.tensor([float(one.response_mask.numel()) for one in made])
+        lengths = torch.tensor([float(rollout.response_mask.numel()) for rollout in made])
         assert lengths.mean().item() == pytest.approx(record["response_length/mean"], abs=1e-6)
-        for one in made:
-            assert one.task_id.startswith("digit:")
-            assert one.reward.outcome == one.reward.metadata["extra"]["hit"]
-            assert one.metadata["max_global_steps"] == step - 1
-            assert one.loss_mask[: one.response_start].sum() == 0
-            assert torch.equal(one.loss_mask[one.response_start :], one.response_mask)
-            assert one.entropys.shape == one.old_log_probs.shape == one.response_mask.shape
+        for rollout in made:
+            assert rollout.task_id.startswith("digit:")
+            assert rollout.reward.outcome == rollout.reward.metadata["extra"]["hit"]
+            assert rollout.metadata["max_global_steps"] == step - 1
+            assert rollout.loss_mask[: rollout.response_start].sum() == 0
+            assert torch.equal(rollout.loss_mask[rollout.response_start :], rollout.response_mask)
+            assert rollout.entropys.shape == rollout.old_log_probs.shape == rollout.response_mask.shape
             # The engine of these tests computes in float32 as the actor does.
-            torch.testing.assert_close(one.rollout_log_probs, one.old_log_probs, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(rollout.rollout_log_probs, rollout.old_log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_the_loss_receives_what_the_store_holds(replaying: Training) -> None:
@@ -86,7 +88,7 @@ def test_figures_of_replay(replaying: Training) -> None:
 def test_validation_is_left_alone(replaying: Training) -> None:
     assert len(replaying.validations) == 1
     # What is recorded is what was trained on: check_replay_metrics counts it, and tasks of the validation are absent.
-    assert {int(one.task_id.split(":")[1]) for one in replaying.rollouts} <= set(range(32))
+    assert {int(rollout.task_id.split(":")[1]) for rollout in replaying.rollouts} <= set(range(32))
 
 
 def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train: Train) -> None:

@@ -130,7 +130,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
         overrides.append(f"data.train_files={tmp_path / 'counted.parquet'}")
     done = train(tmp_path, *overrides)
     assert [record["step"] for record in done.steps] == list(range(1, variant.steps + 1))
-    rollouts = [one for one in done.rollouts if one.metadata["trained"]]
+    rollouts = [rollout for rollout in done.rollouts if rollout.metadata["trained"]]
     seen = done.rows
     counted = check_loss_rows(seen, rollouts, group=variant.group, separate=variant.separate, loss=variant.loss)
     assert counted.replayed_rows == done.sum_of("replayed_rows") > 0
@@ -138,7 +138,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
     assert done.sum_of("other_prompts") == 0
     left_out = done.sum_of("histories_without_room")
     if not variant.left_out:
-        full = {one.metadata["uid"]: variant.group(one.task_id) for one in rollouts}
+        full = {rollout.metadata["uid"]: variant.group(rollout.task_id) for rollout in rollouts}
         assert counted.rows_of == full
         assert left_out == 0 or variant.own_counts
     if variant.histories is not None:

@@ -36,12 +36,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def page(driver: Any) -> Iterator[Page]:
-    """Return the browser; when the test ends, nothing was asked of other machines, and the console is empty."""
-    found = Page(driver)
-    found.console(), found.requested()
-    yield found
-    complaints, requested = found.console(), found.requested()
+    """Return the browser; at teardown, check for an empty console and no external requests."""
+    new_page = Page(driver)
+    new_page.console(), new_page.requested()
+    yield new_page
+    complaints, requested = new_page.console(), new_page.requested()
     driver.get("about:blank")
     assert complaints == []
-    inner = ("about:", "chrome:", "chrome-untrusted:", "data:")  # the browser's own pages come with it
+    inner = ("about:", "chrome:", "chrome-untrusted:", "data:")  # the browser's own pages
     assert [url for url in requested if not url.startswith(("http://127.0.0.1:", *inner))] == []

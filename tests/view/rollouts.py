@@ -1,4 +1,4 @@
-"""Rollouts that are looked at in tests, and what is read of the page."""
+"""Rollouts for tests of the page, and helpers that read the page."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ PROMPT = 4
 
 
 def text_of(page: Page, selector: str) -> str:
-    """Return the text of the first element that a selector finds."""
+    """Return the text of a selector's first element."""
     text: str = page.run("return document.querySelector(arguments[0]).textContent", selector)
     return text
 
 
 def opened(page: Page, address: str, drawn: str, *arguments: Any) -> Any:
-    """Open an address, and wait until an expression of JavaScript is true; return its value."""
+    """Open an address and wait for a true JavaScript expression; return its value."""
     page.open(address)
     return page.until(drawn, *arguments)
 
 
 def clicked(page: Page, selector: str, drawn: str, *arguments: Any) -> Any:
-    """Click on an element, and wait until an expression of JavaScript is true; return its value."""
+    """Click an element and wait for a true JavaScript expression; return its value."""
     page.click(selector)
     return page.until(drawn, *arguments)
 
 
 def rollout(number: int, tokens: int = 24, **changed: Any) -> AgentTrajectory:
-    """Return the rollout of a number: four of each task, two tasks of each policy version, outcomes 0 and 1 in turn."""
+    """Return rollout ``number``: four per task, two tasks per policy version, outcomes alternating 0 and 1."""
     response = tokens - PROMPT
     mask = torch.ones(tokens, dtype=torch.int64)
     mask[:PROMPT] = 0

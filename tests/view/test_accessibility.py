@@ -1,6 +1,6 @@
-"""What a screen reader is told of each view, in a real Chromium, light and dark.
+"""Accessibility tree of each view, in a real Chromium, light and dark.
 
-With ``TRAJSTORE_AXE=/path/to/axe.min.js`` the rules of axe-core are tried on each view, too.
+``TRAJSTORE_AXE=/path/to/axe.min.js`` adds the rules of axe-core.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ axe.run(document, { resultTypes: ['violations'] }).then(
 
 
 def told_of(page: Page) -> list[dict[str, Any]]:
-    """Return what the browser tells a screen reader: role, name and properties of each element."""
+    """Return the accessibility tree: role, name and properties of each element."""
     nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     return [
         {
             "role": node["role"]["value"],
             "name": node.get("name", {}).get("value", ""),
-            **{one["name"]: one["value"].get("value") for one in node.get("properties", ())},
+            **{prop["name"]: prop["value"].get("value") for prop in node.get("properties", ())},
         }
         for node in nodes
         if not node["ignored"]
@@ -48,19 +48,19 @@ def told_of(page: Page) -> list[dict[str, Any]]:
 
 
 def prefer(page: Page, theme: str) -> None:
-    """Let the system ask for light or dark; empty = as it is."""
+    """Emulate the system's light or dark preference; empty = none."""
     feature = {"name": "prefers-color-scheme", "value": theme}
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
-@pytest.mark.parametrize("theme", ["light", *(["dark"] if AXE else [])])  # names are the same, contrasts are not
+@pytest.mark.parametrize("theme", ["light", *(["dark"] if AXE else [])])  # only contrasts differ
 def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page, theme: str) -> None:
     stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
     stored(tmp_path / "blocks", [witness(7), witness(8)])
     rollouts, blocks = serve(tmp_path / "rollouts", who="anna"), serve(tmp_path / "blocks")
     prefer(page, theme)
     page.expected_errors += ["status of 400", "status of 404"]
-    found = []
+    violations = []
     for address, drawn in (
         (f"{rollouts}/#/overview", "document.querySelectorAll('.curves canvas').length === 5"),
         (f"{rollouts}/#/table", "document.querySelectorAll('.row').length > 5"),
@@ -80,17 +80,17 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
         page.until(drawn)
         page.run("for (const one of document.querySelectorAll('details')) one.open = true")
         nodes = told_of(page)
-        found += [
-            f"{address}: a {one['role']} without a name"
-            for one in nodes
-            if one["role"] in CONTROLS and not one["name"].strip()
+        violations += [
+            f"{address}: a {node['role']} without a name"
+            for node in nodes
+            if node["role"] in CONTROLS and not node["name"].strip()
         ]
-        found += [f"{address}: no {role}" for role in LANDMARKS - {one["role"] for one in nodes}]
+        violations += [f"{address}: no {role}" for role in LANDMARKS - {node["role"] for node in nodes}]
         if AXE:
             page.run(Path(AXE).read_text())
-            found += [f"{address}: {one}" for one in page.driver.execute_async_script(RUN_AXE)]
+            violations += [f"{address}: {node}" for node in page.driver.execute_async_script(RUN_AXE)]
     prefer(page, "")
-    assert not found, "\n".join(dict.fromkeys(found))
+    assert not violations, "\n".join(dict.fromkeys(violations))
 
 
 def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -102,13 +102,15 @@ def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Pa
     light, curve = page.run(f"return {ground}"), page.run(f"return {drawn}")
     prefer(page, "dark")
     dark = page.until(f"{ground} !== arguments[0] && {ground}", light)
-    page.until(f"{drawn} !== arguments[0]", curve)  # what is drawn follows, too
+    page.until(f"{drawn} !== arguments[0]", curve)  # the canvas follows, too
     page.click("#theme")
     assert page.run(f"return {ground}") == light
     page.driver.refresh()
-    page.until(f"document.querySelector('.curves canvas') && {ground} === arguments[0]", light)  # it was chosen
+    page.until(
+        f"document.querySelector('.curves canvas') && {ground} === arguments[0]", light
+    )  # an explicit choice wins
     assert "light" in page.run("return document.querySelector('#theme').getAttribute('aria-label')")
-    page.click("#theme")  # which is what the system says: nothing is chosen any more
+    page.click("#theme")  # equals the system's theme, so the choice is dropped
     page.until(f"{ground} === arguments[0]", dark)
     prefer(page, "light")
     page.until(f"{ground} === arguments[0]", light)
@@ -133,8 +135,8 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
             assert page.run(f"return {focused}") == held
         page.until("document.querySelector('#said').textContent === '2 trajectories more, 50 now'")
         page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: from version 7 to 4
-        told = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-        assert page.run(f"return {told}") == "version 4: 8"
+        label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
+        assert page.run(f"return {label}") == "version 4: 8"
         page.keys("[data-curve=count] .u-over", "\ue007")  # Enter
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
         assert page.run("return document.title") == f"Trajectories · {tmp_path.name} · trajstore"

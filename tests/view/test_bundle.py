@@ -1,4 +1,4 @@
-"""Bundles in a real Chromium, over a server that knows nothing but files."""
+"""Bundles in a real Chromium, over a static file server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Serve = Callable[[Path], str]
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files of a folder."""
+    """Serves a folder's files without logging."""
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
@@ -42,7 +42,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def files_of(folder: Path) -> Iterator[str]:
-    """Serve a folder from a thread, below a path as publishers do; yields the address."""
+    """Serve a folder from a thread, below a path like publishers do; yield the address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder.parent))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -61,15 +61,15 @@ def serve_files() -> Iterator[Serve]:
 
 
 def bundled(source: Path, target: Path, *options: str) -> Path:
-    """Write a bundle as users do, and return the folder."""
+    """Write a bundle with the command line and return its folder."""
     assert main(["view", str(source), "--bundle", str(target), *options]) == 0
     return target
 
 
 def shown(page: Page) -> list[str]:
     """Return the ids in the table."""
-    found: list[str] = page.run(f"return {ROWS}")
-    return found
+    rows: list[str] = page.run(f"return {ROWS}")
+    return rows
 
 
 def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve, page: Page) -> None:
@@ -79,14 +79,14 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
         writer.flush()
         expected = writer.query().where("task != 'task-4'").order_by("outcome desc", "trajectory_id").ids().tolist()
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
-    shutil.rmtree(tmp_path / "store")  # nothing is asked of it
+    shutil.rmtree(tmp_path / "store")  # the bundle does not need it
     opened(page, address, "document.querySelectorAll('.curves canvas').length === 5")
     assert text_of(page, ".figures dd") == str(len(expected))
     assert f"{len(expected)} trajectories where task != 'task-4'" in text_of(page, "#live")
     assert "trajstore view" in text_of(page, ".question")
     assert page.run("return document.querySelector('#filter')") is None
     clicked(page, ".lacking a", f"{ROWS}.join() === '250'")
-    page.click(".question a")  # all again
+    page.click(".question a")  # clears the filter
     page.until(
         f"{ROWS}[0] === '250' && document.querySelector('.total').textContent === '{len(expected)} trajectories'"
     )
@@ -184,7 +184,7 @@ def test_blocks_have_their_pictures_alone_and_beside_each_other(
     pixels = "[...document.querySelectorAll('.episodes .large')]" + (
         ".map((one) => one.getContext('2d').getImageData(2, 1, 1, 1).data.slice(0, 3).join())"
     )
-    colors = [",".join(str(value) for value in one.curr_obs["image"][0, 0, 1, 2].tolist()) for one in (block, other)]
+    colors = [",".join(str(value) for value in view.curr_obs["image"][0, 0, 1, 2].tolist()) for view in (block, other)]
     page.until(f"{pixels}.join(' ') === arguments[0]", " ".join(colors))
 
 
@@ -198,9 +198,9 @@ def test_damage_is_said_and_hides_nothing_else(
         done = bundle.write_bundle(living, tmp_path / "out")
     assert list(done.problems) == ["1"], "it came while the bundle was written"
     assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "later")]) == 1
-    said = capsys.readouterr().out
-    assert "not all of it can be shown" in said
-    assert "later: 2 trajectories" in said
+    message = capsys.readouterr().out
+    assert "not all of it can be shown" in message
+    assert "later: 2 trajectories" in message
     opened(page, f"{serve_files(tmp_path / 'later')}#/table", f"{ROWS}.join() === '2,0'")
     page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
     address = serve_files(tmp_path / "out")
@@ -208,10 +208,10 @@ def test_damage_is_said_and_hides_nothing_else(
     page.until(
         "document.querySelector('#trouble').textContent.startsWith('1 could not be read when this was written: 1')"
     )
-    for at, found in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
+    for at, selector in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
         page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
-        page.until("document.querySelector(`main ${arguments[0]}`)", found)
-    (tmp_path / "out" / "data" / "2.bin").unlink()  # whoever copied it forgot one
+        page.until("document.querySelector(`main ${arguments[0]}`)", selector)
+    (tmp_path / "out" / "data" / "2.bin").unlink()  # an incomplete copy
     page.expected_errors.append("status of 404")
     page.open(f"{address}#/trajectory/2")
     page.until("document.querySelector('main .trouble').textContent.includes('not all of it was copied')")
@@ -274,7 +274,7 @@ def write_until_killed(store: Path, target: Path, by: signal.Signals) -> None:
         if done == 2:
             os.kill(os.getpid(), by)
 
-    os.close(2)  # what Python says of an interrupt
+    os.close(2)  # hides Python's traceback of the interrupt
     bundle.write_bundle(Living(shown_at(store)), target, progress=progress)
 
 

@@ -1,4 +1,4 @@
-"""Values that are given from the page: over HTTP, and in a real Chromium."""
+"""Values set from the page: over HTTP, and in a real Chromium."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ HOSTILE = "<img src=x onerror='window.stolen = 1'>\x1b[2J \u202egnp.exe\u202c {{
 
 
 def post(address: str, body: Any, headers: Mapping[str, str | None] | None = None) -> tuple[int, str]:
-    """Return status and sentence of the answer to what the page sends; a header that is None is left out."""
+    """Post a page's request; return the answer's status and message. Headers of None are left out."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
-    said = {"Origin": address, "Sec-Fetch-Site": "same-origin", **JSON, **(headers or {})}
+    sent_headers = {"Origin": address, "Sec-Fetch-Site": "same-origin", **JSON, **(headers or {})}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(
-        "POST", "/api/annotate", data, {name: value for name, value in said.items() if value is not None}
+        "POST", "/api/annotate", data, {name: value for name, value in sent_headers.items() if value is not None}
     )
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -53,8 +53,8 @@ def given(path: Path, shown: str = "0") -> list[Any]:
 
 
 def told(address: str, shown: str = "0") -> list[Any]:
-    """Return what the page is told of values that came late."""
-    return [(one["name"], one["value"], one["place"]) for one in ask(address, "notes", id=shown)["values"]]
+    """Return the page's late values."""
+    return [(value["name"], value["value"], value["place"]) for value in ask(address, "notes", id=shown)["values"]]
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     ):
         assert post(address, wish(value, kind, name)) == (200, ""), (name, value)
     expected = [("judge", 0.5), ("judge", -3), ("tag", "5"), ("tag", HOSTILE), ("judge", None), ("outcome", 2**53 - 1)]
-    assert given(path) == [(*one, "anna") for one in expected]
+    assert given(path) == [(*note, "anna") for note in expected]
     answer = ask(address, "notes", id="0")
-    assert [(one["name"], one["value"]) for one in answer["values"]] == expected
-    assert [one["latest"] for one in answer["values"]] == [False, False, False, True, True, True]
+    assert [(note["name"], note["value"]) for note in answer["values"]] == expected
+    assert [note["latest"] for note in answer["values"]] == [False, False, False, True, True, True]
     assert answer["names"] == [["judge", "number"], ["tag", "text"], ["outcome", "number"]]
     assert ask(address, "about")["write"] == {"who": "anna"}
     assert ask(address, "facts", id="0")["outcome"] == 2**53 - 1
@@ -91,7 +91,7 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
 def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) -> None:
     annotate(path, 0, {"known": 1})
     address = serve(path, who="anna")
-    for body, said in (
+    for body, message in (
         (wish("0.5", name="1x"), "'1x', must be a name"),
         (wish("0.5", name="__proto__ "), "must be a name"),
         (wish("0,5"), "'0,5' is no number, such as 0.5"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) ->
         (b'"' + b"x" * 600_000, "at most 524,288 bytes"),
     ):
         status, sentence = post(address, body)
-        assert (status >= 400, said in sentence) == (True, True), sentence
+        assert (status >= 400, message in sentence) == (True, True), sentence
     assert len(given(path)) == 1
 
 
@@ -171,7 +171,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
         "method POST: nothing can be changed here; with --write, `trajstore view` takes values",
     )
     answer = ask(address, "notes", id="0")
-    assert (ask(address, "about")["write"], [one["who"] for one in answer["values"]]) == (None, ["bob"])
+    assert (ask(address, "about")["write"], [value["who"] for value in answer["values"]]) == (None, ["bob"])
     assert len(given(path)) == 1
 
 
@@ -179,10 +179,10 @@ def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Ser
     address, other = serve(path, who="anna"), serve(path)
     with another_writer(path) as writer:
         os.kill(writer, signal.SIGSTOP)
-        assert post(address, wish("0.5"))[0] == 200  # the writer is not waited for
-        assert post(address, wish("x", "text"))[0] == 400  # contradicts what waits
+        assert post(address, wish("0.5"))[0] == 200  # does not wait for the writer
+        assert post(address, wish("x", "text"))[0] == 400  # contradicts a waiting value
         (first,) = (path / "inbox").iterdir()
-        first.rename(path / "first")  # as if the next one came at the same moment
+        first.rename(path / "first")  # as if another arrived at the same moment
         assert post(address, wish("x", "text"))[0] == 200
         (path / "first").rename(first)
         for viewer in (address, other):
@@ -219,16 +219,19 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
     assert (told(run, "1/1"), told(run, "0/1")) == ([("judge", 0.5, "store")], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
     pinned = serve(tmp_path / "run" / "rank_1", who="bob", pin="kept")
-    assert post(pinned, wish("7"))[0] == 404  # evicted: no snapshot would show the value
-    assert told(pinned) == []
+    assert post(pinned, wish("7"))[0] == 200  # evicted, but kept by the pin
+    assert told(pinned) == [("judge", 7.0, "store")]
+    assert ask(pinned, "facts", id="0")["judge"] == 7.0
     with TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_1", pin="kept") as reader:
-        assert "judge" not in reader.query().table().columns
-    with TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_1") as reader:
-        assert [row["judge"] for row in reader.query().select("judge").rows()] == [0.5]
+        assert [row["judge"] for row in reader.query().select("judge").rows()] == [7.0, 0.5]
 
 
 def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
-    rlinf = next(one for one in sorted((shared_fixtures / "rlinf").iterdir()) if (one / "metadata.json").is_file())
+    rlinf = next(
+        directory
+        for directory in sorted((shared_fixtures / "rlinf").iterdir())
+        if (directory / "metadata.json").is_file()
+    )
     assert ask(serve(rlinf), "notes", id="0")["values"] == []
     for absent in (rlinf, tmp_path / "none"):
         with pytest.raises(StoreNotFoundError):
@@ -242,7 +245,7 @@ def test_the_command_prints_where_it_listens_and_says_who(path: Path, monkeypatc
         port = urlsplit(command.address).port or 0
         with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"), listening("127.0.0.1", port):
             pass
-        with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # a page is open
+        with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # an open page
             assert events.readline().startswith(b"id: ")
             assert "Error" not in command.end()
     assert given(path) == [("judge", 1.0, "login")]
@@ -259,7 +262,7 @@ ENTER, TAB, SHIFT = "\ue007", "\ue004", "\ue008"
 
 
 def enter(page: Page, name: str, value: str, kind: str = "number") -> None:
-    """Fill in the form and give it, with the keyboard."""
+    """Fill in the form and submit it with the keyboard."""
     page.run("for (const one of document.querySelectorAll('#late-name, #late-value')) one.value = ''")
     page.keys("#late-name", name, TAB)
     page.keys("#late-kind", kind)
@@ -300,17 +303,17 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
 ) -> None:
     opened(page, f"{serve(path, who=HOSTILE)}/#/trajectory/0", FORM)
     page.expected_errors.append("status of 400")
-    for name, value, kind, said in (
+    for name, value, kind, message in (
         ("1x", "1", "number", "must be a name"),
         ("judge", "1,5", "number", "is no number"),
         ("outcome", "good", "text", "takes the place of a number"),
     ):
         enter(page, name, value, f"a {kind}")
-        page.until(f"{REFUSED}.includes(arguments[0])", said)
-        assert page.run("return document.querySelector('#late-value').value") == value  # to be put right
+        page.until(f"{REFUSED}.includes(arguments[0])", message)
+        assert page.run("return document.querySelector('#late-value').value") == value  # kept for correction
     assert given(path) == []
     page.run("document.querySelector('#late-name').value = 'tag'; document.querySelector('#late-kind').value = 'text'")
-    page.run("document.querySelector('#late-value').value = arguments[0]", HOSTILE)  # drivers type no emoji
+    page.run("document.querySelector('#late-value').value = arguments[0]", HOSTILE)  # drivers cannot type emoji
     page.keys("#late-value", ENTER)
     page.until(f"{VALUES}.length === 1")
     assert given(path) == [("tag", HOSTILE, HOSTILE)]
@@ -369,7 +372,7 @@ def test_rows_that_are_shown_are_given_a_value_whatever_came_and_went(tmp_path: 
         writer.flush()
         page.open(f"{serve(tmp_path, who='anna')}/#/table?where=outcome%20%3D%201")
         page.until("document.querySelectorAll('.row .id a').length > 10")
-        page.run("document.querySelector('.grid').scrollTop = 34 * 100")  # here the table stays as it is
+        page.run("document.querySelector('.grid').scrollTop = 34 * 100")  # scrolled down, the table does not move
         page.click(".late summary")
         writer.add_trajectories([rollout(number) for number in range(400, 408)])
         writer.evict([1, 3, 5])

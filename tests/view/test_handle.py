@@ -1,4 +1,4 @@
-"""The page over a handle of stores that are actors of a real Ray."""
+"""The page over a handle whose stores are actors of a real Ray."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
         page.until(f"[...{pixel}].slice(0, 3).join() === arguments[0]", color)
         opened(page, f"{address}#/table", f"{ROWS}.length === 17")
         (new,) = handle.add_trajectories([rollout(16)]).committed(120)
-        page.until(f"{ROWS}.includes('{new}')")  # it comes by itself
+        page.until(f"{ROWS}.includes('{new}')")  # appears without a reload
         page.expected_errors.append("status of 404")
-        page.run("location.hash = '#/trajectory/999'")  # would be of a store that does not exist
+        page.run("location.hash = '#/trajectory/999'")  # belongs to a nonexistent store
         page.until("document.querySelector('main .trouble')?.textContent.includes('there is none')")
-        ray.kill(ray.get_actor(f"seen/rank_{new % 1024}", namespace="trajstore"))  # as if its node were lost
+        ray.kill(ray.get_actor(f"seen/rank_{new % 1024}", namespace="trajstore"))  # like a lost node
         page.until("document.querySelector('#trouble').textContent.includes(arguments[0])", f"from rank_{new % 1024}")
         page.run("location.hash = '#/table'")
-        page.until(f"{ROWS}.length === 18")  # what there was before
-    handle.refresh()  # it is still its owner's
+        page.until(f"{ROWS}.length === 18")  # the previous rows
+    handle.refresh()  # still usable by its owner
 
 
 def test_what_is_no_handle_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The page in a real Chromium over 2,000 rollouts of agents, while a writer adds more and takes some away."""
+"""The page in a real Chromium over 2,000 agent rollouts, while a writer adds and evicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => Num
 
 
 def adding(writer: TrajectoryReplayBuffer, first: int) -> AbstractContextManager[None]:
-    """Add rollouts as long as it is entered, eight siblings a time, and evict as many old ones."""
+    """While entered, add eight siblings at a time and evict as many old rollouts."""
     numbers = itertools.count(first, 8)
 
     def work() -> None:
@@ -39,9 +39,11 @@ def test_every_view_follows_a_writer(tmp_path: Path, serve: Serve, page: Page) -
         with adding(writer, MANY):
             page.open(f"{address}/#/table")
             newest = page.until(f"{ROWS}[0] > {MANY} && {ROWS}[0]")
-            page.until(f"{ROWS}[0] > {newest}")  # at the top, what is new comes by itself
+            page.until(f"{ROWS}[0] > {newest}")  # at the top, new rows appear without a reload
             page.run("const grid = document.querySelector('.grid'); grid.scrollTop = 34 * 600")
-            page.until("document.querySelector('.news').checkVisibility()")  # farther down it does not push rows away
+            page.until(
+                "document.querySelector('.news').checkVisibility()"
+            )  # farther down, new rows do not move the others
             steady = page.until(f"{ROWS}.length > 10 && {ROWS}.every(Boolean) && {ROWS}")
             before = text_of(page, "#live")
             page.until("document.querySelector('#live').textContent !== arguments[0]", before)

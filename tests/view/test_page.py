@@ -1,4 +1,4 @@
-"""The page in a real Chromium, over stores that are being written."""
+"""The page in a real Chromium, over stores with active writers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         assert page.run("return document.querySelectorAll('.row').length") < 100
         writer.add_trajectories([rollout(400)])
         writer.flush()
-        page.until(f"{ROWS}[0] === '400'")  # at the top, what is new comes by itself
+        page.until(f"{ROWS}[0] === '400'")  # at the top, new rows appear without a reload
         page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
         page.until("document.querySelector('.total').textContent === '40 trajectories'")
         clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '5'")
@@ -63,15 +63,15 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     address = serve(tmp_path)
     page.open(f"{address}/#/trajectory/0?color=old_log_probs")
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
-    said = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
-    assert said == ["message system", "message user", "message assistant"]
+    texts = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
+    assert texts == ["message system", "message user", "message assistant"]
     calls = "document.querySelector('.message details:not([open]) > summary')"
     assert page.run(f"return {calls}.textContent") == "calls find"
     colors = "[...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)"
-    found = page.run(f"return {colors}")
-    assert set(found[:4]) == {""}  # the prompt has no log-probs
-    assert len(set(found[8:])) > 8
-    page.keys(".scroller", *["\ue014"] * 7)  # right: from no token to token 6
+    rendered = page.run(f"return {colors}")
+    assert set(rendered[:4]) == {""}  # the prompt has no log-probs
+    assert len(set(rendered[8:])) > 8
+    page.keys(".scroller", *["\ue014"] * 7)  # right, from no token to token 6
     page.until("document.querySelector('#token').textContent.includes('token 6')")
     assert "log-prob (trainer) -0.2857143" in text_of(page, "#token")
     assert "token=6" in page.run("return location.hash")
@@ -83,7 +83,7 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     assert "10 not finite" in text_of(page, ".legend")
     page.keys(".scroller", "\ue012")  # left
     page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
-    for number, colored in ((0, "metadata.advantages"), (1, "notes.advantages")):  # what came late goes before
+    for number, colored in ((0, "metadata.advantages"), (1, "notes.advantages")):  # late values win
         page.open(f"{address}/#/trajectory/{number}?token=4")
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
         assert page.run("return document.querySelector('#color').value") == colored
@@ -138,7 +138,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
     stored(tmp_path, [rollout(0, messages=messages)])
     opened(page, f"{serve(tmp_path)}/#/trajectory/0", "document.querySelectorAll('.message').length === 200")
-    said = "document.querySelector('.conversation [role=status]').textContent"
+    status = "document.querySelector('.conversation [role=status]').textContent"
     marked = (
         "[...CSS.highlights.get('found') ?? []].map((one) => "
         "`${one.startContainer.parentElement.closest('.message').dataset.number} ${one}`)"
@@ -150,29 +150,29 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     page.keys("body", "/")
     page.until("document.activeElement.id === 'find'")
     page.keys("#find", "needle\n")
-    page.until(f"{said} === '1 of 2 messages' && {marked}.join() === '7 NEEDLE' && {inside}")
+    page.until(f"{status} === '1 of 2 messages' && {marked}.join() === '7 NEEDLE' && {inside}")
     assert "find=needle" in page.run("return location.hash")
     page.keys("#find", "\n")
-    page.until(f"{said} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
-    clicked(page, "[aria-label='Next match']", f"{said} === '1 of 2 messages'")
-    page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
-    page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
-    page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is shown in parts: this begins in one of them
+    page.until(f"{status} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
+    clicked(page, "[aria-label='Next match']", f"{status} === '1 of 2 messages'")
+    page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # searched literally, not as a pattern
+    page.until(f"{status} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
+    page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is split; the match spans two parts
     page.until(f"{marked}.join() === '7 x The NEEDLE' && {inside}")
     search = "const field = document.querySelector('#find'); field.value = arguments[0]; field.form.requestSubmit()"
     for phrase, shown in (("<script>", "<script>"), ("\x1b[2J", "\\x1b[2J"), ("\\u{202E}", "\\u{202e}")):
-        page.run(search, phrase)  # as it is, or as it is shown
-        page.until(f"{said} === '1 of 1 message' && {marked}[0] === arguments[0]", f"8 {shown}")
+        page.run(search, phrase)  # raw or as shown
+        page.until(f"{status} === '1 of 1 message' && {marked}[0] === arguments[0]", f"8 {shown}")
     page.run(search, "(" * 1_000_000)
-    page.until(f"{said} === 'a phrase has at most 1,000 characters' && !CSS.highlights.has('found')")
+    page.until(f"{status} === 'a phrase has at most 1,000 characters' && !CSS.highlights.has('found')")
     page.keys("#find", "\ue009a\ue009", "nowhere\n")
-    page.until(f"{said} === 'in no message' && !CSS.highlights.has('found')")
+    page.until(f"{status} === 'in no message' && !CSS.highlights.has('found')")
     page.open(page.run("return location.href").replace("nowhere", "line+449"))
-    page.until(f"{said} === '1 of 1 message' && {marked}.join() === '449 line 449' && {inside}")
+    page.until(f"{status} === '1 of 1 message' && {marked}.join() === '449 line 449' && {inside}")
 
 
 def png(width: int, height: int, color: bytes) -> bytes:
-    """Return a picture of one colour."""
+    """Return a picture of a single colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -205,7 +205,7 @@ def test_pictures_in_messages_are_painted(tmp_path: Path, serve: Serve, page: Pa
     page.until("document.querySelectorAll('.picture .refused').length === 2")
     folded = "document.querySelectorAll('.message details').length"
     assert page.run(f"return {folded}") == len(parts) - 1  # with all of their text
-    page.keys("#find", "what is\n")  # unfolds what may have it, not the data of pictures
+    page.keys("#find", "what is\n")  # unfolds candidates, but no picture data
     page.until("document.querySelectorAll('.message details[open]').length === 2")
     assert page.run("return document.querySelectorAll('main img').length") == 0
 
@@ -220,8 +220,8 @@ def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page
     begun = page.run("return [...document.querySelectorAll('.call code')].map((one) => one.textContent)")
     assert [begun[0], begun[2]] == ['{"id": 9007199254740993, "id": 1.0}', "ls  -l"]
     page.run("for (const one of document.querySelectorAll('.message details')) one.open = true")
-    for said in (written, str(2**63 - 1), str(2**53 + 1), '"score": 1.0'):
-        page.until("document.querySelector('.message').textContent.includes(arguments[0])", said)
+    for expected in (written, str(2**63 - 1), str(2**53 + 1), '"score": 1.0'):
+        page.until("document.querySelector('.message').textContent.includes(arguments[0])", expected)
 
 
 def test_damage_is_said_and_hides_nothing_else_while_others_write(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -240,7 +240,7 @@ def test_damage_is_said_and_hides_nothing_else_while_others_write(tmp_path: Path
         page.expected_errors.append("status of 400")
         page.run("location.hash = '#/trajectory/%'")
         page.until("document.querySelector('main .trouble')?.textContent.includes('%')")
-    metadata = tmp_path / "metadata.json"  # a writer that is open would mend it within a second
+    metadata = tmp_path / "metadata.json"  # an open writer would repair it within a second
     whole = metadata.read_bytes()
     metadata.write_bytes(b"\xff")
     page.until("document.querySelector('#trouble').textContent.includes('metadata.json')")
@@ -283,7 +283,7 @@ def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) ->
     assert page.run("return document.querySelectorAll('.token').length") < 3000
     page.keys(".scroller", "\ue010")  # End
     page.until("document.querySelector('#token').textContent.includes('token 199,999')")
-    page.open(page.run("return location.href").replace("199999", "150000"))  # a link brings its token into sight
+    page.open(page.run("return location.href").replace("199999", "150000"))  # a link scrolls to its token
     page.until("document.querySelector('.token.selected').dataset.at === '150000'")
 
 
@@ -332,12 +332,12 @@ def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: S
     stored(tmp_path, [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
     opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 120, 20)
-    said = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
-    page.until(f"['3,0', '8,0'].includes({said})")
-    assert "overview" in page.run("return location.hash")  # there are no trajectories to be seen
-    page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: to a version that is there
-    told = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-    assert page.run(f"return {told}") == "version 2: 1"
+    values = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
+    page.until(f"['3,0', '8,0'].includes({values})")
+    assert "overview" in page.run("return location.hash")  # no trajectories to show
+    page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: to an existing version
+    label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
+    assert page.run(f"return {label}") == "version 2: 1"
 
 
 def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
@@ -355,15 +355,15 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         writer.add_trajectories([rollout(at, old_log_probs=odd) for at in range(16, 24)])
         writer.add_trajectories([rollout(at) for at in range(24, 32)])
         writer.flush()
-        said = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        page.until(f"{said} === 'Mean log-prob (at most 8 rollouts per point), 1 not finite'")
+        caption = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
+        page.until(f"{caption} === 'Mean log-prob (at most 8 rollouts per point), 1 not finite'")
         value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
         assert page.run(f"return {value}") == "version 3: -1.357"
-        page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a point that is no number
+        page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a NaN point
         assert page.run(f"return {value}") == "version 2: unknown"
         page.click("[data-over=time]")
         page.until("document.querySelector('[data-curve=log_prob]').getAttribute('aria-label').endsWith('over time')")
-        page.until(f"{said} && document.querySelector('[data-curve=log_prob] canvas')")
+        page.until(f"{caption} && document.querySelector('[data-curve=log_prob] canvas')")
         page.click("[data-over=version]")
         page.keys("[data-curve=log_prob] [role=slider]", "\ue010", "\ue007")  # end, enter
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
@@ -373,13 +373,13 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
 def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:
     length, batch = 9, 3
     for number in range(2):
-        steps = length - 4 * number  # the second one is shorter
+        steps = length - 4 * number  # the second is shorter
         reward = torch.arange(steps * batch, dtype=torch.float32).reshape(steps, batch, 1) + 100 * number
         with writer_to(tmp_path) as writer:
             writer.add_trajectories([Trajectory(max_episode_length=length, rewards=reward, actions=reward)])
             writer.add_trajectories([rollout(0)] if number else [])
     address = serve(tmp_path)
-    page.open(f"{address}/#/trajectory/0?environment=-3&step=x")  # which no page has written
+    page.open(f"{address}/#/trajectory/0?environment=-3&step=x")  # not an address that the page writes
     page.until("document.querySelector('.total').textContent === 'step 0 (0 to 8) · reward 0'")
     page.open(f"{address}/#/trajectory/0?environment=1&step=2")
     page.until("document.querySelector('[data-curve=rewards] canvas')")

@@ -1,4 +1,4 @@
-"""Pools on the page: in a store that a run writes, as files, as AgentEvolver writes them, and in a bundle."""
+"""Pools on the page: in a run's store, as files, in AgentEvolver's format, and in a bundle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUCKETS = "[...document.querySelectorAll('.by-task[aria-label=Pool] .task')].map
 
 
 def train(manager: ExperienceManager, step: int, successes: dict[str, int]) -> None:
-    """Let the rollouts of a step enter: of each task four, of which so many succeed."""
+    """Add a step of four rollouts per task with the given number of successes."""
     manager.global_steps = step
     rollouts = [
         build(task, tokens=1000 * step + number, outcome=float(number < good), policy_version=step)
@@ -49,9 +49,9 @@ def pool(path: Path, tasks: tuple[str, ...] = ("a", "b", "c")) -> BufferStore:
 
 
 def buckets(page: Page) -> list[tuple[str, str]]:
-    """Return the difficulties that the overview shows, with their numbers of tasks."""
-    found: list[list[str]] = page.run(f"return {BUCKETS}")
-    return [(row[0], row[-1].split()[0]) for row in found]
+    """Return the overview's difficulties and their task counts."""
+    shown: list[list[str]] = page.run(f"return {BUCKETS}")
+    return [(row[0], row[-1].split()[0]) for row in shown]
 
 
 def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -60,7 +60,7 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         expected = manager.query().order_by("trajectory_id desc").rows()
         address = serve(tmp_path)
         page.open(f"{address}/#/table?columns=trajectory_id,task,difficulty,pool_entropy,uses,demonstration")
-        page.until(f"{ROWS}.length === {len(expected)}")  # none of the journal's records, nothing that has left
+        page.until(f"{ROWS}.length === {len(expected)}")  # no journal records, no removed histories
         shown = page.run(f"return {CELLS}")
         assert shown == [
             [
@@ -75,8 +75,8 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         assert {row["uses"] for row in expected} == {0, 1}
         opened(page, f"{address}/#/overview", "document.querySelector('[data-curve=difficulty] canvas')")
         assert buckets(page) == [("0 successes", "0"), ("1 success", "1"), ("2 successes", "0"), ("3 successes", "1")]
-        said = text_of(page, "[aria-label=Pool] .note")
-        assert said.startswith(
+        note = text_of(page, "[aria-label=Pool] .note")
+        assert note.startswith(
             f"{len(expected)} rollouts (1 demonstration among them) of 2 tasks; 1 more task is solved"
         )
         assert "outcome of all of these is 1" in text_of(page, ".lacking")
@@ -91,12 +91,12 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         assert "difficulty3" in facts
         assert "demonstrationno" in facts
         assert "experience_pool" not in text_of(page, "main")
-        page.click(".facts a")  # all histories of the task, of whatever version
+        page.click(".facts a")  # all histories of the task, of any version
         page.until("document.querySelectorAll('.sibling').length === 6")
         pairs = page.run("return [...document.querySelectorAll('.sibling .pairs')].map((one) => one.textContent)")
-        assert sum("policy version 1versions behind 1" in one for one in pairs) == 3
-        assert sum("policy version 2versions behind 0" in one for one in pairs) == 3
-        assert sum("drawn 1 time" in one for one in pairs) == 1
+        assert sum("policy version 1versions behind 1" in pair for pair in pairs) == 3
+        assert sum("policy version 2versions behind 0" in pair for pair in pairs) == 3
+        assert sum("drawn 1 time" in pair for pair in pairs) == 1
         page.expected_errors.append("status of 404")
         other = next(number for number in store.ids() if number not in manager.query().ids())
         page.run("location.hash = `#/trajectory/${arguments[0]}`", str(other))

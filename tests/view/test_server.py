@@ -1,4 +1,4 @@
-"""What the server answers, over real HTTP, without a browser."""
+"""The server's answers over real HTTP, without a browser."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def get(
 
 
 def ask(address: str, path: str, **asked: Any) -> Any:
-    """Return an answer of JSON."""
+    """Return a JSON answer."""
     status, _, body = get(address, f"/api/{path}?{urlencode(asked, doseq=True)}")
     assert status == 200, body
     return json.loads(body)
 
 
 def trajectory(address: str, shown: str) -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
-    """Return what is told of a trajectory, and its arrays by name."""
+    """Return a trajectory's header and its arrays by name."""
     status, _, body = get(address, f"/api/rollout?{urlencode({'id': shown})}")
     assert status == 200, body
     (length,) = struct.unpack_from("<I", body)
-    told = json.loads(body[4 : 4 + length])
+    header = json.loads(body[4 : 4 + length])
     behind = body[4 + length :]
     assert (4 + length) % 8 == 0
     arrays = {}
-    for one in told["arrays"]:
-        values = np.frombuffer(behind, f"<{one['type']}", int(np.prod(one["shape"])), one["at"])
-        arrays[one["name"]] = values.reshape(one["shape"])
-    return told, arrays
+    for array in header["arrays"]:
+        values = np.frombuffer(behind, f"<{array['type']}", int(np.prod(array["shape"])), array["at"])
+        arrays[array["name"]] = values.reshape(array["shape"])
+    return header, arrays
 
 
 def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path, serve: Serve) -> None:
@@ -64,8 +64,8 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         writer.add_trajectories([rollout(number) for number in range(40)])
         writer.flush()
         address = serve(tmp_path)
-        told = ask(address, "about")
-        names = [column["name"] for column in told["columns"]]
+        about = ask(address, "about")
+        names = [column["name"] for column in about["columns"]]
         question = writer.query().where("outcome > 0").order_by("version_high", "trajectory_id desc")
         asked = {"where": "outcome > 0", "order": ["version_high", "trajectory_id desc"], "count": 7}
         pages = [ask(address, "page", **asked, first=first) for first in range(0, 21, 7)]
@@ -77,12 +77,12 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         writer.evict([39])
         writer.add_trajectories([rollout(41)])
         writer.flush()
-        seen = told["state"]
+        seen = about["state"]
         while not ask(address, "page", where="trajectory_id = 40")["total"]:
             seen, _ = stream(address, seen)
-        again = ask(address, "page", **asked, first=0, state=told["state"])
+        again = ask(address, "page", **asked, first=0, state=about["state"])
         assert again["rows"] == pages[0]["rows"]
-        last = ask(address, "page", **asked, first=14, state=told["state"])
+        last = ask(address, "page", **asked, first=14, state=about["state"])
         evicted = next(row for row in last["rows"] if row["trajectory_id"] == "39")
         assert {name for name, value in evicted.items() if value is not None} == {"trajectory_id"}
         now = ask(address, "page", **{**asked, "count": 100})
@@ -91,7 +91,7 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
 
 
 def stream(address: str, seen: str | None = None) -> tuple[str, Any]:
-    """Return id and data of the first state that a page is told that has seen another one."""
+    """Return id and data of the first state sent to a page that last saw ``seen``."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
     connection.request("GET", "/api/events", headers={} if seen is None else {"Last-Event-ID": seen})
     answer = connection.getresponse()
@@ -110,14 +110,14 @@ def test_a_page_that_was_cut_off_is_told_of_what_it_missed(tmp_path: Path, serve
         writer.add_trajectories([rollout(0)])
         writer.flush()
         address = serve(tmp_path)
-        first, told = stream(address)
-        assert (told["state"], told["trajectories"], told["trouble"]) == (first, 1, None)
+        first, state = stream(address)
+        assert (state["state"], state["trajectories"], state["trouble"]) == (first, 1, None)
         writer.add_trajectories([rollout(number) for number in range(1, 5)])
         writer.flush()
-        second, told = stream(address, first)
+        second, state = stream(address, first)
         assert second != first
-        assert told["trajectories"] == 5
-        assert stream(address, first)[0] == second  # not told what it had seen, but what is
+        assert state["trajectories"] == 5
+        assert stream(address, first)[0] == second  # gets the current state, not the missed ones
         assert stream(address, "of a server before")[0] == second
     assert ask(address, "page", count=10)["total"] == 5
 
@@ -131,9 +131,9 @@ def test_numbers_of_a_rollout_are_exact_and_where_they_belong(tmp_path: Path, se
         writer.add_trajectories([rollout(1, input_ids=None, loss_mask=None, attention_mask=None)])
         writer.add_trajectories([rollout(2, messages=[], metadata={"advantages": [0.5], "why": "\u202e\x1b[2J"})])
     address = serve(tmp_path)
-    told, arrays = trajectory(address, "0")
-    assert (told["tokens"], told["parts"]) == (24, [["prompt", 0, PROMPT], ["model", PROMPT, 20]])
-    assert {one["name"]: one["first"] for one in told["arrays"]} == {
+    header, arrays = trajectory(address, "0")
+    assert (header["tokens"], header["parts"]) == (24, [["prompt", 0, PROMPT], ["model", PROMPT, 20]])
+    assert {array["name"]: array["first"] for array in header["arrays"]} == {
         **dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), 0),
         **dict.fromkeys(("old_log_probs", "entropys", "response_mask", "rollout_log_probs", "metadata.advantages"), 4),
     }
@@ -142,9 +142,9 @@ def test_numbers_of_a_rollout_are_exact_and_where_they_belong(tmp_path: Path, se
     np.testing.assert_array_equal(arrays["input_ids"], ids.numpy())
     assert arrays["metadata.advantages"].tolist() == [1.0, -1.0] * 10
     assert trajectory(address, "1")[0]["tokens"] == 20
-    told, arrays = trajectory(address, "2")
+    header, arrays = trajectory(address, "2")
     assert "metadata.advantages" not in arrays
-    assert "\u202e" in json.loads(told["metadata"])["why"]
+    assert "\u202e" in json.loads(header["metadata"])["why"]
 
 
 def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
@@ -152,13 +152,13 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
         stored(tmp_path / f"rank_{rank}", [rollout(rank), witness(7)])
     address = serve(tmp_path)
     assert ask(address, "facts", id="1/0")["task"] == "task-0"
-    told, arrays = trajectory(address, "1/1")
+    header, arrays = trajectory(address, "1/1")
     block = witness(7)
     assert block.rewards is not None
     steps, batch = block.rewards.shape[:2]
-    assert (told["kind"], told["steps"], told["batch"]) == ("step", steps, batch)
+    assert (header["kind"], header["steps"], header["batch"]) == ("step", steps, batch)
     np.testing.assert_array_equal(arrays["rewards"].reshape(block.rewards.shape), block.rewards.numpy())
-    assert arrays["dones"].shape[:2] == (steps, batch)  # without the rows that begin an epoch
+    assert arrays["dones"].shape[:2] == (steps, batch)  # without the rows at epoch starts
     status, _, body = get(address, "/api/rollout?id=5/1")
     assert (status, "5/1" in json.loads(body)["error"]) == (404, True)
     rlinf = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
@@ -198,14 +198,19 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         writer.add_trajectories([rollout(40, reward=None, task_id="", policy_version=None), witness(3)])
         writer.flush()
         address = serve(tmp_path)
-        told = ask(address, "overview")
-        assert (told["trajectories"], told["agents"], told["tasks"], told["outcome"]) == (42, 41, 5, 0.5)
-        assert (told["without_outcome"], told["unreadable_count"]) == (1, 0)
+        overview = ask(address, "overview")
+        assert (overview["trajectories"], overview["agents"], overview["tasks"], overview["outcome"]) == (
+            42,
+            41,
+            5,
+            0.5,
+        )
+        assert (overview["without_outcome"], overview["unreadable_count"]) == (1, 0)
         versions = writer.query().where("version_high is not null").group_by("version_high")
         curve = {row["version_high"]: row["n"] for row in versions.select("count(*) as n").rows()}
-        assert {at: told["by_version"]["count"][told["by_version"]["x"].index(at)] for at in curve} == curve
-        assert sum(told["by_time"]["count"]) == 42
-        assert [row["count"] for row in told["by_task"]] == [8] * 5
+        assert {at: overview["by_version"]["count"][overview["by_version"]["x"].index(at)] for at in curve} == curve
+        assert sum(overview["by_time"]["count"]) == 42
+        assert [row["count"] for row in overview["by_task"]] == [8] * 5
         assert ask(address, "overview", where="task = 'task-1'")["trajectories"] == 8
         assert ask(address, "overview", where="task = 'none'")["by_version"]["x"] == []
         group = ask(address, "group", task="task-1")
@@ -239,30 +244,30 @@ def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_p
         )
         writer.flush()
         address = serve(tmp_path)
-        told = ask(address, "log_probs", over="version")
-        assert (told["x"], told["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
-        assert (told["first"], told["last"], told["of"], told["unread"]) == ([0, 2, 4, 5], [1, 2, 4, 5], 4, 0)
+        curve = ask(address, "log_probs", over="version")
+        assert (curve["x"], curve["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
+        assert (curve["first"], curve["last"], curve["of"], curve["unread"]) == ([0, 2, 4, 5], [1, 2, 4, 5], 4, 0)
         assert ask(address, "log_probs", over="version", where="version_high = 1")["x"] == [1]
         assert ask(address, "log_probs", over="version", where="kind = 'step'")["x"] == []
         assert ask(address, "log_probs", over="time", where="version_high = 0")["log_prob"] == [-1.0]
         assert get(address, "/api/log_probs?over=task")[0] == 400
         writer.add_trajectories([of(number // 16, -float(number % 16)) for number in range(160, 1280)])
         writer.flush()
-        while (told := ask(address, "log_probs", over="version"))["of"] < 74:
-            stream(address, told["state"])
-        assert (len(told["x"]), told["x"][0], told["x"][-1], told["of"]) == (60, 0, 79, 74)
-        assert told["log_prob"] == ask(address, "log_probs", over="version")["log_prob"]
-        assert all(value in {-whole / 8 for whole in range(121)} for value in told["log_prob"][4:])
+        while (curve := ask(address, "log_probs", over="version"))["of"] < 74:
+            stream(address, curve["state"])
+        assert (len(curve["x"]), curve["x"][0], curve["x"][-1], curve["of"]) == (60, 0, 79, 74)
+        assert curve["log_prob"] == ask(address, "log_probs", over="version")["log_prob"]
+        assert all(value in {-whole / 8 for whole in range(121)} for value in curve["log_prob"][4:])
     damaged = serve(tmp_path)
     shard = tmp_path / "shards" / "shard_00000000.pt"
     shard.write_bytes(shard.read_bytes()[:100])
     more = ask(damaged, "log_probs", over="version")
-    assert (more["unread"], more["log_prob"][-1]) == (4, told["log_prob"][-1])
+    assert (more["unread"], more["log_prob"][-1]) == (4, curve["log_prob"][-1])
 
 
 def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve) -> None:
     address = serve(stored(tmp_path, [rollout(0)]))
-    for path, said in (
+    for path, message in (
         ("page?where=taks%20%3D%201", "where: 'taks = 1': there is no column 'taks'"),
         ("page?order=nothing", "order_by: 'nothing'"),
         ("page?first=-1", "first"),
@@ -276,7 +281,7 @@ def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve
         ("facts?id=", "trajectory_id"),
     ):
         status, _, body = get(address, f"/api/{path}")
-        assert (status, said in json.loads(body)["error"]) == (400, True), body
+        assert (status, message in json.loads(body)["error"]) == (400, True), body
 
 
 def test_other_sites_names_and_methods_are_refused(tmp_path: Path, serve: Serve) -> None:
@@ -295,11 +300,11 @@ def test_other_sites_names_and_methods_are_refused(tmp_path: Path, serve: Serve)
         assert get(address, "/api/about", headers)[0] == 403, headers
     own = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
     for headers in ({"Host": f"localhost:{urlsplit(address).port}"}, own):
-        status, said, _ = get(address, "/", headers)
+        status, answer_headers, _ = get(address, "/", headers)
         assert status == 200, headers
-        assert said["content-security-policy"].startswith("default-src 'self'; ")
-        assert said["x-content-type-options"] == "nosniff"
-        assert "access-control-allow-origin" not in said
+        assert answer_headers["content-security-policy"].startswith("default-src 'self'; ")
+        assert answer_headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in answer_headers
     for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/api/none"):
         assert get(address, path)[0] == 404, path
 
@@ -309,9 +314,9 @@ def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
     address = serve(tmp_path, "secret")
     for path in ("/", "/api/about", "/static/app.js", "/?token=", "/?token=secre", "/?token=other"):
         assert get(address, path)[0] == 401, path
-    status, said, _ = get(address, "/?token=secret", {"Host": "node7:8421"})
-    cookie = said["set-cookie"]
-    assert (status, said["location"]) == (303, "/")
+    status, answer_headers, _ = get(address, "/?token=secret", {"Host": "node7:8421"})
+    cookie = answer_headers["set-cookie"]
+    assert (status, answer_headers["location"]) == (303, "/")
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
     assert get(address, "/api/about", {"Cookie": cookie.split(";")[0]})[0] == 200
@@ -320,23 +325,23 @@ def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_text_of_tokens_is_that_of_the_whole() -> None:
-    """A tokenizer of bytes that drops the space with which a text begins, as some do."""
+    """A byte tokenizer that drops a text's leading space, like some do."""
     text = " für 😀 das\nEnde é"
     ids = list(text.encode())
 
     def decode(some: Any) -> str:
         return bytes(some).decode(errors="replace").removeprefix(" ")
 
-    told = texts_of(ids, decode)
-    words = dict(zip(told["ids"], told["words"], strict=True))
-    joined = {place: (count, said) for place, count, said in told["joined"]}
-    found, at = "", 0
+    texts = texts_of(ids, decode)
+    words = dict(zip(texts["ids"], texts["words"], strict=True))
+    joined = {place: (count, word) for place, count, word in texts["joined"]}
+    rebuilt, at = "", 0
     while at < len(ids):
-        count, said = joined.get(at, (1, words[ids[at]]))
-        found += said
+        count, word = joined.get(at, (1, words[ids[at]]))
+        rebuilt += word
         at += count
-    assert found.removeprefix(" ") == text.removeprefix(" ")
-    assert len(told["ids"]) == len(set(ids))
+    assert rebuilt.removeprefix(" ") == text.removeprefix(" ")
+    assert len(texts["ids"]) == len(set(ids))
 
 
 def test_the_page_is_small() -> None:

@@ -1,10 +1,9 @@
-"""Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
+"""Experience replay for GRPO: pools successful rollouts and mixes their tasks into batches.
 
-Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` →
-``ledger``, ``notices`` → ``journal`` → ``store``, ``selection``, ``compact`` →
-``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` and ``message_rows`` make rows of conversations,
-``persistence`` and ``agentevolver`` read and write a pool's files,
-``rows`` makes one trajectory of a rollout's rows, ``contract`` compares tokenizers.
+Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``ledger``, ``notices`` →
+``journal`` → ``store``, ``selection``, ``compact`` → ``rules``, ``entry`` → ``buckets``, ``outcomes``. ``transcripts``
+and ``message_rows`` make rows of conversations, ``persistence`` and ``agentevolver`` read and write a pool's files,
+``rows`` joins a rollout's rows into one trajectory, and ``contract`` compares tokenizers.
 """
 
 from trainer_hooks.replay.buckets import TASK_SAMPLING, TaskSampling

@@ -1,16 +1,16 @@
-"""AgentEvolver's rollouts, as its own classes pickle them, as trajectories. Nothing that a pickle names is run.
+"""Converts AgentEvolver's pickled rollouts to trajectories, without running code named in a pickle.
 
-Two kinds of object are known by their fields, whatever their class is called:
+Two kinds of object are recognised by their fields, whatever their class:
 
 *Conversations with recorded tokens* (``Linear_CMT``, ``LinearThinkCMT``): ``full_context`` is the list of messages,
-each with ``author``, ``role``, ``content`` and ``token_arr``, the engine's ids. ``linear``: one row, all messages up to
-the model's last. ``linear_think``: ``grouped_steps`` has the messages of each model turn, earlier turns without their
-thoughts, and each turn is a row. The response begins at the first message of author ``llm``. Trained on is what the
-model wrote: not the generation prompt (``blackout_token_combo``), and nothing after the end-of-turn token.
+each with ``author``, ``role``, ``content`` and ``token_arr``, the engine's ids. ``linear``: one row, up to the model's
+last message. ``linear_think``: ``grouped_steps`` has the messages of each model turn, earlier turns without their
+thoughts, and each turn is a row. The response begins at the first message of author ``llm``. Only the model's own
+tokens are trained on: not the generation prompt (``blackout_token_combo``), and nothing after the end-of-turn token.
 
 *Transcripts* (``Trajectory``): ``steps`` are messages; there are no ids.
 
-Configuration and tokenizer, which the pickles hold too, are not made.
+The pickles also hold configuration and tokenizer; these are not restored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGES = ("agentevolver", "beyondagent")
 """Packages whose objects become :class:`ForeignObject`; the second is the name of AgentEvolver's earlier versions."""
 
 LEFT_OUT = ("omegaconf", "transformers", "tokenizers", "typing", "pathlib", "antlr4")
-"""Packages of which such pickles have objects that nobody needs."""
+"""Packages whose objects are ignored in such pickles."""
 
 _LLM = "llm"
 _COLUMNS = {
@@ -46,7 +46,7 @@ _COLUMNS = {
 
 
 class ForeignObject:
-    """Stands in for an object whose class is not here: only its pickled state is kept."""
+    """Placeholder for an object of an unavailable class: keeps only its pickled state."""
 
     def __init__(self, *_arguments: Any, **_keywords: Any) -> None:
         self.fields: dict[str, Any] = {}
@@ -59,13 +59,13 @@ class ForeignObject:
 
 
 def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
-    """Return AgentEvolver's rollout as a trajectory of ours, with the rows that its code makes of it.
+    """Return AgentEvolver's rollout as a trajectory, with the rows that AgentEvolver itself would make.
 
-    Log-probabilities, mask, entropy and policy version stand in its metadata and move to the fields of these names.
-    The log-probs of a rollout with several rows are those of all rows, one after the other; each row gets its own.
+    Log-probabilities, mask, entropy and policy version move from its metadata to the fields of the same names. The
+    log-probs of a rollout with several rows are concatenated over the rows; each row gets its own part.
 
     Raises:
-        TypeError: the object is not of such a kind (also ValueError, KeyError, AttributeError).
+        TypeError: the object is of neither kind (also ValueError, KeyError, AttributeError).
     """
     context = foreign.fields.get("full_context")
     if context is None:
@@ -77,7 +77,7 @@ def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
 
 
 def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]]) -> AgentTrajectory:
-    """Return what both kinds have, by our names, with the token columns as they stand there."""
+    """Return the fields that both kinds share, with the token columns unchanged."""
     fields = foreign.fields
     metadata = dict(fields.get("metadata") or {})
     reward = fields.get("reward")
@@ -103,20 +103,20 @@ def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]
 
 
 def _rows(fields: Mapping[str, Any]) -> list[TokenRow]:
-    """Return the rows of a conversation; none without recorded ids."""
+    """Return the rows of a conversation; empty without recorded ids."""
     groups = fields.get("grouped_steps") or [fields["full_context"]]
     prompt = [int(token) for token in fields.get("blackout_token_combo") or []]
     rows = []
     for group in groups:
-        said = [message.fields for message in group]
-        authors = [message.get("author") for message in said]
+        messages = [message.fields for message in group]
+        authors = [message.get("author") for message in messages]
         if _LLM not in authors:
             continue
-        last = len(authors) - authors[::-1].index(_LLM)  # what came after the model's last message is not trained on
+        last = len(authors) - authors[::-1].index(_LLM)  # messages after the model's last are not trained on
         ids: list[int] = []
         mask: list[int] = []
         start = None
-        for message in said[:last]:
+        for message in messages[:last]:
             tokens = [int(token) for token in message.get("token_arr") or []]
             if not tokens:
                 return []
@@ -131,7 +131,7 @@ def _rows(fields: Mapping[str, Any]) -> list[TokenRow]:
 
 
 def _written(tokens: Sequence[int], prompt: Sequence[int], end: int | None) -> list[int]:
-    """Return 1 on the tokens of a message that the model wrote: after the generation prompt, to the end of the turn."""
+    """Return a mask of the tokens that the model wrote: after the generation prompt, to the end of the turn."""
     first = len(prompt) if prompt and list(tokens[: len(prompt)]) == list(prompt) else 0
     last = len(tokens) if end is None or end not in tokens[first:] else tokens.index(end, first) + 1
     return [int(first <= place < last) for place in range(len(tokens))]

@@ -1,9 +1,9 @@
-"""Which tasks are how hard, and which of them are drawn. Pure; the generator is passed in.
+"""Task difficulties, and the probabilities with which tasks are drawn. Pure; the generator is passed in.
 
 The *difficulty* of a task is its number of successes out of ``n_rollout``, by the fresh rollouts of its newest step
 (:meth:`~trainer_hooks.replay.outcomes.TaskOutcome.difficulty`). Tasks of one difficulty share a *bucket*.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
 
 
 class DifficultyBuckets:
-    """A partition of tasks by difficulty. Buckets and the tasks in them keep their order of arrival.
+    """A partition of tasks by difficulty, in order of arrival.
 
-    A task is in one bucket at the most, and no bucket is empty.
+    A task is in at most one bucket, and no bucket is empty.
     """
 
     def __init__(self, buckets: Mapping[int, Iterable[str]] | None = None) -> None:
-        self._tasks: dict[int, dict[str, None]] = {}  # a dict as an ordered set: removal does not search
+        self._tasks: dict[int, dict[str, None]] = {}  # a dict as an ordered set: removal in constant time
         self._difficulty: dict[str, int] = {}
         for difficulty, tasks in (buckets or {}).items():
             for task in tasks:
@@ -52,7 +52,7 @@ class DifficultyBuckets:
         return self._difficulty.get(task)
 
     def place(self, task: str, difficulty: int) -> None:
-        """Put a task into a bucket, out of the one it was in. A task that is there already keeps its place."""
+        """Move a task into a bucket. A task that is already there keeps its position."""
         if self._difficulty.get(task) == difficulty:
             return
         self.remove(task)
@@ -60,7 +60,7 @@ class DifficultyBuckets:
         self._tasks.setdefault(difficulty, {})[task] = None
 
     def remove(self, task: str) -> None:
-        """Take a task out of its bucket, if it is in one."""
+        """Remove a task from its bucket, if it is in one."""
         difficulty = self._difficulty.pop(task, None)
         if difficulty is None:
             return
@@ -92,14 +92,14 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
     ``linear_clip``   min(d / n, 1/2)
     ================= ===========================================================
 
-    The last four are the weightings of ExGRPO (arXiv 2510.02245). A weight of zero is never drawn. ``similar`` is no
-    weighting: see :class:`~trainer_hooks.replay.mixing.SimilarTasks`.
+    The last four are the weightings of ExGRPO (arXiv 2510.02245). A bucket of weight zero is never drawn. ``similar``
+    is no weighting: see :class:`~trainer_hooks.replay.mixing.SimilarTasks`.
 
     Returns:
         float64 ``[len(sizes)]`` that sums to 1, or zeros if no bucket has any weight.
 
     Raises:
-        ConfigurationError: no such strategy.
+        ConfigurationError: the strategy is unknown.
     """
     weights = np.array([_log_weight(d, m, strategy, n_rollout) for d, m in sizes.items()], dtype=np.float64)
     if not weights.size or np.isneginf(weights).all():

@@ -1,4 +1,4 @@
-"""Token ids and masks in few bytes while they are stored, and as trainers have them when they come out. Pure."""
+"""Compact storage of token ids and masks, and the way back to ``int64``. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LARGEST = torch.iinfo(torch.int32).max
 def with_small_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
     """Return a trajectory with masks of zeros and ones as ``uint8``, and 64-bit token ids as ``int32``.
 
-    That is 5 bytes a token instead of 16, and 1 instead of 8 for each token of the response. What has other values is
-    kept as it is. Other tensors are shared. The inverse is :func:`with_usual_columns`.
+    This takes 5 bytes a token instead of 16, and 1 instead of 8 for each token of the response. Columns with other
+    values are kept unchanged. Other tensors are shared. The inverse is :func:`with_usual_columns`.
     """
     small = dataclasses.replace(trajectory)
     for name in _MASKS:
@@ -37,7 +37,7 @@ def with_usual_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
 
 
 def small_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask of zeros and ones as ``uint8``; one with other values as it is."""
+    """Return a mask of zeros and ones as ``uint8``; a mask with other values unchanged."""
     if mask.dtype == torch.uint8:
         return mask
     if mask.dtype == torch.int64 and mask.numel():
@@ -47,7 +47,7 @@ def small_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def small_ids(ids: torch.Tensor) -> torch.Tensor:
-    """Return 64-bit token ids as ``int32``, if that holds them."""
+    """Return 64-bit token ids as ``int32`` if they fit."""
     if ids.dtype != torch.int64 or not ids.numel():
         return ids
     low, high = torch.aminmax(ids)

@@ -1,7 +1,7 @@
-"""What a pool demands of trajectories.
+"""A pool's requirements on trajectories.
 
-One tokenizer, since token ids mean something only to the tokenizer and chat template that made them; and rules under
-which demonstrations can come out, where there are any.
+All must come from one tokenizer and chat template, since token ids mean nothing to another. And the rules must allow
+demonstrations to be drawn, if there are any.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def task_id_of(task: Any) -> str:
 
 
 def task_ids_of(tasks: Sequence[Any]) -> list[str]:
-    """Return the ids of tasks, each once.
+    """Return the distinct ids of tasks.
 
     Raises:
-        ConfigurationError: one of them has no id; or they are one text, which would pass for tasks of one letter.
+        ConfigurationError: a task has no id; or ``tasks`` is one string, whose letters would pass for tasks.
     """
     if isinstance(tasks, str):
         raise ConfigurationError(f"tasks: {shown(tasks)} is one text, must be a list of tasks: [{shown(tasks)}]")
@@ -47,7 +47,7 @@ def check_same(other: str, ours: str, name: str) -> None:
     """Refuse a fingerprint that differs from ours. An empty one is unknown and passes.
 
     Raises:
-        ConfigurationError: they differ; the message names both, and by ``name`` what was refused.
+        ConfigurationError: they differ; the message has both, and the refused object's ``name``.
     """
     if other and ours and other != ours:
         raise ConfigurationError(
@@ -57,14 +57,14 @@ def check_same(other: str, ours: str, name: str) -> None:
 
 
 def check_trajectories(trajectories: Sequence[AgentTrajectory], ours: str) -> str:
-    """Check that trajectories belong to tasks and to one tokenizer, and return that tokenizer's fingerprint.
+    """Check that trajectories have tasks and one tokenizer, and return the tokenizer's fingerprint.
 
     Args:
-        trajectories: what is to enter the pool.
-        ours: the pool's fingerprint; empty while unknown, then the first one that is known counts.
+        trajectories: candidates for the pool.
+        ours: the pool's fingerprint; if empty (unknown), the first known one counts.
 
     Raises:
-        ConfigurationError: two tokenizers.
+        ConfigurationError: there are two tokenizers.
         InvalidTrajectoryError: a trajectory has no ``task_id``.
     """
     for trajectory in trajectories:
@@ -77,10 +77,10 @@ def check_trajectories(trajectories: Sequence[AgentTrajectory], ours: str) -> st
 
 
 def check_demonstrations(count: int, rules: PoolRules) -> None:
-    """Refuse demonstrations in a pool whose rules would never let them out.
+    """Refuse demonstrations in a pool whose rules would never draw them.
 
     Raises:
-        ConfigurationError: there are some, and the rules ask for a policy version; the message names the option.
+        ConfigurationError: there are some, and the rules require a policy version; the message names the option.
     """
     if count and rules.max_policy_age is not None:
         raise ConfigurationError(
@@ -90,7 +90,7 @@ def check_demonstrations(count: int, rules: PoolRules) -> None:
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """Return what tells Hugging Face tokenizers apart: 16 hex digits of a hash over vocabulary and chat template."""
+    """Return a Hugging Face tokenizer's fingerprint: 16 hex digits of a hash over vocabulary and chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     text = json.dumps([vocabulary, getattr(tokenizer, "chat_template", None)], ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,15 +1,15 @@
-"""Rows of tokens from messages that have no token ids: demonstrations, transcripts, pools of other programs. Pure.
+"""Rows of tokens from messages without token ids: demonstrations, transcripts, other programs' pools. Pure.
 
-A chat template makes the text, a tokenizer the tokens; both are handed in as one :class:`ChatTemplate`. Two contexts::
+A chat template makes the text and a tokenizer the tokens; a :class:`ChatTemplate` has both. Two contexts::
 
-    linear         the whole conversation is one row; what comes after the model's last message is left out
+    linear         the whole conversation is one row, up to the model's last message
     linear_think   a row for each of the model's turns: earlier turns without their thoughts and not trained on, the
                    last one whole
 
-``loss_mask`` is 1 on what the model wrote with the token that ends its turn, and 0 on the template's own text: the
-header that asks for the turn, the line break after it. Which tokens belong to which message is found by comparing: the
-tokens of the first n messages must be the beginning of the tokens of all. Some templates change earlier messages when
-later ones come; that is told.
+``loss_mask`` is 1 on the model's text and the token that ends its turn, and 0 on the template's own text: the header
+before the turn, the line break after it. A message's tokens are located by comparing prefixes: the tokens of the first
+n messages must be a prefix of the tokens of all. Templates that change earlier messages when later ones come raise an
+error.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """What makes tokens of messages.
+    """Converts messages to tokens.
 
     Attributes:
-        render: text of messages; with True, and of the header that asks for the model's next turn.
-        encode: token ids of a text, in which special tokens stand as text; none are added.
-        special_ids: ids of the special tokens, of which one ends each turn of the model.
+        render: text of messages; with True, followed by the header of the model's next turn.
+        encode: token ids of a text in which special tokens appear as text; adds none.
+        special_ids: ids of the special tokens; each turn of the model ends with one.
     """
 
     render: Callable[[Sequence[Message], bool], str]
@@ -60,12 +60,12 @@ class ChatTemplate:
         """
 
         def render(messages: Sequence[Message], ask: bool) -> str:
-            listed = [dict(message) for message in messages]
+            plain = [dict(message) for message in messages]
             try:
-                text = tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=ask, **options)
-            except Exception as error:  # a template may raise anything about messages that it is not made for
+                text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=ask, **options)
+            except Exception as error:  # templates may raise anything about unexpected messages
                 raise InvalidTrajectoryError(
-                    f"messages: the chat template refuses {len(listed)} of them: {error}"
+                    f"messages: the chat template refuses {len(plain)} of them: {error}"
                 ) from error
             return str(text)
 
@@ -75,15 +75,15 @@ class ChatTemplate:
         return cls(render, encode, frozenset(tokenizer.all_special_ids))
 
     def end_of_turn(self, ids: Sequence[int], start: int, end: int) -> int:
-        """Return the place behind the special token that ends the turn ids[start:end]; ``end`` without one."""
+        """Return the position after the special token that ends the turn ids[start:end]; ``end`` without one."""
         return next((place + 1 for place in reversed(range(start, end)) if ids[place] in self.special_ids), end)
 
     def header(self, messages: Sequence[Message]) -> Sequence[int]:
-        """Return the tokens that ask for the model's turn after these messages; none if they are not told apart."""
+        """Return the tokens of the model's header after these messages; empty if it cannot be separated."""
         if not messages:
             return []
-        said, asked = self.render(messages, False), self.render(messages, True)
-        return self.encode(asked[len(said) :]) if asked.startswith(said) else []
+        rendered, with_header = self.render(messages, False), self.render(messages, True)
+        return self.encode(with_header[len(rendered) :]) if with_header.startswith(rendered) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class TokenRow:
 
     Attributes:
         input_ids: of prompt and response.
-        loss_mask: 1 on what the model wrote and is trained on.
-        response_start: where the header of the first turn that is trained on begins.
+        loss_mask: 1 on the model's tokens that are trained on.
+        response_start: position of the header of the first trained turn.
     """
 
     input_ids: list[int]
@@ -105,7 +105,7 @@ class TokenRow:
 
 
 def has_thoughts(message: Message) -> bool:
-    """Return whether a message has thoughts, which ``linear_think`` leaves out of earlier turns."""
+    """Return whether a message has thoughts, which ``linear_think`` removes from earlier turns."""
     return _THOUGHT.search(str(message.get("content"))) is not None
 
 
@@ -116,7 +116,7 @@ def is_of_model(message: Message) -> bool:
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether a message is trained on: the model's, unless OpenAI's ``weight`` of it is 0."""
+    """Return whether a message is trained on: it is the model's, and its OpenAI ``weight`` is not 0."""
     return is_of_model(message) and message.get("weight") != 0
 
 
@@ -126,14 +126,14 @@ def rows_of_messages(
     """Return the rows of a conversation.
 
     Args:
-        messages: with texts as content. One of the model's with ``weight`` 0 is not trained on.
+        messages: with strings as content. A message of the model with ``weight`` 0 is not trained on.
         template: makes the tokens.
-        context: how many rows there are, and what is in them.
-        think_hint: ``linear_think``: put behind the message that each row's turn answers, as when it was written.
+        context: the number of rows and their contents.
+        think_hint: ``linear_think``: appended to the message that each row's turn answers, as at generation.
 
     Raises:
-        ConfigurationError: no such context.
-        InvalidTrajectoryError: no message is the model's, a content is no text, or the template changes earlier
+        ConfigurationError: the context is unknown.
+        InvalidTrajectoryError: no message is the model's, a content is not a string, or the template changes earlier
             messages; names the message.
     """
     for number, message in enumerate(messages):
@@ -163,10 +163,10 @@ def rows_of_messages(
 def with_tokens(
     trajectory: AgentTrajectory, template: ChatTemplate, context: Context = "linear", think_hint: str = ""
 ) -> AgentTrajectory:
-    """Return a copy of the trajectory with the tokens of its messages, all rows; one that has tokens as it is.
+    """Return a copy of the trajectory with the tokens of its messages, all rows; unchanged if it has tokens.
 
-    Recorded log-probs and entropies stay where there is one for each token of the responses (or for each that the model
-    wrote) and the recorded ``response_mask``, if there is one, is that of these tokens; others are left out.
+    Recorded log-probs and entropies are kept if there is one for each token of the responses (or for each that the
+    model wrote), and if a recorded ``response_mask`` is that of these tokens. Otherwise they are dropped.
 
     Args:
         trajectory: not changed.
@@ -175,7 +175,7 @@ def with_tokens(
         think_hint: as for :func:`rows_of_messages`.
 
     Raises:
-        ConfigurationError: no such context.
+        ConfigurationError: the context is unknown.
         InvalidTrajectoryError: the messages cannot become rows; names the message.
     """
     if trajectory.input_ids is not None:
@@ -184,7 +184,7 @@ def with_tokens(
 
 
 def with_rows(trajectory: AgentTrajectory, rows: Sequence[TokenRow]) -> AgentTrajectory:
-    """Return a copy of the trajectory with these rows as its tokens, and with what is recorded of these tokens."""
+    """Return a copy of the trajectory with these rows as its tokens, and with the recorded columns that fit them."""
     masks = [torch.tensor(row.loss_mask[row.response_start :]) for row in rows]
     log_probs, rollout_log_probs, entropys = (_recorded(trajectory, name, masks) for name in _RECORDED)
     parts = [
@@ -205,32 +205,34 @@ def with_rows(trajectory: AgentTrajectory, rows: Sequence[TokenRow]) -> AgentTra
 
 
 def _recorded(trajectory: AgentTrajectory, name: str, masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    """Return each row's part of a recorded column; ``None`` for each where the column fits other tokens than these."""
+    """Return each row's part of a recorded column; ``None`` for each if the column belongs to other tokens."""
     column, mask = getattr(trajectory, name), trajectory.response_mask
-    found = None if column is None else over_rows(column, masks)
-    said = masks if mask is None else over_rows(mask, masks)
-    agree = said is not None and all(torch.equal(one == 1, other == 1) for one, other in zip(said, masks, strict=True))
-    return found if found is not None and agree else [None] * len(masks)
+    parts = None if column is None else over_rows(column, masks)
+    recorded_masks = masks if mask is None else over_rows(mask, masks)
+    agree = recorded_masks is not None and all(
+        torch.equal(recorded == 1, expected == 1) for recorded, expected in zip(recorded_masks, masks, strict=True)
+    )
+    return parts if parts is not None and agree else [None] * len(masks)
 
 
 def with_prompt(trajectory: AgentTrajectory, messages: Sequence[Message], template: ChatTemplate) -> AgentTrajectory:
-    """Return a copy of the trajectory with these messages, and with their tokens as the prompt of each of its rows.
+    """Return a copy of the trajectory with new messages, whose tokens become the prompt of each of its rows.
 
-    What the model wrote stays as it was sampled; its log-probs, which were those of another prompt, are left out.
+    The model's tokens stay as sampled; their log-probs are dropped, since they belong to the old prompt.
 
     Args:
         trajectory: with tokens, and with the messages that the model read and wrote; not changed.
-        messages: as many; some of those before the response are others.
-        template: makes the tokens, as it did when the trajectory was made.
+        messages: the same number of messages, of which some before the response may differ.
+        template: makes the tokens; the one that the trajectory was made with.
 
     Raises:
-        InvalidTrajectoryError: messages of the response differ, or a row does not begin with what the template makes of
+        InvalidTrajectoryError: messages of the response differ, or a row does not begin with the template's tokens of
             the trajectory's messages up to the model's next turn.
     """
     if len(messages) != len(trajectory.messages):
         raise InvalidTrajectoryError(f"messages: {len(messages)}, the trajectory has {len(trajectory.messages)}")
     pairs = enumerate(zip(trajectory.messages, messages, strict=True))
-    last = max((number for number, (one, other) in pairs if one != other), default=-1)
+    last = max((number for number, (old_message, new_message) in pairs if old_message != new_message), default=-1)
     turn = next((number for number in range(last + 1, len(messages)) if is_of_model(messages[number])), len(messages))
     old = template.encode(template.render(trajectory.messages[:turn], True))
     new = torch.tensor(template.encode(template.render(messages[:turn], True)))
@@ -260,7 +262,7 @@ def with_prompt(trajectory: AgentTrajectory, messages: Sequence[Message], templa
 
 
 def _row(messages: Sequence[Message], trained: Sequence[int], template: ChatTemplate) -> TokenRow:
-    """Return the row of messages, of which some are turns that are trained on."""
+    """Return the row of a conversation in which the turns ``trained`` are trained on."""
     ids = list(template.encode(template.render(messages, False)))
     mask = [0] * len(ids)
     start = len(ids)
@@ -275,10 +277,10 @@ def _row(messages: Sequence[Message], trained: Sequence[int], template: ChatTemp
 
 
 def _prefix(messages: Sequence[Message], count: int, ask: bool, ids: Sequence[int], template: ChatTemplate) -> int:
-    """Return how many tokens the first messages have, which are the beginning of all tokens.
+    """Return the number of tokens of the first ``count`` messages.
 
     Raises:
-        InvalidTrajectoryError: they are not.
+        InvalidTrajectoryError: these tokens are not a prefix of ``ids``.
     """
     if count == 0 and not ask:
         return 0
@@ -286,7 +288,9 @@ def _prefix(messages: Sequence[Message], count: int, ask: bool, ids: Sequence[in
     part = list(template.encode(text))
     if part == list(ids[: len(part)]):
         return len(part)
-    place = next((at for at, (one, other) in enumerate(zip(part, ids, strict=False)) if one != other), len(ids))
+    place = next(
+        (position for position, (own, whole_id) in enumerate(zip(part, ids, strict=False)) if own != whole_id), len(ids)
+    )
     what = "the header that asks for" if ask else "what the template makes of"
     upto = f"messages[{count}]" if ask else f"messages[:{count}]"
     raise InvalidTrajectoryError(

@@ -22,14 +22,14 @@ from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
 Draws = list[tuple[dict[int, int], dict[int, int]]]
-"""Of each step, the tasks that could be drawn and those that were: how many, by difficulty."""
+"""For each step, the number of tasks that could be drawn and that were drawn, by difficulty."""
 
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class PoolCut:
-    """Everything but the rules. Trajectories are named by their id in a durable store, or contained."""
+    """A pool's state without its rules. Trajectories are ids in a durable store, or included."""
 
     difficulty2task_dict: dict[int, list[str]]
     skip_uid_set: list[str]
@@ -38,27 +38,27 @@ class PoolCut:
     refused: dict[str, int]
     tokenizer_fingerprint: str
     store_id: str
-    """The store whose ids ``entries`` has."""
+    """The store that the ids in ``entries`` belong to."""
     entries: dict[str, list[int]]
     trajectories: dict[str, list[AgentTrajectory]]
     uses: Uses = field(default_factory=dict)
-    """How often each trajectory was drawn; cuts of earlier versions have none."""
+    """Number of draws of each trajectory; absent in cuts of earlier versions."""
     waiting: list[str] = field(default_factory=list)
-    """Tasks that gave way to tasks with history; cuts of earlier versions have none."""
+    """Tasks displaced by tasks with history; absent in cuts of earlier versions."""
     draws: Draws = field(default_factory=list)
-    """What was drawn in the newest steps; cuts of earlier versions have none."""
+    """Draws of the newest steps; absent in cuts of earlier versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cut as plain containers; inverse of :meth:`from_dict`."""
-        plain = {task: [to_plain(one) for one in held] for task, held in self.trajectories.items()}
+        plain = {task: [to_plain(trajectory) for trajectory in held] for task, held in self.trajectories.items()}
         return {**vars(self), "version": _VERSION, "trajectories": plain, "uses": uses_to_json(self.uses)}
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> PoolCut:
-        """Return the cut that :meth:`to_dict` described.
+        """Return the cut that :meth:`to_dict` encoded.
 
         Raises:
-            CorruptStoreError: ``value`` is no such description.
+            CorruptStoreError: ``value`` is not an encoded cut.
         """
         try:
             if value["version"] != _VERSION:
@@ -72,10 +72,13 @@ class PoolCut:
                 tokenizer_fingerprint=str(value["tokenizer_fingerprint"]),
                 store_id=str(value["store_id"]),
                 entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
-                trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
+                trajectories={
+                    task: [from_plain(trajectory) for trajectory in held]
+                    for task, held in value["trajectories"].items()
+                },
                 uses=uses_from_json(value.get("uses", ())),
                 waiting=[str(task) for task in value.get("waiting", ())],
-                draws=[(_counts(could), _counts(did)) for could, did in value.get("draws", ())],
+                draws=[(_counts(drawable), _counts(drawn)) for drawable, drawn in value.get("draws", ())],
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
@@ -94,5 +97,5 @@ class PoolCut:
 
 
 def _counts(value: Mapping[Any, Any]) -> dict[int, int]:
-    """Return numbers by difficulty; JSON has made texts of the keys."""
+    """Return counts by difficulty; JSON has turned the keys into strings."""
     return {int(difficulty): int(count) for difficulty, count in value.items()}

@@ -1,4 +1,4 @@
-"""A trajectory as the pool sees it: what choosing needs to know, or why it cannot be replayed. Pure."""
+"""Pool entries: the facts of a trajectory that selection needs, or the reason for refusing it. Pure."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from trajstore.core.columns.facts import RECORDED
 from trajstore.trajectory import AgentTrajectory
 
 REWARD_FINGERPRINT = "reward_fingerprint"
-"""Key of ``metadata`` under which a trajectory says which reward function gave its outcome."""
+"""Key of ``metadata`` for the name of the reward function that gave the outcome."""
 
 DEMONSTRATION = "demonstration"
-"""Key of ``metadata`` that is true on a trajectory without log-probabilities that no policy of this run sampled: a
-demonstration, or a transcript of another program. It is replayed with those that the current policy gives."""
+"""Key of ``metadata``, true for a trajectory without log-probabilities that no policy of this run sampled: a
+demonstration, or another program's transcript. It is replayed with the current policy's log-probabilities."""
 
 EARLIER_RUN = "earlier_run"
-"""Key of ``metadata`` of a trajectory that an earlier run made: what it says of itself on that run's count of steps."""
+"""Key of ``metadata`` for the original policy version of a trajectory of an earlier run."""
 
 LOG_PROB_ROUNDING = 1e-3
-"""How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
+"""Tolerance for log-probabilities above 0: rounding of logit minus logsumexp in half precision."""
 
 
 class Refusal(StrEnum):
     """Why a trajectory did not enter the pool.
 
     Attributes:
-        NO_LLM_TOKEN: not one token was written by the model.
-        NO_RESPONSE_MASK: neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the
-            model wrote, so recorded log-probabilities have no place: a pool saved with filtered ones, say.
-        LOG_PROBS_MISMATCH: recorded log-probabilities are absent (of what is no demonstration), of another length than
-            the response, or not finite where they count; or ``response_mask``, ``loss_mask`` and ``input_ids`` differ
-            in the length of the response.
-        MALFORMED: a field has another shape, length, dtype or value than it can have, so that no store could keep the
-            rollout: ``entropys`` of another length than ``old_log_probs``, token ids that are no whole numbers,
-            metadata that is no JSON. The log names the field.
-        NO_TOKENS: no token ids, messages at the most: there is nothing to train on. A tokenizer makes them
+        NO_LLM_TOKEN: the model wrote none of its tokens.
+        NO_RESPONSE_MASK: neither ``loss_mask`` with ``response_start`` nor ``response_mask`` marks the model's tokens,
+            so that recorded log-probabilities cannot be aligned (as in a pool saved with filtered ones).
+        LOG_PROBS_MISMATCH: recorded log-probabilities are absent (and it is no demonstration), differ in length from
+            the response, or are not finite where they count; or ``response_mask``, ``loss_mask`` and ``input_ids``
+            disagree on the length of the response.
+        MALFORMED: a field has an invalid shape, length, dtype or value, so that no store could keep the rollout:
+            ``entropys`` of another length than ``old_log_probs``, token ids that are not integers, metadata that is not
+            JSON. The log names the field.
+        NO_TOKENS: no token ids, only messages at most, so there is nothing to train on. A tokenizer makes them
             (``ReplayHook(tokenizer=...)``, ``trajstore pool import --tokenizer``).
-        LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding: it is none.
+        LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding.
         NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
         OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.
-        NO_ENTROPY: it has neither log-probabilities nor a finite entropy, as a demonstration among the rollouts of a
-            step; or the entropies that were handed over beside it have no finite mean, or are more or fewer than its
-            mask.
-        NOT_WORTH_KEEPING: a demonstration whose outcome does not let it enter: no success, by ``save_filter``.
+        NO_ENTROPY: it has neither log-probabilities nor a finite entropy, such as a demonstration among the rollouts of
+            a step; or the entropies given with it have no finite mean, or differ in number from its mask.
+        NOT_WORTH_KEEPING: a demonstration that is no success by ``save_filter``.
         DUPLICATE: the task has a trajectory with the same tokens already.
         NOT_BETTER: the task has its full number of trajectories, and this one's entropy is no improvement.
     """
@@ -70,14 +69,14 @@ class Refusal(StrEnum):
 
 
 class Departure(StrEnum):
-    """Why a trajectory that had entered the pool left it.
+    """Why a trajectory left the pool.
 
     Attributes:
-        TASK_SOLVED: every rollout of a later step succeeded: the task needs no history any more.
-        REPLACED: its task had its full number, and a better one took its place; or it was a demonstration of the same
+        TASK_SOLVED: every rollout of a later step succeeded, so the task no longer needs history.
+        REPLACED: its task had its full number, and a better one took its place; or it was a demonstration with the same
             tokens.
         UNAVAILABLE: the store evicted it.
-        UNREADABLE: what the store has of it is damaged, or is there no more.
+        UNREADABLE: its stored record is damaged or missing.
     """
 
     TASK_SOLVED = "task_solved"
@@ -88,28 +87,28 @@ class Departure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """All that choosing needs to know of a stored trajectory."""
+    """The facts of a stored trajectory that selection needs."""
 
     trajectory_id: int
     task_id: str
     entropy: float | None
-    """Mean entropy in nats when it entered; ``None`` of a demonstration, which has none."""
+    """Mean entropy in nats at entry; ``None`` for a demonstration."""
     outcome: float | None
     policy_version: int | None
     digest: bytes
     """Identifies the tokens."""
     prompt: Prompt = UNKNOWN_PROMPT
-    """What it answers: made of its tokens and messages whenever it is loaded."""
+    """The prompt that it answers, computed from its tokens and messages on every load."""
     reward_fingerprint: str = ""
     """Reward function that gave the outcome; empty = unknown."""
     is_demonstration: bool = False
-    """Whether there are no recorded log-probabilities: :data:`DEMONSTRATION`."""
+    """Whether it has no recorded log-probabilities: :data:`DEMONSTRATION`."""
     is_corrected: bool = False
-    """Whether the outcome was given late, in the place of the recorded one."""
+    """Whether a later outcome replaced the recorded one."""
 
     @classmethod
     def of_record(cls, record: AgentTrajectory, trajectory_id: int, digest: bytes) -> PoolEntry:
-        """Return the entry of a trajectory that is shown and not replayed: with what its document says."""
+        """Return the entry of a trajectory that is displayed but not replayed, from its document alone."""
         return cls(
             trajectory_id=trajectory_id,
             task_id=record.task_id,
@@ -127,7 +126,7 @@ class PoolEntry:
 
 
 def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
-    """Return the mean of ``entropys`` over positions with ``response_mask == 1``; ``None`` if that is no number.
+    """Return the mean of ``entropys`` where ``response_mask == 1``; ``None`` if not finite or empty.
 
     Also ``None`` if the two differ in shape.
 
@@ -146,11 +145,10 @@ def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float |
 
 
 def own_entropy(trajectory: AgentTrajectory) -> float | None:
-    """Return the mean entropy that a trajectory tells of itself, in nats; ``None`` if it tells none.
+    """Return a trajectory's mean entropy in nats, from its own fields; ``None`` if they give none.
 
-    The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
-    estimates it from the tokens that were sampled.
-    To be asked of what has no :func:`field_problem`.
+    The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` over the model's tokens, an
+    estimate from the sampled tokens. The trajectory must have no :func:`field_problem`.
     """
     mask = llm_mask(trajectory)
     known = trajectory.entropy if trajectory.entropy is not None and math.isfinite(trajectory.entropy) else None
@@ -165,25 +163,25 @@ def own_entropy(trajectory: AgentTrajectory) -> float | None:
 
 
 def token_digest(trajectory: AgentTrajectory) -> bytes:
-    """Return 16 bytes that two trajectories share only if their tokens are equal.
+    """Return 16 bytes that are equal for two trajectories only if their tokens are.
 
-    Without token ids equal texts may have been other tokens: then messages and log-probabilities are compared.
+    Without token ids, messages and log-probabilities are compared, since equal texts may have been other tokens.
     """
     digest = hashlib.blake2b(digest_size=16)
     if trajectory.input_ids is not None:
         digest.update(b"ids" + trajectory.input_ids.to(torch.int64).cpu().contiguous().numpy().tobytes())
         return digest.digest()
-    said = [(message.get("role"), message.get("content")) for message in trajectory.messages]
-    digest.update(b"messages" + plain_json(said))
+    texts = [(message.get("role"), message.get("content")) for message in trajectory.messages]
+    digest.update(b"messages" + plain_json(texts))
     if trajectory.old_log_probs is not None:
         digest.update(trajectory.old_log_probs.to(torch.float32).cpu().contiguous().numpy().tobytes())
     return digest.digest()
 
 
 def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
-    """Return which response tokens the model wrote, bool ``[R]``; ``None`` if the trajectory does not say.
+    """Return which response tokens the model wrote, bool ``[R]``; ``None`` if unknown.
 
-    ``loss_mask`` from ``response_start`` on; without these, ``response_mask``.
+    This is ``loss_mask`` from ``response_start`` on, else ``response_mask``.
     """
     if trajectory.loss_mask is not None and trajectory.response_start is not None:
         return trajectory.loss_mask[trajectory.response_start :] == 1
@@ -191,16 +189,15 @@ def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
 
 
 def is_demonstration(trajectory: AgentTrajectory) -> bool:
-    """Return whether a trajectory says that it is a demonstration, and has no log-probabilities."""
+    """Return whether a trajectory is marked as a demonstration and has no log-probabilities."""
     return trajectory.old_log_probs is None and trajectory.metadata.get(DEMONSTRATION) is True
 
 
 def of_earlier_run(trajectory: AgentTrajectory) -> AgentTrajectory:
-    """Return a rollout of an earlier run as one whose age is unknown; tensors and messages are shared.
+    """Return an earlier run's rollout with unknown age; tensors and messages are shared.
 
-    Its ``policy_version`` is on that run's count of steps and says nothing on another's. It goes to
-    ``metadata["earlier_run"]``, and a pool does not fill it in again. Demonstrations, which have none, stay as they
-    are, and so does what a pool will refuse as malformed.
+    Its ``policy_version`` counts that run's steps, so it moves to ``metadata["earlier_run"]``, and a pool does not fill
+    it in again. Demonstrations, which have none, and malformed rollouts are returned unchanged.
     """
     if is_demonstration(trajectory) or EARLIER_RUN in trajectory.metadata or field_problem(trajectory):
         return trajectory
@@ -228,22 +225,21 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
         return Refusal.LOG_PROBS_MISMATCH
     if log_probs is None:
         return None
-    counted = log_probs[mask].double()  # some kinds of float have no comparison
-    low, high = map(float, torch.aminmax(counted))  # both are nan where one is
+    counted = log_probs[mask].double()  # some float dtypes have no comparison
+    low, high = map(float, torch.aminmax(counted))  # both are nan if any is
     if not math.isfinite(low) or not math.isfinite(high):
         return Refusal.LOG_PROBS_MISMATCH
     return Refusal.LOG_PROBS_ABOVE_ZERO if high > LOG_PROB_ROUNDING else None
 
 
 def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
-    """Return why a trajectory does not enter whatever the pool holds; ``None`` if it may.
+    """Return why a trajectory can enter no pool; ``None`` if it may.
 
-    What its tokens lack comes first, then what its entropy lacks, which is a mean over these tokens, and last what no
-    store could keep.
+    Checks its tokens first, then its entropy (a mean over these tokens), and last whether a store could keep it.
 
     Args:
-        trajectory: what is to enter, without a :func:`field_problem`.
-        entropy: its mean entropy in nats; ``None`` = unknown. Of a demonstration it does not count.
+        trajectory: the candidate, without a :func:`field_problem`.
+        entropy: its mean entropy in nats; ``None`` = unknown. Ignored for a demonstration.
     """
     refusal = _replay_refusal(trajectory, entropy)
     if refusal is None and record_problem(as_recorded(trajectory, entropy)):
@@ -252,17 +248,17 @@ def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | 
 
 
 def problem_of(trajectory: AgentTrajectory) -> str:
-    """Return what is wrong with a trajectory that is refused as ``malformed``; empty if nothing is."""
+    """Return the problem of a trajectory that is refused as ``malformed``; empty if there is none."""
     return field_problem(trajectory) or record_problem(as_recorded(trajectory, _entropy_of(trajectory)))
 
 
 def new_entry(trajectory: AgentTrajectory, trajectory_id: int, *, is_checked: bool = False) -> PoolEntry | Refusal:
-    """Return the entry of a trajectory that is to enter, or why it does not, whatever the pool holds.
+    """Return the entry of a candidate, or why it can enter no pool.
 
     Args:
-        trajectory: what is to enter.
+        trajectory: the candidate.
         trajectory_id: of the entry.
-        is_checked: whether :func:`field_problem` and :func:`refusal_of` found nothing.
+        is_checked: whether :func:`field_problem` and :func:`refusal_of` have found nothing.
     """
     if is_checked:
         return _entry(trajectory, trajectory_id, _entropy_of(trajectory))
@@ -275,9 +271,9 @@ def new_entry(trajectory: AgentTrajectory, trajectory_id: int, *, is_checked: bo
 
 
 def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a trajectory that a store keeps, or why it cannot be replayed.
+    """Return the entry of a stored trajectory, or why it cannot be replayed.
 
-    Its entropy is the ``entropy`` that it says; without a finite one, :func:`own_entropy`.
+    Its entropy is its ``entropy`` field if finite, else :func:`own_entropy`.
     """
     entropy = _entropy_of(trajectory)
     return _replay_refusal(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
@@ -293,7 +289,7 @@ def _replay_refusal(trajectory: AgentTrajectory, entropy: float | None) -> Refus
 
 
 def _entropy_of(trajectory: AgentTrajectory) -> float | None:
-    """Return the entropy by which a trajectory is compared; ``None`` of a demonstration, or if it is unknown."""
+    """Return the entropy used to compare a trajectory; ``None`` for a demonstration, or if unknown."""
     if is_demonstration(trajectory):
         return None
     if trajectory.entropy is not None and math.isfinite(trajectory.entropy):
@@ -318,9 +314,9 @@ def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | Non
 
 
 def with_reward_fingerprint(trajectory: AgentTrajectory, fingerprint: str) -> AgentTrajectory:
-    """Return a trajectory that says which reward function gave its outcome, unless it says so already.
+    """Return a trajectory marked with its reward function, unless it is marked already.
 
-    One that is malformed stays as it is.
+    A malformed one is returned unchanged.
     """
     if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata or field_problem(trajectory):
         return trajectory

@@ -1,4 +1,4 @@
-"""Pools between a store and files, and rollouts that exist already into a pool: what ``trajstore pool`` does."""
+"""Export, import and checks of experience pools: the work of ``trajstore pool``."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from trajstore.trajectory import AgentTrajectory
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an export or import did.
+    """Result of an export or import.
 
     Attributes:
-        source: where it was read from: of several ``step_N`` the one that was taken.
+        source: what was read; of several ``step_N``, the chosen one.
         trajectories: trajectories in the pool afterwards.
         tasks: tasks with trajectories.
-        refused: how many were not taken, by reason (see ``Refusal``).
-        read: what was looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are together.
-        before: trajectories that were in the pool before; 0 where files have replaced them.
-        entered: what entered the pool: ``trajectories`` are those ``before`` and those that entered, without those that
+        refused: trajectories that were refused, by reason (see ``Refusal``).
+        read: trajectories that were examined: the sum of ``entered``, ``refused``, ``left_out`` and ``unreadable``.
+        before: trajectories in the pool before; 0 if files replaced them.
+        entered: trajectories that entered the pool; ``trajectories`` is ``before`` plus these, less those that
             ``left``.
-        left: how many left the pool in the course of it, by reason (see ``Departure``).
-        left_out: a sentence on each kind of rollout of a store that was never to enter, with their number.
-        unreadable: trajectories of the store that was read which are damaged, and left out.
-        tokenized: how many had messages only, and have the tokens that a tokenizer made of them.
+        left: trajectories that left the pool meanwhile, by reason (see ``Departure``).
+        left_out: for each reason why rollouts could never enter, a sentence with their number.
+        unreadable: damaged trajectories of the source store, left out.
+        tokenized: trajectories that had messages only and were given tokens.
         without_log_probs: how many of these have no recorded log-probs that fit the tokens.
     """
 
@@ -66,17 +66,17 @@ class Exchanged:
 
 
 def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exchanged:
-    """Write the pool of a store as files, ``difficulty2task_dict.json`` and the others; also of a run that goes on.
+    """Write the pool of a store as files (``difficulty2task_dict.json`` and others); the run may still be going on.
 
     Args:
         store: directory or URL of the pool's store; only read.
-        folder: to be written, such as ``experience_pool/step_120``; one that exists is replaced.
-        rules: matter to records of earlier versions only, which do not say what left the pool for them.
+        folder: output directory, such as ``experience_pool/step_120``; an existing one is replaced.
+        rules: needed only for records of earlier versions, which do not name the trajectories that they displaced.
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: what lies there is no pool, or ``folder`` is a file.
-        CorruptStoreError: the store holds no pool that can be understood.
+        ConfigurationError: ``store`` is not a pool, or ``folder`` is a file.
+        CorruptStoreError: the pool in the store cannot be decoded.
         StoreWriteError: the folder did not reach the disk.
     """
     check_is_pool(store)
@@ -100,35 +100,36 @@ def import_pool(
     tokenizer: MessageTokenizer | None = None,
     task_prefix: str = "",
 ) -> Exchanged:
-    """Fill the pool of a store, which is made if there is none, from files or from rollouts.
+    """Fill a store's pool from files or from rollouts; the store is created if there is none.
 
-    Rollouts enter as they would have during training, step by step. Entering again they end as the same pool,
-    unless ``save_filter="best"`` draws by ``exp_select_mode="random"``.
+    Rollouts are admitted step by step, as during training. Importing them again gives the same pool, unless
+    ``save_filter="best"`` draws by ``exp_select_mode="random"``.
 
     Args:
         store: directory or URL of the pool's store.
         source: files of a pool (ours or AgentEvolver's), a folder ``experience_pool`` (its newest step), or a store of
-            agent rollouts, which enter step by step in order of their policy versions.
-        rules: what enters.
-        replace: whether a pool that holds something may be replaced by files. Rollouts are always added.
-        same_run: whether policy versions are on the count of steps of the run that will use the pool, since it goes on
-            from the checkpoint of theirs. Else an earlier run made them, and their age is unknown (``of_earlier_run``).
+            agent rollouts, which are admitted in order of their policy versions.
+        rules: the rules of admission.
+        replace: whether files may replace a pool that is not empty. Rollouts are always added.
+        same_run: whether policy versions count the steps of the run that will use the pool, because it continues from
+            the checkpoint of these rollouts. Otherwise an earlier run made them, and their age is unknown
+            (``of_earlier_run``).
         tokenizer: of the run that will use the pool, for rollouts that have messages only.
-        task_prefix: comes before the name of every task: the run that will use the pool calls tasks so.
+        task_prefix: prepended to the name of every task, as in the run that will use the pool.
 
     Raises:
-        ConfigurationError: what lies at ``store`` is no pool; or the pool holds something and is not to be replaced, or
-            is of another tokenizer; or the files have messages only, and there is no tokenizer.
+        ConfigurationError: ``store`` is not a pool; or the pool is not empty and ``replace`` is not set, or it has
+            another tokenizer; or the files have messages only, and there is no tokenizer.
         StoreNotFoundError: there is nothing at ``source``.
         StoreLockedError: a run is using the store.
-        CorruptStoreError: what lies there cannot be read.
+        CorruptStoreError: the store or the files cannot be read.
     """
     path = Path(source)
     files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
     if files is None and path.exists() and Path(store).exists() and path.samefile(store):
         raise ConfigurationError(f"{store}: is both the pool and what is to enter it; name another store of rollouts")
     if files is None:
-        with _Reader(source) as reader:  # before a pool is begun: there may be nothing to read
+        with _Reader(source) as reader:  # first, so that an unreadable source does not leave an empty pool
             rollouts, unreadable = reader.rollouts(), reader.unreadable
     check_is_pool(store)
     with BufferStore.open(store) as buffer:
@@ -136,12 +137,16 @@ def import_pool(
         before, entered = len(manager), 0
         if files is None:
             left_out: dict[LeftOut, int] = {}
-            with_task = [dataclasses.replace(one, task_id=task_prefix + one.task_id) for one in rollouts if one.task_id]
-            for step, made in itertools.groupby(with_task, _step_of):
-                several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]
-                offered, refused = manager.admit(several, asked_for(several), left_out=left_out)
+            with_task = [
+                dataclasses.replace(rollout, task_id=task_prefix + rollout.task_id)
+                for rollout in rollouts
+                if rollout.task_id
+            ]
+            for step, same_step in itertools.groupby(with_task, _step_of):
+                stamped = [rollout if same_run and step >= 0 else of_earlier_run(rollout) for rollout in same_step]
+                offered, refused = manager.admit(stamped, asked_for(stamped), left_out=left_out)
                 entered += offered - refused
-            said, read = _sentences(left_out, rollouts, rules), len(rollouts) + unreadable
+            left_out_reasons, read = _sentences(left_out, rollouts, rules), len(rollouts) + unreadable
         else:
             if len(manager) and not replace:
                 raise ConfigurationError(
@@ -149,7 +154,7 @@ def import_pool(
                     " (--replace), or give another store"
                 )
             read = manager.load_experience_pool_from_disk(files, same_run=same_run, task_prefix=task_prefix)
-            said, entered, unreadable, before = (), read - manager.refused.total(), 0, 0
+            left_out_reasons, entered, unreadable, before = (), read - manager.refused.total(), 0, 0
         manager.flush()
         return Exchanged(
             str(files or source),
@@ -160,7 +165,7 @@ def import_pool(
             before=before,
             entered=entered,
             left=manager.left,
-            left_out=said,
+            left_out=left_out_reasons,
             unreadable=unreadable,
             tokenized=manager.tokenized.made,
             without_log_probs=manager.tokenized.without_log_probs,
@@ -168,14 +173,14 @@ def import_pool(
 
 
 def check_is_pool(store: str | Path) -> None:
-    """Refuse a place that holds something, but no pool: entries among other trajectories would be lost to both.
+    """Refuse a place that holds something other than a pool, since pool entries would mix with other trajectories.
 
-    Nothing there, and a store without a trajectory, pass.
+    A missing place and a store without trajectories pass.
 
     Raises:
-        ConfigurationError: it holds something else; says what.
+        ConfigurationError: it holds something else, which the message names.
         StoreNotFoundError: it is a file.
-        CorruptStoreError: what lies there cannot be read.
+        CorruptStoreError: it cannot be read.
     """
     try:
         place = find_place(store)
@@ -184,10 +189,10 @@ def check_is_pool(store: str | Path) -> None:
             raise
         return
     if place.kind != "store":
-        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
+        descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
         folder = "a run directory" if place.rank_names else "a folder"
-        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
-        raise ConfigurationError(f"{store}: holds {found}; give the directory of the pool's store")
+        description = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{store}: holds {description}; give the directory of the pool's store")
     with _Reader(store) as reader:
         numbers = reader.ids()
         if not numbers or reader.holds_pool():
@@ -201,31 +206,31 @@ def check_is_pool(store: str | Path) -> None:
 def _sentences(
     left_out: Mapping[LeftOut, int], rollouts: Sequence[AgentTrajectory], rules: PoolRules
 ) -> tuple[str, ...]:
-    """Return how many rollouts were never to enter, and why, the most frequent first."""
+    """Return how many rollouts could never enter, and why, the most frequent reason first."""
     low, high = rules.experience_lbound, rules.experience_rbound
     positive = rules.save_filter == "positive"
-    below = [one for one in rollouts if not is_replayed(one) and not is_worth_keeping(one, rules)]
-    highest = max((outcome for one in below if (outcome := known_outcome(one)) is not None), default=0.0)
-    what = "have no outcome above 0" if positive else "are no successes"
-    least = "save_filter positive" if positive else f"success_threshold {rules.success_threshold:g}"
-    said: dict[LeftOut, str] = {
+    below = [rollout for rollout in rollouts if not is_replayed(rollout) and not is_worth_keeping(rollout, rules)]
+    highest = max((outcome for rollout in below if (outcome := known_outcome(rollout)) is not None), default=0.0)
+    failing = "have no outcome above 0" if positive else "are no successes"
+    bound = "save_filter positive" if positive else f"success_threshold {rules.success_threshold:g}"
+    texts: dict[LeftOut, str] = {
         "replayed": "came out of a pool themselves",
-        "not_worth_keeping": f"{what}: the highest outcome is {highest:g}, {least}",
+        "not_worth_keeping": f"{failing}: the highest outcome is {highest:g}, {bound}",
         "solved": "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
         " without a failure since, is a success",
         "out_of_bounds": f"are of tasks with not more than {low:g} or not fewer than {high:g} successes out of"
         f" {rules.n_rollout} (n_rollout)",
         "not_best": "are not the best of their task and step (save_filter)",
     }
-    found = Counter({said[reason]: count for reason, count in left_out.items()})
-    found["have no task_id"] = sum(not one.task_id for one in rollouts)
-    return tuple(f"{count:,} {reason}" for reason, count in (+found).most_common())
+    counts = Counter({texts[reason]: count for reason, count in left_out.items()})
+    counts["have no task_id"] = sum(not rollout.task_id for rollout in rollouts)
+    return tuple(f"{count:,} {reason}" for reason, count in (+counts).most_common())
 
 
 def _step_of(rollout: AgentTrajectory) -> int:
-    """Return the step that made a rollout, on its own run's count; those that name none come first."""
-    said = rollout.metadata.get(EARLIER_RUN)
-    version = said.get("policy_version") if isinstance(said, Mapping) else rollout.policy_version
+    """Return a rollout's step, as counted by its own run; -1 if it has none."""
+    earlier = rollout.metadata.get(EARLIER_RUN)
+    version = earlier.get("policy_version") if isinstance(earlier, Mapping) else rollout.policy_version
     return version if isinstance(version, int) else -1
 
 
@@ -245,27 +250,27 @@ class _Reader(BufferStore):
 
     @property
     def unreadable(self) -> int:
-        """Trajectories whose files are absent or, of those that were asked for, damaged."""
+        """Number of trajectories whose files are absent, or were read and found damaged."""
         return self._absent + len(self._damaged)
 
     def rollouts(self) -> list[AgentTrajectory]:
-        """Return all that can be read, in order of their policy versions, unknown ones first."""
-        found = []
+        """Return all readable rollouts in order of their policy versions, unknown ones first."""
+        readable = []
         for number in self.ids():
-            with suppress(CorruptStoreError):  # it is counted
-                one = self.get(number)
-                if one.task_id or JOURNAL_KEY not in one.metadata:  # what another pool says of its tasks is no rollout
-                    found.append(one)
-        return sorted(found, key=_step_of)
+            with suppress(CorruptStoreError):  # counted in `unreadable`
+                record = self.get(number)
+                if record.task_id or JOURNAL_KEY not in record.metadata:  # another pool's task records are no rollouts
+                    readable.append(record)
+        return sorted(readable, key=_step_of)
 
     def holds_pool(self) -> bool:
         """Return whether a record is an experience pool's. In a pool's store the newest one is."""
         for number in reversed(self.ids()):
             try:
-                one = self._buffer.get(number)
+                record = self._buffer.get(number)
             except StoreError:
-                continue  # damaged: others tell
-            if isinstance(one, AgentTrajectory) and JOURNAL_KEY in one.metadata:
+                continue  # damaged: reported elsewhere
+            if isinstance(record, AgentTrajectory) and JOURNAL_KEY in record.metadata:
                 return True
         return False
 
@@ -277,4 +282,4 @@ class _Reader(BufferStore):
             raise
         except InvalidTrajectoryError as error:
             raise ConfigurationError(f"{self._path}: {error}") from error
-        return replace(trajectory, notes={}) if trajectory.notes else trajectory  # of their own store
+        return replace(trajectory, notes={}) if trajectory.notes else trajectory  # the notes belong to the other store

@@ -1,4 +1,4 @@
-"""The facts of a pool's histories, for questions about them."""
+"""Facts about a pool's trajectories, for queries."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ POOL_FACTS: Mapping[str, str] = {
     "uses": "how often the history was drawn",
     "demonstration": "whether it is a demonstration, which has no log-probs",
 }
-"""Names of the facts, and what each is."""
+"""Names and meanings of the facts."""
 
 
 def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
-    """Return the facts of the histories that a pool holds, with :data:`POOL_FACTS`.
+    """Return the facts of the trajectories in a pool, with :data:`POOL_FACTS`.
 
     Args:
-        facts: of all that its store has.
+        facts: of all trajectories in the pool's store.
         state: of the pool.
     """
-    from trajstore.query.engine import polars  # a pool in memory needs none of it
+    from trajstore.query.engine import polars  # a pool in memory does not need polars
 
     pl = polars()
     entries = list(state.all_entries())
@@ -46,5 +46,5 @@ def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
         },
     )
     others = facts.drop(known.columns[1:], strict=False)
-    found: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
-    return found
+    joined: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
+    return joined

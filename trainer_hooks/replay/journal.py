@@ -1,12 +1,11 @@
-"""The pool's state as records of a trajectory store, and made of them again.
+"""The pool's state as records of a trajectory store, and its recovery from them.
 
-A pool is what its records make of it, in order of their ids: *entries* are replayable trajectories, *task
-records* say what a step changed in buckets and skip set, a *snapshot* says everything, and *staged* entries
-count only once a snapshot names them (so that a whole pool is replaced at one point). Each is an
-``AgentTrajectory`` whose ``metadata`` has the key ``experience_pool``; task records and snapshots have no
-tokens.
+A pool is the result of its records in order of their ids. *Entries* are replayable trajectories; *task records* have a
+step's changes to buckets and skip set; a *snapshot* has the whole state; *staged* entries count only once a snapshot
+names them, so that a whole pool is replaced at one point. Each record is an ``AgentTrajectory`` whose ``metadata`` has
+the key ``experience_pool``; task records and snapshots have no tokens.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 JOURNAL_KEY = "experience_pool"
-"""Key of ``metadata`` under which a record says what it is."""
+"""Key of ``metadata`` for a record's kind and contents."""
 
 GeneratorState = dict[str, str | int]
 
 Uses = dict[tuple[str, bytes], int]
-"""Task and digest of the tokens -> how often they were drawn."""
+"""Number of draws, by task and digest of the tokens."""
 
 MakeEntry = Callable[[AgentTrajectory, int], PoolEntry | Refusal]
-"""Makes an entry of a record and its id, or says why it cannot be replayed."""
+"""Makes an entry from a record and its id, or returns why it cannot be replayed."""
 
 
 def uses_to_json(uses: Mapping[tuple[str, bytes], int]) -> list[list[Any]]:
@@ -51,18 +50,18 @@ def uses_to_json(uses: Mapping[tuple[str, bytes], int]) -> list[list[Any]]:
 
 
 def uses_from_json(value: Iterable[Sequence[Any]]) -> Uses:
-    """Return the uses that :func:`uses_to_json` described."""
+    """Return the uses that :func:`uses_to_json` encoded."""
     return {(str(task), bytes.fromhex(digest)): int(count) for task, digest, count in value}
 
 
 @dataclass(frozen=True, slots=True)
 class TaskChange:
-    """What one step says of one task."""
+    """One step's change to one task."""
 
     difficulty: int | None
-    """Its bucket from now on; ``None`` takes it out of its bucket."""
+    """Its bucket from now on; ``None`` = no bucket."""
     skip: bool
-    """Whether it belongs to the skip set from now on."""
+    """Whether it is in the skip set from now on."""
     forget: bool = False
     """Whether its trajectories leave the pool."""
 
@@ -75,25 +74,25 @@ class PoolState:
     skip: dict[str, None] = field(default_factory=dict)
     entries: dict[str, tuple[PoolEntry, ...]] = field(default_factory=dict)
     uses: Uses = field(default_factory=dict)
-    """How often a trajectory was drawn; absent = never. By task and tokens, so that it outlives the id; it does not
-    outlive the entry, or a run that went back to a cut would know less than one that went on."""
+    """Number of draws of each trajectory; absent = 0. Keyed by task and tokens, so that it survives a new id. It is
+    dropped with the entry, so that a run resumed from a cut has the same counts as one that went on."""
     waiting: dict[str, None] = field(default_factory=dict)
-    """Tasks that gave way to tasks with history. In no record: a crash that has no checkpoint loses the order of the
-    training tasks anyway."""
+    """Tasks displaced by tasks with history. Not recorded: a crash without a checkpoint loses the order of the training
+    tasks anyway."""
     rows: RowPrompts = field(default_factory=RowPrompts)
-    """What the rows of the training data ask; in no record."""
+    """Prompts of the training data's rows; not recorded."""
 
     def uses_of(self, entries: Iterable[PoolEntry]) -> list[int]:
-        """Return how often each of these entries was drawn."""
+        """Return the number of draws of each of these entries."""
         return [self.uses.get((entry.task_id, entry.digest), 0) for entry in entries]
 
     def live_uses(self) -> Uses:
-        """Return the uses of the entries that there are."""
+        """Return the uses of the present entries."""
         keys = ((entry.task_id, entry.digest) for entry in self.all_entries())
         return {key: self.uses[key] for key in keys if key in self.uses}
 
     def placed(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskChange]:
-        """Return what puts tasks into the buckets of their difficulties; a skipped one without a failure has none."""
+        """Return the changes that put tasks into their buckets; a skipped task without a failure gets none."""
         changes = {}
         for task, outcome in outcomes.items():
             difficulty = outcome.difficulty(n_rollout)
@@ -103,7 +102,7 @@ class PoolState:
         return changes
 
     def retired(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskChange]:
-        """Return what puts solved tasks into the skip set, and takes those that failed out of it."""
+        """Return the changes that put solved tasks into the skip set, and remove failed tasks from it."""
         changes = {}
         for task, outcome in outcomes.items():
             if outcome.solved(n_rollout):
@@ -113,18 +112,18 @@ class PoolState:
         return changes
 
     def open_to(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskOutcome]:
-        """Return the tasks whose rollouts may enter: not if it is solved, or skipped and no failure was seen."""
-        unsolved = {task: one for task, one in outcomes.items() if not one.solved(n_rollout)}
-        return {task: one for task, one in unsolved.items() if one.failed or task not in self.skip}
+        """Return the tasks whose rollouts may enter: unsolved, and either not skipped or with a failure."""
+        unsolved = {task: outcome for task, outcome in outcomes.items() if not outcome.solved(n_rollout)}
+        return {task: outcome for task, outcome in unsolved.items() if outcome.failed or task not in self.skip}
 
     def differs(self, task: str, change: TaskChange) -> bool:
-        """Return whether :meth:`apply` would change anything of a task."""
+        """Return whether :meth:`apply` would change anything about a task."""
         if self.buckets.difficulty(task) != change.difficulty or (task in self.skip) != change.skip:
             return True
         return change.forget and task in self.entries
 
     def apply(self, changes: Mapping[str, TaskChange]) -> list[int]:
-        """Carry out a step's changes and return the ids of trajectories that left the pool."""
+        """Apply a step's changes and return the ids of trajectories that left the pool."""
         left: list[int] = []
         for task, change in changes.items():
             if change.difficulty is None:
@@ -141,7 +140,7 @@ class PoolState:
         return left
 
     def set_entries(self, task: str, entries: tuple[PoolEntry, ...]) -> None:
-        """Let these be the entries of a task; uses of those that leave are forgotten. Without any, the task goes."""
+        """Set the entries of a task, and drop the uses of those that leave. Without entries, the task is removed."""
         left = {entry.digest for entry in self.entries.get(task, ())} - {entry.digest for entry in entries}
         for digest in left:
             self.uses.pop((task, digest), None)
@@ -153,9 +152,9 @@ class PoolState:
     def adopt(
         self, store: PoolRecords, ids: Mapping[str, Sequence[int]], make_entry: MakeEntry = entry_of
     ) -> tuple[str, int]:
-        """Take over stored trajectories by id; return their tokenizer, and how many cannot be read.
+        """Add stored trajectories by id; return their tokenizer, and the number of unreadable ones.
 
-        Those, and those that are no longer kept, are left out.
+        Unreadable and evicted trajectories are left out.
         """
         fingerprint = ""
         lost = unreadable = 0
@@ -182,30 +181,34 @@ class PoolState:
         return fingerprint, unreadable
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Drop entries that are not among these ids."""
+        """Drop entries whose ids are not among these."""
         for entry in [entry for entry in self.all_entries() if entry.trajectory_id not in ids]:
             self.forget(entry)
 
     def forget(self, entry: PoolEntry) -> None:
-        """Drop one entry; a task without any is no longer listed."""
+        """Drop one entry; a task without entries is removed."""
         left = tuple(other for other in self.entries.get(entry.task_id, ()) if other is not entry)
         self.set_entries(entry.task_id, left)
 
     def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
-        """Return the entries of a task that may come out at this step, oldest first."""
+        """Return the entries of a task that may be drawn at this step, oldest first."""
         held = self.entries.get(task, ())
-        found = tuple(one for one in held if eligible(one, rules, global_steps) and not self.is_of_other_row(one))
-        most = rules.max_uses
-        if most is None:
-            return found
-        return tuple(entry for entry, uses in zip(found, self.uses_of(found), strict=True) if uses < most)
+        allowed = tuple(
+            candidate
+            for candidate in held
+            if eligible(candidate, rules, global_steps) and not self.is_of_other_row(candidate)
+        )
+        max_uses = rules.max_uses
+        if max_uses is None:
+            return allowed
+        return tuple(entry for entry, uses in zip(allowed, self.uses_of(allowed), strict=True) if uses < max_uses)
 
     def is_of_other_row(self, entry: PoolEntry) -> bool:
-        """Return whether an entry answers another prompt than that of its task's row; then it never comes out."""
+        """Return whether an entry answers another prompt than its task's row; then it is never drawn."""
         return self.rows.differs(entry.task_id, entry.prompt)
 
     def valid_buckets(self, rules: PoolRules, global_steps: int) -> dict[int, list[str]]:
-        """Return, per difficulty that has any, the tasks that are not skipped and have an eligible entry."""
+        """Return the tasks, by difficulty, that are not skipped and have an eligible entry."""
         result: dict[int, list[str]] = {}
         for difficulty, tasks in self.buckets.to_dict().items():
             valid = [task for task in tasks if task not in self.skip and self.eligible(task, rules, global_steps)]
@@ -228,32 +231,33 @@ class PoolState:
 
 
 def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> None:
-    """Warn that one record of the store cannot be read, and what of the pool is left out with it."""
-    what = f"a trajectory of task {task!r} is left out" if task else "what it says of the pool is left out"
-    logger.warning("experience pool: record %d cannot be read, %s: %s", trajectory_id, what, error)
+    """Warn that a record cannot be read, and name what is lost with it."""
+    consequence = f"a trajectory of task {task!r} is left out" if task else "what it says of the pool is left out"
+    logger.warning("experience pool: record %d cannot be read, %s: %s", trajectory_id, consequence, error)
 
 
 def record_of(trajectory: AgentTrajectory, kind: str, global_steps: int, **more: Any) -> AgentTrajectory:
-    """Return the record of a replayable trajectory, its ids and masks in few bytes.
+    """Return the record of a replayable trajectory, with compact ids and masks.
 
     Args:
-        trajectory: what is recorded.
-        kind: ``entry``, with the id of what it ``replaces`` or None; or ``staged``: counts once a snapshot names it.
+        trajectory: the trajectory.
+        kind: ``entry``, with the id of the entry that it ``replaces`` or None; or ``staged``: counts once a snapshot
+            names it.
         global_steps: number of the step.
-        more: what the kind says besides.
+        more: further fields of the kind.
     """
     metadata = {**trajectory.metadata, JOURNAL_KEY: {"kind": kind, "step": global_steps, **more}}
     return dataclasses.replace(with_small_columns(trajectory), metadata=metadata)
 
 
 def trajectory_of_entry(record: AgentTrajectory) -> AgentTrajectory:
-    """Return an entry's trajectory without the pool's own mark. Tensors and messages are shared with the record."""
+    """Return an entry's trajectory without the pool's own metadata. Tensors and messages are shared with the record."""
     metadata = {key: value for key, value in record.metadata.items() if key != JOURNAL_KEY}
     return dataclasses.replace(record, metadata=metadata)
 
 
 def replayed_copy(record: AgentTrajectory) -> AgentTrajectory:
-    """Return a private copy of an entry's trajectory that says that it is replayed; ids and masks are ``int64``."""
+    """Return a private copy of an entry's trajectory, marked as replayed; ids and masks are ``int64``."""
     trajectory = with_usual_columns(copy.deepcopy(trajectory_of_entry(record)))
     trajectory.metadata[REPLAY_MARK] = True
     return trajectory
@@ -267,7 +271,7 @@ def tasks_record(
     global_steps: int,
     generator: np.random.Generator,
 ) -> AgentTrajectory:
-    """Return the record of a step's changes to buckets and skip set, and of uses that changed since the last record."""
+    """Return the record of a step's changes to buckets and skip set, and of changed uses."""
     tasks = [[task, change.difficulty, change.skip, change.forget] for task, change in changes.items()]
     return _record("tasks", sequence, global_steps, generator, tasks=tasks, uses=uses_to_json(uses))
 
@@ -308,7 +312,7 @@ def generator_state(generator: np.random.Generator) -> GeneratorState:
 
 
 def set_generator_state(generator: np.random.Generator, state: GeneratorState) -> None:
-    """Put a generator into a state that :func:`generator_state` returned.
+    """Set a generator to a state that :func:`generator_state` returned.
 
     Raises:
         CorruptStoreError: ``state`` is no such state.
@@ -326,7 +330,7 @@ def set_generator_state(generator: np.random.Generator, state: GeneratorState) -
 
 @dataclass
 class Recovered:
-    """What a store's records amount to."""
+    """The state recovered from a store's records."""
 
     state: PoolState
     generator: GeneratorState | None
@@ -337,29 +341,29 @@ class Recovered:
     records: list[int]
     """Ids of the task records and snapshots."""
     garbage: list[int]
-    """Ids of the pool's records that no longer matter."""
+    """Ids of the pool's obsolete records."""
     fingerprint: str
     added: int
     """Entries since the newest snapshot."""
     unreadable: int = 0
-    """Records that say something of the pool, and are damaged."""
+    """Damaged records of the pool."""
     difficulties: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Tasks per difficulty at the end of each step, from that of the newest snapshot on."""
+    """Tasks per difficulty at the end of each step, from the newest snapshot's step on."""
 
 
 def recover(store: PoolRecords, rules: PoolRules, make_entry: MakeEntry = entry_of) -> Recovered:
-    """Return the state that a store's records describe: the newest snapshot, and all records after it.
+    """Recover the pool's state from the newest snapshot and all records after it.
 
-    Records that are not the pool's are left alone. Reads from the newest record backwards to that snapshot.
+    Ignores records of others. Reads backwards from the newest record to that snapshot.
 
     Args:
         store: with the records.
-        rules: say what took whose place where a record does not: those of earlier versions, and those that name a
-            trajectory that is lost.
-        make_entry: makes an entry of a record.
+        rules: decide on replacements where a record does not: records of earlier versions, and records that name a lost
+            trajectory.
+        make_entry: makes an entry from a record.
 
     Raises:
-        CorruptStoreError: a record of the pool cannot be understood.
+        CorruptStoreError: a record of the pool cannot be decoded.
     """
     tail: list[tuple[int, AgentTrajectory, dict[str, Any]]] = []
     snapshot: tuple[int, dict[str, Any]] | None = None
@@ -443,7 +447,7 @@ def _replay(
             result.garbage.append(replaced.trajectory_id)
         result.fingerprint = result.fingerprint or record.tokenizer_fingerprint
         return
-    if head["kind"] == "staged":  # the snapshot that would have named it was not written
+    if head["kind"] == "staged":  # its snapshot was never written
         result.garbage.append(record_id)
         return
     if head["kind"] != "tasks":
@@ -455,7 +459,7 @@ def _replay(
             head["sequence"] - result.sequence,
         )
     changes = {task: TaskChange(difficulty, skip, forget) for task, difficulty, skip, forget in head["tasks"]}
-    result.state.uses.update(uses_from_json(head.get("uses", ())))  # of before the changes, as when it was written
+    result.state.uses.update(uses_from_json(head.get("uses", ())))  # from before the changes
     result.garbage.extend(result.state.apply(changes))
     _note_head(record_id, head, result)
 
@@ -463,11 +467,11 @@ def _replay(
 def _put(
     held: tuple[PoolEntry, ...], entry: PoolEntry, head: Mapping[str, Any], rules: PoolRules
 ) -> tuple[tuple[PoolEntry, ...], PoolEntry | None] | Refusal:
-    """Put an entry among those of its task as its record says, whatever the rules are now."""
+    """Add an entry to its task as its record says, whatever the rules are now."""
     if "replaces" in head:
-        gone = next((one for one in held if one.trajectory_id == head["replaces"]), None)
-        if gone is not None or head["replaces"] is None:
-            return (*(one for one in held if one is not gone), entry), gone
+        displaced = next((other for other in held if other.trajectory_id == head["replaces"]), None)
+        if displaced is not None or head["replaces"] is None:
+            return (*(other for other in held if other is not displaced), entry), displaced
     return admit(held, entry, rules)
 
 

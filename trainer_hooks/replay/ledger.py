@@ -1,9 +1,9 @@
-"""The pool's state together with the store that it is kept in: every change is first a record there.
+"""The pool's state and its store: every change is recorded in the store first.
 
-A store that fails therefore leaves the state as it was, and a crash loses a tail of the changes: never more
-than the store had not yet written.
+If the store fails, the state stays as it was. A crash loses only the newest changes, those that the store had not yet
+written.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPACT_AFTER = 64
-"""A snapshot is written after this many task records and dead trajectories, or after this many additions and
-half as many as the pool holds. So the newest snapshot is never among the older half of a store's records, and
-a store whose capacity evicts its oldest gives up trajectories, not the journal."""
+"""Number of task records and dead trajectories after which a snapshot is written; also written after this many
+additions, if they are at least half of the pool. So the newest snapshot is never among the older half of a store's
+records: a store that evicts its oldest loses trajectories, not the journal."""
 
 
 class PoolLedger:
-    """Opens the pool that a store holds, and changes both alike.
+    """Recovers the pool of a store, and keeps state and store in step.
 
     Args:
         store: where records are kept.
-        rules: by which the store's records are read.
-        generator: put into the recorded state, if there is one; recorded with every change.
+        rules: used to read the store's records.
+        generator: set to the recorded state, if there is one; recorded with every change.
 
     Raises:
-        CorruptStoreError: a record of the pool cannot be understood.
+        CorruptStoreError: a record of the pool cannot be decoded.
     """
 
     def __init__(self, store: PoolStore, rules: PoolRules, generator: np.random.Generator) -> None:
-        found = recover(store, rules)
-        if found.generator is not None:
-            journal.set_generator_state(generator, found.generator)
-        self.state = found.state
+        recovered = recover(store, rules)
+        if recovered.generator is not None:
+            journal.set_generator_state(generator, recovered.generator)
+        self.state = recovered.state
         """What the pool holds. Changed by this class only."""
         self.generator = generator
-        self.global_steps = found.global_steps
+        self.global_steps = recovered.global_steps
         """The training step that records are made at."""
-        self.fingerprint = found.fingerprint
+        self.fingerprint = recovered.fingerprint
         """Tokenizer of the recovered trajectories; empty if unknown."""
         self.left: Counter[str] = Counter()
         """How many trajectories have left the state since it was opened, by reason (see ``Departure``). Records that
         could not be read then are among them."""
-        self._count(Departure.UNREADABLE, found.unreadable)
+        self._count(Departure.UNREADABLE, recovered.unreadable)
         self.store = store
-        self._sequence = found.sequence
-        self._records = found.records
-        self._garbage = found.garbage
-        self._added = found.added
+        self._sequence = recovered.sequence
+        self._records = recovered.records
+        self._garbage = recovered.garbage
+        self._added = recovered.added
         self._held: frozenset[int] = frozenset()
         self._drawn: dict[tuple[str, bytes], None] = {}
 
     def query(self, relation: str) -> Query:
-        """Ask about all that the store has.
+        """Return a query over all records of the store.
 
         Raises:
             ConfigurationError: the store has no index.
@@ -90,24 +90,24 @@ class PoolLedger:
         return self.store.query(relation)
 
     def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
-        """Return entries with their records, which are not to be changed.
+        """Return entries with their records, which the caller must not change.
 
-        What the store gave up leaves the pool, and so does, with a warning, what it cannot read.
+        Entries that the store evicted leave the pool; unreadable ones leave it with a warning.
         """
-        found = []
+        records = []
         for entry in entries:
             try:
-                found.append((entry, self.store.get(entry.trajectory_id)))
+                records.append((entry, self.store.get(entry.trajectory_id)))
             except TrajectoryUnavailableError:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
                 self._forget(entry, Departure.UNAVAILABLE)
             except StoreError as error:  # one damaged record does not hide the others
                 journal.warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
                 self._forget(entry, Departure.UNREADABLE)
-        return found
+        return records
 
     def correct(self) -> None:
-        """Go by the outcomes that trajectories were given late, or no longer by those that were taken back."""
+        """Apply late outcome corrections and their retractions."""
         given = self.store.outcomes_given()
         changed = [
             entry
@@ -125,10 +125,10 @@ class PoolLedger:
             )
             fresh = replace(entry, outcome=outcome, is_corrected=corrected)
             held = self.state.entries[entry.task_id]
-            self.state.set_entries(entry.task_id, tuple(fresh if one is entry else one for one in held))
+            self.state.set_entries(entry.task_id, tuple(fresh if other is entry else other for other in held))
 
     def change(self, changes: Mapping[str, TaskChange]) -> None:
-        """Record changes to buckets and skip set, and carry them out. What changes nothing is not recorded."""
+        """Record and apply changes to buckets and skip set. Changes without effect are not recorded."""
         needed = {task: change for task, change in changes.items() if self.state.differs(task, change)}
         if not needed:
             return
@@ -148,17 +148,17 @@ class PoolLedger:
         self._compact_if_due()
 
     def note_used(self, entries: Sequence[PoolEntry]) -> None:
-        """Count one use of each of these entries. It is recorded with the next change of the pool."""
+        """Count one use of each of these entries. The counts are recorded with the next change of the pool."""
         for entry in entries:
             key = (entry.task_id, entry.digest)
             self.state.uses[key] = self.state.uses.get(key, 0) + 1
             self._drawn[key] = None
 
     def add(self, plan: AdmissionPlan) -> None:
-        """Store the trajectories of a plan, and carry the plan out."""
+        """Store the trajectories of a plan and apply the plan."""
         records = [
-            journal.record_of(one, "entry", self.global_steps, replaces=plan.replaces.get(number))
-            for number, one in plan.accepted.items()
+            journal.record_of(trajectory, "entry", self.global_steps, replaces=plan.replaces.get(number))
+            for number, trajectory in plan.accepted.items()
         ]
         for task, entries in plan.with_ids(self.store.add_trajectories(records) if records else []).items():
             self.state.set_entries(task, entries)
@@ -168,15 +168,15 @@ class PoolLedger:
         self._compact_if_due()
 
     def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
-        """Put stored trajectories into a state that is to replace this one; those no longer kept are left out."""
+        """Add stored trajectories to a state that will replace this one; those no longer stored are left out."""
         self._count(Departure.UNREADABLE, fresh.adopt(self.store, ids)[1])
 
     def replace(self, fresh: PoolState, plan: AdmissionPlan, global_steps: int, generator: np.random.Generator) -> None:
-        """Make ``fresh``, with the trajectories of ``plan``, the state. In the store this happens at one record.
+        """Replace the state by ``fresh`` and the plan's trajectories. In the store, one record does this.
 
-        The generator takes over the other one's state.
+        The pool's generator is set to the state of ``generator``.
         """
-        records = [journal.record_of(one, "staged", global_steps) for one in plan.accepted.values()]
+        records = [journal.record_of(trajectory, "staged", global_steps) for trajectory in plan.accepted.values()]
         fresh.entries.update(plan.with_ids(self.store.add_trajectories(records) if records else []))
         fresh.uses = fresh.live_uses()
         before = {entry.trajectory_id for entry in self.state.all_entries()}
@@ -199,9 +199,9 @@ class PoolLedger:
         self._held = frozenset(ids)
 
     def compact(self) -> None:
-        """Write the whole state as one record, and give up the records that no longer matter.
+        """Write the whole state as one record, and evict obsolete records.
 
-        Trajectories that the store gave up by itself leave the state.
+        Trajectories that the store has evicted leave the state.
         """
         before = self.state.count()
         self.state.keep_only(set(self.store.ids()))
@@ -237,6 +237,6 @@ class PoolLedger:
         return ids
 
     def _collect(self) -> None:
-        self.store.flush()  # nothing is given up before that which replaces it is durable
+        self.store.flush()  # evict only once the replacement is durable
         self.store.evict([number for number in self._garbage if number not in self._held])
         self._garbage = [number for number in self._garbage if number in self._held]

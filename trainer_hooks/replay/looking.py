@@ -1,4 +1,4 @@
-"""A pool as it is now, for whoever looks at it: in a store that its run goes on writing, or in files."""
+"""Read-only views of a pool, in a store that its run is still writing or in files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenPool:
-    """What a pool holds at a moment.
+    """A pool's contents at one moment.
 
     Attributes:
-        buffer: has its histories, perhaps among other records.
+        buffer: has its trajectories, perhaps among other records.
         state: of the pool.
-        difficulties: tasks per difficulty by step, as far back as it is told.
-        of_files: whether three files have it, which do not say how often histories were drawn, and when they came.
+        difficulties: tasks per difficulty by step, as far back as known.
+        of_files: whether it was read from files, which lack the number of draws and the time of entry.
     """
 
     buffer: Reader
@@ -60,20 +60,20 @@ class SeenPool:
         }
 
     def query(self) -> Query:
-        """Ask about the histories; see :meth:`ExperienceManager.query`."""
+        """Return a query over the trajectories; see :meth:`ExperienceManager.query`."""
         whole = self.buffer.query()
         return replace(whole, facts=lambda: self._told(whole.facts()))
 
     def _told(self, facts: DataFrame) -> DataFrame:
-        found = with_pool_facts(facts, self.state)
+        with_facts = with_pool_facts(facts, self.state)
         unknown = ("uses", "committed") if self.of_files else ()
-        return found.with_columns(found[name].clear(len(found)) for name in unknown)
+        return with_facts.with_columns(with_facts[name].clear(len(with_facts)) for name in unknown)
 
     def get(self, shown: str) -> AgentTrajectory:
-        """Return a history by its id, without the pool's own mark.
+        """Return a trajectory by its id, without the pool's own metadata.
 
         Raises:
-            TrajectoryUnavailableError: the pool has none of this id.
+            TrajectoryUnavailableError: the pool has no such id.
             CorruptStoreError: it is damaged.
         """
         number = id_from("trajectory_id", shown)
@@ -81,14 +81,14 @@ class SeenPool:
             raise TrajectoryUnavailableError(
                 f"trajectory {shown}: it is none of the pool: it has left it, or is a record of its journal"
             )
-        found = self.buffer.get(number)
-        if not isinstance(found, AgentTrajectory):
+        record = self.buffer.get(number)
+        if not isinstance(record, AgentTrajectory):
             raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which is no history of a pool")
-        return trajectory_of_entry(found)
+        return trajectory_of_entry(record)
 
 
 class Records:
-    """The records of a pool's store, each read once, as recovery takes them.
+    """The records of a pool's store, each read once, for recovery.
 
     Args:
         reader: shows the store.
@@ -104,19 +104,19 @@ class Records:
     def look(self) -> SeenPool:
         """Return the pool as the reader shows it now.
 
-        Difficulties are told from the journal's newest snapshot on, and those seen before it stay known.
+        Difficulties are known from the journal's newest snapshot on; those seen earlier are kept.
 
         Raises:
-            CorruptStoreError: its journal cannot be understood.
+            CorruptStoreError: its journal cannot be decoded.
         """
-        found = recover(self, PoolRules(n_rollout=1), lambda _, number: self._entries[number])
+        recovered = recover(self, PoolRules(n_rollout=1), lambda _, number: self._entries[number])
         kept = set(self.ids())
         self._known = {number: record for number, record in self._known.items() if number in kept}
         self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
-        first = min(found.difficulties, default=0)
+        first = min(recovered.difficulties, default=0)
         earlier = {step: sizes for step, sizes in self._difficulties.items() if step < first}
-        self._difficulties = earlier | found.difficulties
-        return SeenPool(self._reader, found.state, self._difficulties)
+        self._difficulties = earlier | recovered.difficulties
+        return SeenPool(self._reader, recovered.state, self._difficulties)
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         known = self._known.get(trajectory_id)
@@ -138,9 +138,9 @@ class Records:
 
 
 def pool_of_files(directory: Path) -> tuple[SeenPool, str | None]:
-    """Return the pool that three files have, all of it in memory, and what of it cannot be read; None if all can.
+    """Return a pool read from its three files into memory, and a warning about unreadable parts or None.
 
-    Histories are numbered in the order of the file. How often they were drawn, the files do not say.
+    Trajectories are numbered in file order. The files do not have the number of draws.
 
     Raises:
         StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: as by ``read_pool``.
@@ -151,21 +151,21 @@ def pool_of_files(directory: Path) -> tuple[SeenPool, str | None]:
     state = PoolState(DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set))
     for task, held in contents.task2trajectories.items():
         entries = []
-        for place, one in enumerate(held):
+        for place, trajectory in enumerate(held):
             try:
-                (number,) = buffer.add_trajectories([one])
+                (number,) = buffer.add_trajectories([trajectory])
             except InvalidTrajectoryError as error:
                 lost.append(f"{directory}: trajectory {place} of task {task!r}: {error}")
                 continue
-            entries.append(_entry(one, number))
+            entries.append(_entry(trajectory, number))
         state.set_entries(task, tuple(entries))
-    told = f"{len(lost)} trajectories cannot be shown: {listed(lost, 3)}" if lost else None
-    return SeenPool(buffer, state, {}, of_files=True), told
+    warning = f"{len(lost)} trajectories cannot be shown: {listed(lost, 3)}" if lost else None
+    return SeenPool(buffer, state, {}, of_files=True), warning
 
 
 def _entry(one: AgentTrajectory, number: int) -> PoolEntry:
-    """Return the entry of a history; of one that could not be replayed, with what it says itself."""
-    found = entry_of(one, number)
-    if isinstance(found, PoolEntry):
-        return found
+    """Return the entry of a trajectory; if it cannot be replayed, from its document alone."""
+    entry = entry_of(one, number)
+    if isinstance(entry, PoolEntry):
+        return entry
     return PoolEntry.of_record(one, number, token_digest(one))

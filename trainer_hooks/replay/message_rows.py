@@ -1,4 +1,4 @@
-"""Histories that have messages and no tokens, as rows that can be replayed, by a tokenizer of Hugging Face."""
+"""Makes replayable rows of trajectories that have messages but no tokens, by a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ NEEDS_TOKENIZER = (
     "give the run's tokenizer, with its chat template: ReplayHook(tokenizer=...),"
     " or `trajstore pool import --tokenizer`"
 )
-"""The remedy for trajectories that have messages only."""
+"""Remedy for trajectories that have messages only."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTokenizer:
-    """Makes rows of messages, as the run that will replay them does.
+    """Makes rows of messages in the same way as the run that will replay them.
 
     Attributes:
         template: makes the tokens.
-        control: names of control tokens in texts are taken apart, so that no text ends a message.
+        control: breaks up names of control tokens in texts, so that no text ends a message.
         fingerprint: of tokenizer and chat template.
         context: ``linear``, a conversation is one row; or ``linear_think``, a row for each turn of the model.
         think_hint: ``linear_think``: see :func:`~trainer_hooks.replay.conversation.rows_of_messages`.
@@ -57,7 +57,7 @@ class MessageTokenizer:
     def of(
         cls, tokenizer: Any, context: Context = "linear", think_hint: str = "", **template_options: Any
     ) -> MessageTokenizer:
-        """Return that of a Hugging Face tokenizer.
+        """Return the message tokenizer for a Hugging Face tokenizer.
 
         Args:
             tokenizer: with its chat template.
@@ -82,10 +82,10 @@ class MessageTokenizer:
         )
 
     def rows_of(self, trajectory: AgentTrajectory) -> AgentTrajectory:
-        """Return a history with the rows of its messages; one that has tokens as it is.
+        """Return a trajectory with the rows of its messages; unchanged if it has tokens.
 
-        Recorded log-probs stay where they fit the tokens (``with_tokens``). A history without is marked as a
-        demonstration, which has no policy version and is replayed with the log-probs of the current policy.
+        Recorded log-probs are kept if they fit the tokens (``with_tokens``). Otherwise the trajectory is marked as a
+        demonstration: it has no policy version and is replayed with the current policy's log-probs.
 
         Raises:
             InvalidTrajectoryError: the messages cannot become rows; names the message.
@@ -93,24 +93,24 @@ class MessageTokenizer:
         if trajectory.input_ids is not None:
             return trajectory
         messages, _ = self.control.taken_out_of([dict(message) for message in trajectory.messages])
-        made = with_tokens(
+        converted = with_tokens(
             dataclasses.replace(trajectory, messages=messages), self.template, self.context, self.think_hint
         )
-        if made.old_log_probs is None:
-            made = dataclasses.replace(of_earlier_run(made), entropy=None)
-            made.metadata = {**made.metadata, DEMONSTRATION: True}
-        return dataclasses.replace(made, tokenizer_fingerprint=self.fingerprint)
+        if converted.old_log_probs is None:
+            converted = dataclasses.replace(of_earlier_run(converted), entropy=None)
+            converted.metadata = {**converted.metadata, DEMONSTRATION: True}
+        return dataclasses.replace(converted, tokenizer_fingerprint=self.fingerprint)
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What became of histories.
+    """Result of making rows of messages.
 
     Attributes:
-        histories: all of them, in order; those that could not become rows as they were.
-        made: how many had messages only and have rows now.
-        without_log_probs: how many of these have no log-probs that fit their tokens.
-        problems: of those that could not become rows, why; counted.
+        histories: all trajectories, in order; those that could not become rows are unchanged.
+        made: number of trajectories that had messages only and now have rows.
+        without_log_probs: number of these without log-probs that fit their tokens.
+        problems: counted reasons why trajectories could not become rows.
     """
 
     histories: list[AgentTrajectory]
@@ -119,12 +119,12 @@ class Tokenized:
     problems: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def __add__(self, other: Tokenized) -> Tokenized:
-        """Return the numbers of both, without the histories."""
+        """Return the sums of both, without the histories."""
         made, without = self.made + other.made, self.without_log_probs + other.without_log_probs
         return Tokenized([], made, without, self.problems + other.problems)
 
     def tell(self, source: object) -> None:
-        """Say what was made of histories without tokens; nothing if there were none."""
+        """Log a warning about trajectories without tokens, if there were any."""
         if self.made:
             logger.warning(
                 "%s: %d trajectories have messages only; they are replayed with the tokens that the tokenizer makes of"
@@ -138,17 +138,17 @@ class Tokenized:
 
 
 def tokenized(histories: Sequence[AgentTrajectory], tokenizer: MessageTokenizer) -> Tokenized:
-    """Return histories with rows of their messages, each by itself: one that cannot become rows stays as it is."""
+    """Return trajectories with rows of their messages; one that cannot become rows is returned unchanged."""
     made: list[AgentTrajectory] = []
     problems: Counter[str] = Counter()
-    for one in histories:
-        if field_problem(one) or not all(isinstance(message, Mapping) for message in one.messages):
-            made.append(one)  # it will be refused as malformed
+    for trajectory in histories:
+        if field_problem(trajectory) or not all(isinstance(message, Mapping) for message in trajectory.messages):
+            made.append(trajectory)  # will be refused as malformed
             continue
         try:
-            made.append(tokenizer.rows_of(one))
+            made.append(tokenizer.rows_of(trajectory))
         except InvalidTrajectoryError as error:
             problems[str(error)] += 1
-            made.append(one)
+            made.append(trajectory)
     changed = [new for new, old in zip(made, histories, strict=True) if new is not old]
-    return Tokenized(made, len(changed), sum(one.old_log_probs is None for one in changed), problems)
+    return Tokenized(made, len(changed), sum(trajectory.old_log_probs is None for trajectory in changed), problems)

@@ -1,6 +1,6 @@
-"""Which tasks make up the next batch: some that bring history, the rest fresh.
+"""Composition of batches: tasks with history and fresh tasks.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Task = TypeVar("Task")
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """A ratio over training progress: straight lines between points, constant before the first and after the last.
+    """A ratio over training progress: linear between points, constant before the first and after the last.
 
     Attributes:
         points: ``(training progress, ratio)``, both in [0, 1]; progress rises.
@@ -53,25 +53,25 @@ class RatioSchedule:
     def __call__(self, training_progress: float) -> float:
         """Return the ratio at this progress."""
         steps, ratios = zip(*self.points, strict=True)
-        return min(float(np.interp(training_progress, steps, ratios)), 1.0)  # rounding must not make it more
+        return min(float(np.interp(training_progress, steps, ratios)), 1.0)  # rounding may exceed 1
 
 
 class ExperienceMixCollateFn(Generic[Task]):
     """Splits every batch into experience tasks, which bring histories, and on-policy tasks.
 
     Args:
-        exp_manager: the pool; its rules say how many rollouts a task has.
+        exp_manager: the pool; its rules have the number of rollouts per task.
         get_task: returns the task of an id, ``None`` if the training data have no such task (any more).
-        exp_ratio: share of experience tasks at the most, in [0, 1]; or a function of training progress.
+        exp_ratio: maximum share of experience tasks, in [0, 1]; or a function of training progress.
         replay_start_ratio: training progress in [0, 1] before which nothing is replayed.
-        offpolicy_trajectories_per_task: histories per experience task at the most, below ``n_rollout``.
+        offpolicy_trajectories_per_task: maximum number of histories per experience task, below ``n_rollout``.
         unsolved_first: whether tasks without a success keep their places, and unsolved ones come before solved ones.
-        text_of: returns what a task asks for; needed by ``task_sampling: similar``, which then draws, for the training
-            tasks in turn, the pool's task most like each, and goes on ``by_task`` where none has a word in common.
+        text_of: returns a task's text; needed by ``task_sampling: similar``, which draws, for the training tasks in
+            turn, the most similar task of the pool, and goes on ``by_task`` if none has a word in common.
 
     Raises:
-        ConfigurationError: an argument is out of range, ``text_of`` is absent where it is needed, or the training data
-            have none of the pool's tasks.
+        ConfigurationError: an argument is out of range, ``text_of`` is needed but absent, or the training data have
+            none of the pool's tasks.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._similar = SimilarTasks(get_task, text_of) if by_similarity and text_of is not None else None
         self._by_similarity = 0
         self.metrics: dict[str, float] = {}
-        """What the newest call did: experience tasks, share of them, whether there was nothing to replay, tasks that
-        gave way and tasks that wait, unknown tasks; with ``task_sampling: similar`` those that came by similarity."""
+        """Metrics of the newest call: experience tasks and their share, whether there was nothing to replay, displaced
+        and waiting tasks, unknown tasks; with ``task_sampling: similar`` also the tasks drawn by similarity."""
         self.replaying = False
-        """Whether the newest call was one in which replay has begun."""
+        """Whether replay had begun in the newest call."""
         self.asked_share = 0.0
         """Share of the batch's rows that the newest call would have replayed from a pool with enough tasks."""
         self._manager = exp_manager
@@ -111,12 +111,12 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._n_rollout = n_rollout
         self._told_others = False
         self._known: dict[str, bool] = {}
-        """Of each task that the pool had so far, whether the training data have it."""
-        self._given: dict[str, Task] = {}  # waiting tasks as they were given; after a resume get_task finds them
+        """Whether the training data have each task that the pool has had so far."""
+        self._given: dict[str, Task] = {}  # waiting tasks as passed in; after a resume, from get_task
         self.check_tasks()
 
     def check_tasks(self) -> None:
-        """See that the training data have tasks of the pool; to be called when another pool was loaded.
+        """Check that the training data have tasks of the pool; to be called after loading another pool.
 
         Raises:
             ConfigurationError: they have none of them.
@@ -134,16 +134,16 @@ class ExperienceMixCollateFn(Generic[Task]):
     ) -> tuple[list[Task], list[Task]]:
         """Return ``(experience_tasks, on_policy_tasks)``, together as many as ``training_tasks``.
 
-        Before ``replay_start_ratio``, or switched off, these are none and all. Otherwise
-        ``int(batch_size * exp_ratio)`` experience tasks at the most, drawn from the pool; the rest are tasks that gave
-        way to experience tasks in earlier calls, in their order, and then training tasks in theirs, none of them an
-        experience task, tasks that are skipped as solved only where too few others are left. Those that find no room
-        wait for the next call. No task comes twice unless ``training_tasks`` has it twice and too few others, and none
-        more often than there.
+        Before ``replay_start_ratio``, or without ``enable_replay``, all are on-policy tasks. Otherwise at most
+        ``int(batch_size * exp_ratio)`` experience tasks are drawn from the pool. The rest are tasks that earlier calls
+        displaced, in their order, and then training tasks in theirs; experience tasks are not repeated, and tasks
+        skipped as solved come only if too few others are left. Tasks for which there is no room wait for the next call.
+        A task appears more than once only if ``training_tasks`` repeats it and too few others remain, and never more
+        often than there.
 
-        With ``unsolved_first``, tasks of which no success is known do not give way, and come first; so the experience
-        tasks are fewer while there are many of them. And where solved tasks would fill up, unsolved ones of earlier
-        batches do.
+        With ``unsolved_first``, tasks without a known success are not displaced, and come first; many of them leave
+        room for fewer experience tasks. Where solved tasks would fill up the batch, unsolved tasks of earlier batches
+        do so instead.
 
         Raises:
             ConfigurationError: the training progress, or the schedule's ratio, is outside [0, 1].
@@ -175,7 +175,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         for task in training_tasks:
             name = task_id_of(task)
             if name in planned:
-                planned.remove(name)  # it is this one that the plan has already
+                planned.remove(name)  # the plan has this occurrence already
             elif name in used:
                 repeated.append(task)
             else:
@@ -193,14 +193,14 @@ class ExperienceMixCollateFn(Generic[Task]):
         return experience, [*fresh, *solved, *repeated][:wanted]
 
     def get_histories(self, experience_tasks: Sequence[Task]) -> dict[str, list[AgentTrajectory]]:
-        """Return each experience task's histories, best first; tasks for which none were found are absent."""
+        """Return each experience task's histories, best first; tasks without any are absent."""
         histories: dict[str, list[AgentTrajectory]] = {}
         for trajectory in self._manager.get_offpolicy_batch(experience_tasks, self._histories):
             histories.setdefault(trajectory.task_id, []).append(trajectory)
         return histories
 
     def count_histories(self, experience_tasks: Sequence[Task]) -> dict[str, int]:
-        """Return how many histories :meth:`get_histories` will find of each task that has any; nothing is drawn."""
+        """Return, for each task that has any, how many histories :meth:`get_histories` will find; draws nothing."""
         return self._manager.count_offpolicy(experience_tasks, self._histories)
 
     def fresh_rollouts(
@@ -209,9 +209,9 @@ class ExperienceMixCollateFn(Generic[Task]):
         on_policy_tasks: Sequence[Task],
         histories: Mapping[str, Sequence[AgentTrajectory]],
     ) -> list[int]:
-        """Return how many rollouts each task makes, experience tasks first: ``n_rollout`` less its histories."""
-        found = [len(histories.get(task_id_of(task), ())) for task in experience_tasks]
-        return [self._n_rollout - k for k in found] + [self._n_rollout] * len(on_policy_tasks)
+        """Return the number of rollouts of each task, experience tasks first: ``n_rollout`` minus its histories."""
+        history_counts = [len(histories.get(task_id_of(task), ())) for task in experience_tasks]
+        return [self._n_rollout - count for count in history_counts] + [self._n_rollout] * len(on_policy_tasks)
 
     def _draw(self, target: int, training_tasks: Sequence[Task]) -> list[Task]:
         tasks: list[Task] = []
@@ -233,7 +233,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return tasks
 
     def _without_success(self, training_tasks: Sequence[Task]) -> set[str]:
-        """Return the tasks that do not give way: no success is known of them, and the batch has places for them."""
+        """Return the tasks that keep their places: no success is known, and the batch has room for them."""
         if not self._unsolved_first:
             return set()
         coming = dict.fromkeys((*self._manager.waiting_tasks, *map(task_id_of, training_tasks)))
@@ -241,7 +241,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return set(untaught[: len(training_tasks)])
 
     def _unknown(self) -> set[str]:
-        """Return the tasks of the pool that the training data lack: none is drawn, after a resume neither."""
+        """Return the pool's tasks that the training data lack; these are never drawn, also after a resume."""
         tasks = self._manager.get_task_ids()
         fresh = [name for name in tasks if name not in self._known]
         lacking = [name for name in fresh if self._get_task(name) is None]
@@ -255,7 +255,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return {name for name in tasks if not self._known[name]}
 
     def _other_prompts(self) -> int:
-        """Return how many histories answer another prompt than their task's row; told once."""
+        """Return how many histories answer another prompt than their task's row; warns once."""
         others = self._manager.of_other_rows()
         if others and not self._told_others:
             self._told_others = True
@@ -265,17 +265,17 @@ class ExperienceMixCollateFn(Generic[Task]):
                 " or filtered anew give other rows the same names: name tasks by what they ask, or give the run a pool"
                 " of its own",
                 len(others),
-                listed(dict.fromkeys(repr(one.task_id) for one in others), 3),
+                listed(dict.fromkeys(repr(entry.task_id) for entry in others), 3),
             )
         return len(others)
 
     def _take_waiting(self, passed_over: Collection[str]) -> list[Task]:
-        """Return the tasks that wait, the first one longest, and forget them. Those passed over need not wait more."""
+        """Return and clear the waiting tasks, longest waiting first, without those passed over."""
         waiting = self._manager.waiting_tasks
         names = [name for name in waiting if name not in passed_over]
         waiting.clear()
-        found = [self._given[name] if name in self._given else self._get_task(name) for name in names]
-        return [task for task in found if task is not None]
+        waiting_tasks = [self._given[name] if name in self._given else self._get_task(name) for name in names]
+        return [task for task in waiting_tasks if task is not None]
 
     def _note(self, experience: int, batch: int, *, replaying: bool, displaced: int = 0) -> None:
         self.replaying = replaying
@@ -307,7 +307,7 @@ def ratio_or_points(name: str, value: Any) -> float | tuple[tuple[float, float],
 
 
 def history_problems(histories: int, n_rollout: int) -> list[str]:
-    """Return why a task cannot have so many histories, a sentence each."""
+    """Return why a task cannot have this number of histories, one sentence each."""
     if histories < n_rollout:
         return []
     return [
@@ -317,14 +317,14 @@ def history_problems(histories: int, n_rollout: int) -> list[str]:
 
 
 class SimilarTasks(Generic[Task]):
-    """An index of the texts of the pool's tasks, which follows the pool. Nothing is left to chance.
+    """An index of the texts of the pool's tasks, kept in step with the pool. Deterministic.
 
-    What it answers depends on the tasks that it follows and on their order, not on those that were there before: after
-    a resume it answers the same.
+    Answers depend only on the tasks followed now and their order, not on earlier ones, so they are the same after a
+    resume.
 
     Args:
         get_task: returns the task of an id; ``None`` if the training data have no such task, which is then left out.
-        text_of: returns what a task asks for.
+        text_of: returns a task's text.
     """
 
     def __init__(self, get_task: Callable[[str], Task | None], text_of: Callable[[Task], str]) -> None:
@@ -336,12 +336,12 @@ class SimilarTasks(Generic[Task]):
         self._next = 0
 
     def follow(self, names: Sequence[str]) -> None:
-        """Have these tasks in the index, in this order, and no others."""
+        """Make these tasks, in this order, the contents of the index."""
         last, kept = -1, True
         new: list[str] = []
         for name in names:
             key = self._keys.get(name, -1)
-            kept = kept and key > last  # from the first that is new, or stands elsewhere, all are added anew
+            kept = kept and key > last  # from the first new or moved task on, all are added again
             if kept:
                 last = key
             else:
@@ -351,12 +351,12 @@ class SimilarTasks(Generic[Task]):
         self._add(new)
 
     def nearest(self, tasks: Sequence[Task], among: Collection[str], n: int) -> list[str]:
-        """Return up to ``n`` ids of different tasks: in turn the one most like each of the given tasks.
+        """Return up to ``n`` ids of different tasks: in turn the one most similar to each given task.
 
         Args:
             tasks: to be compared with, in the order of their turns.
             among: ids that may be returned.
-            n: how many at the most; fewer if no more have a word in common.
+            n: the maximum; fewer are returned if no more have a word in common.
         """
         allowed = set(among)
         without = [key for name, key in self._keys.items() if name not in allowed]
@@ -368,9 +368,9 @@ class SimilarTasks(Generic[Task]):
         while queues and len(chosen) < n:
             left = []
             for queue in queues:
-                found = next((name for name in queue if name not in chosen), None)
-                if found is not None and len(chosen) < n:
-                    chosen[found] = None
+                nearest_name = next((name for name in queue if name not in chosen), None)
+                if nearest_name is not None and len(chosen) < n:
+                    chosen[nearest_name] = None
                     left.append(queue)
             queues = left
         return list(chosen)

@@ -1,6 +1,6 @@
-"""What a pool warns of, each once: entries that do not belong to the run that uses them; and why it gives nothing.
+"""Warnings of a pool, each given once, and the reason why it has nothing to replay.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class PoolNotices:
-    """Remembers what was told already."""
+    """Gives each warning once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def ages(self, entries: Iterable[PoolEntry], rules: PoolRules, global_steps: int) -> None:
-        """Warn of trajectories whose age is not known where that matters.
+        """Warn of trajectories of unknown age, if the rules depend on age.
 
-        Those that a policy newer than the step that is going on made; and those without a version, such as an earlier
-        run's, which some rules never let out.
+        The policy version is newer than the current step, or absent (as for an earlier run's trajectories, which some
+        rules never replay).
         """
         held = list(entries)
         self._newer_versions(held, rules, global_steps)
@@ -45,31 +45,31 @@ class PoolNotices:
             )
 
     def malformed(self, among: Iterable[AgentTrajectory]) -> None:
-        """Tell what is wrong with rollouts that were refused as malformed: of each field the first, once.
+        """Warn of malformed rollouts that were refused: the first of each field, once.
 
         Args:
-            among: the rollouts, and others.
+            among: the rollouts; well-formed ones are ignored.
         """
-        for one in among:
-            problem = problem_of(one)
+        for rollout in among:
+            problem = problem_of(rollout)
             field = problem.partition(":")[0]
             if problem and self._first(field):
                 logger.warning(
                     "experience pool: rollout %r of task %r is refused as malformed, and so are others like it,"
                     " which refused/malformed counts: %s",
-                    one.rollout_id,
-                    one.task_id,
+                    rollout.rollout_id,
+                    rollout.task_id,
                     problem,
                 )
 
     def _first(self, what: str) -> bool:
-        """Return whether this was not told yet; it is now."""
+        """Return whether this warning is new, and mark it as given."""
         first = what not in self._told
         self._told.add(what)
         return first
 
     def _newer_versions(self, entries: Sequence[PoolEntry], rules: PoolRules, global_steps: int) -> None:
-        """Warn of trajectories that a policy newer than the step that is going on made."""
+        """Warn of trajectories whose policy version is newer than the current step."""
         versions = [entry.policy_version for entry in entries if not has_known_age(entry, global_steps)]
         newer = [version for version in versions if version is not None]
         if not newer or not self._first("newer"):
@@ -87,7 +87,7 @@ class PoolNotices:
 
 
 def warn_of_other_rewards(entries: Iterable[PoolEntry], ours: str) -> None:
-    """Warn of trajectories whose outcome another reward function gave, unless a later one was given in its place.
+    """Warn of trajectories whose outcome another reward function gave, unless it was corrected later.
 
     An empty fingerprint is unknown and passes.
     """
@@ -95,19 +95,19 @@ def warn_of_other_rewards(entries: Iterable[PoolEntry], ours: str) -> None:
     others.pop("", None)
     others.pop(ours, None)
     if ours and others:
-        named = ", ".join(f"{name!r} ({count})" for name, count in others.most_common())
+        counts = ", ".join(f"{name!r} ({count})" for name, count in others.most_common())
         logger.warning(
             "experience pool: %d trajectories have outcomes of another reward function: %s; this run's is %r. Old and"
             " new rewards are compared within a group: give them new outcomes with `trajstore annotate`, or begin with"
             " an empty pool",
             others.total(),
-            named,
+            counts,
             ours,
         )
 
 
 def warn_of_refusals(source: object, refused: Counter[str], offered: int) -> None:
-    """Warn if some of a saved pool's trajectories were not taken, and why."""
+    """Warn if some of a saved pool's trajectories were refused, with the reasons."""
     if refused:
         reasons = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
         remedy = f"; of what has no tokens: {NEEDS_TOKENIZER}" if refused[Refusal.NO_TOKENS.value] else ""
@@ -122,20 +122,20 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     Args:
         state: of the pool.
         rules: of the pool.
-        global_steps: the step that is going on.
-        refused: how many trajectories were refused so far, by reason.
+        global_steps: the current step.
+        refused: number of refused trajectories so far, by reason.
     """
     valid = state.valid_buckets(rules, global_steps)
     if valid and rules.replay_difficulty is None and rules.task_sampling != "similar":
         sizes = {difficulty: len(tasks) for difficulty, tasks in valid.items()}
         if not bucket_probabilities(sizes, rules.task_sampling, rules.n_rollout).any():
-            found = ", ".join(map(str, sorted(valid)))
-            return f"task_sampling: {rules.task_sampling} gives no weight to difficulty {found}, and no other is there"
+            levels = ", ".join(map(str, sorted(valid)))
+            return f"task_sampling: {rules.task_sampling} gives no weight to difficulty {levels}, and no other is there"
     if valid and (rules.replay_difficulty is None or rules.replay_difficulty in valid):
         return ""
     if valid:
-        found = ", ".join(map(str, sorted(valid)))
-        return f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {found}"
+        levels = ", ".join(map(str, sorted(valid)))
+        return f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {levels}"
     if not state.entries:
         reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
         low, high = rules.experience_lbound, rules.experience_rbound

@@ -1,8 +1,7 @@
-"""What a prompt's rollouts are to be shown: asked for in the trainer's process, offered to verl's workers.
+"""Retrieves experience for prompts in the trainer's process and attaches it for verl's workers.
 
-Agent loops run in other processes, of which there are many; the store of experiences has one writer. So the trainer's
-process asks, once for each prompt, and each prompt takes with it what its rollouts are to be shown
-(:mod:`trainer_hooks.verl.offers`).
+Agent loops run in many other processes, but the experience store has one writer. So the trainer's process retrieves
+experience once per prompt, and the prompt carries it to the workers (:mod:`trainer_hooks.verl.offers`).
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from trajstore.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_WANTED = "__rollout_n__"
-"""Column of a prompt by which verl's agent loop learns how many rollouts to make of it."""
+"""Column of a prompt with the number of rollouts that verl's agent loop makes."""
 
 AT_ONCE = 16
-"""Questions to a service at the same time."""
+"""Maximum number of concurrent requests to a service."""
 
 
 class Troubles:
-    """Counts rollouts and prompts that were not guided, by reason; the first of each is logged."""
+    """Counts unguided rollouts and prompts by reason; the first of each reason is logged."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def add(self, name: str, count: int, why: str) -> None:
-        """Count some more; ``why`` is for the log."""
+        """Add to the count of a reason; ``why`` is logged."""
         if not self.counts[name]:
             logger.warning(
                 "guidance: %d rollouts or prompts were not guided, training goes on without: %s"
@@ -53,12 +52,12 @@ class Troubles:
 
 
 class Asking:
-    """Asks for the experience of prompts. Not thread-safe.
+    """Retrieves experience for prompts. Not thread-safe.
 
     Args:
         block: the configuration.
-        hook: decides which rollouts are guided, and finds experience.
-        troubles: counts what was not answered in time.
+        hook: chooses the guided rollouts and retrieves experience.
+        troubles: counts late answers.
     """
 
     def __init__(self, block: ReplayBlock, hook: GuidanceHook, troubles: Troubles) -> None:
@@ -70,16 +69,15 @@ class Asking:
             self._asking = ThreadPoolExecutor(AT_ONCE, "guidance-retrieve")
 
     def offered(self, prompts: TensorDict) -> TensorDict:
-        """Return prompts that are about to be rolled out, with what their rollouts are to be shown.
+        """Return prompts with the experience for their rollouts attached.
 
-        Waits for a service, if one is asked, at most twice ``retrieve_timeout``; what is not there by then is
-        not shown.
+        Waits for a service at most twice ``retrieve_timeout``; later answers are not used.
 
         Args:
-            prompts: of a step, or of validation; not changed.
+            prompts: prompts of a step or of validation, before their rollouts; not changed.
 
         Raises:
-            ConfigurationError: they have no ``raw_prompt``.
+            ConfigurationError: the prompts have no ``raw_prompt``.
         """
         if not self._block.guidance.enable_context_generator or not len(prompts):
             return prompts
@@ -106,14 +104,14 @@ class Asking:
             offers[place], loops[place] = offer.to_text(), GUIDED_LOOP
         result = prompts.copy()
         result["agent_name"] = NonTensorStack(*loops)
-        result[OFFER] = NonTensorStack(*offers)  # on each of them: the data plane drops a column that one row lacks
+        result[OFFER] = NonTensorStack(*offers)  # for all prompts: the data plane drops a column that one row lacks
         return result
 
     def _ask(self, questions: dict[int, tuple[list[Any], TrajExpConfig]]) -> dict[int, TrajExpConfig]:
-        """Return for each prompt what was found for it; prompts for which nothing was are absent."""
+        """Retrieve experience per prompt; prompts without any are absent from the result."""
         asked = {
-            place: (messages, TrajExpConfig(add_exp=True, train_mode=one.train_mode, task_id=one.task_id))
-            for place, (messages, one) in questions.items()
+            place: (messages, TrajExpConfig(add_exp=True, train_mode=future.train_mode, task_id=future.task_id))
+            for place, (messages, future) in questions.items()
         }
         done = list(asked)
         if self._asking is None:
@@ -122,32 +120,32 @@ class Asking:
         else:
             futures = {self._asking.submit(self._hook.context, *asked[place]): place for place in asked}
             finished, late = wait(futures, 2 * self._block.guidance.retrieve_timeout)
-            for one in late:
-                one.cancel()
+            for future in late:
+                future.cancel()
             if late:
                 self._troubles.add("late", len(late), f"no answer in {2 * self._block.guidance.retrieve_timeout:g} s")
-            done = sorted(futures[one] for one in finished)
+            done = sorted(futures[future] for future in finished)
         return {place: asked[place][1] for place in done if asked[place][1].insertions}
 
     def close(self) -> None:
-        """Give up questions that are not asked yet."""
+        """Cancel requests that have not started."""
         if self._asking is not None:
             self._asking.shutdown(wait=False, cancel_futures=True)
 
 
 class Offers(Protocol):
-    """Makes the offers of prompts."""
+    """Attaches experience to prompts."""
 
     def offered(self, prompts: TensorDict, /) -> TensorDict:
-        """Return the prompts, with what their rollouts are to be shown."""
+        """Return the prompts with experience attached."""
 
 
 class GuidedManager:
-    """Stands in for verl's manager of agent loops: prompts take offers with them. All else is the manager's.
+    """Wraps verl's agent-loop manager and attaches experience to its prompts.
 
     Args:
         manager: has ``generate_sequences(prompts)``.
-        guided: makes the offers.
+        guided: attaches the experience.
     """
 
     def __init__(self, manager: Any, guided: Offers) -> None:
@@ -155,17 +153,17 @@ class GuidedManager:
         self._guided = guided
 
     def generate_sequences(self, prompts: TensorDict) -> Any:
-        """Have rollouts made of prompts; see verl's ``AgentLoopManagerTQ``."""
+        """Generate rollouts of prompts; see verl's ``AgentLoopManagerTQ``."""
         return self._manager.generate_sequences(self._guided.offered(prompts))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_manager":  # asked for before __init__, as copying does
+        if name == "_manager":  # accessed before __init__, for example by copy
             raise AttributeError(name)
         return getattr(self._manager, name)
 
 
 def _column(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
-    """Return a column as one value for each prompt; verl has it as a stack, as a tensor, or as one value for all."""
+    """Return a column as a list of one value per prompt; verl uses a stack, a tensor, or one value for all."""
     if name not in prompts:
         return [usual] * len(prompts)
     held = prompts.get(name)

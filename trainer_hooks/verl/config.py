@@ -1,4 +1,4 @@
-"""The block ``exp_manager`` of a verl configuration, and what must agree with it elsewhere in the file."""
+"""The block ``exp_manager`` of a verl configuration, checked against verl's other options."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trajstore.core.formats import get_format
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 
 SECTION = "exp_manager"
-"""Where the block stands in verl's configuration."""
+"""Key of the block in verl's configuration."""
 
 FOLDER = "trajstore"
-"""Folder below ``trainer.default_local_dir`` for what has no path of its own."""
+"""Default folder, below ``trainer.default_local_dir``, of stores without a path."""
 
 OnError = Literal["raise", "warn"]
 OnResume = Literal["exact", "keep"]
 
 _BELOW_ONE = 1.0 - 2.0**-23
-"""Below 1 in float32 too, in which the pool compares."""
+"""Largest outcome of a failure: below 1 also in float32, in which the pool compares."""
 
 
 def _format(_name: str, value: Any) -> str:
@@ -38,16 +38,16 @@ def _format(_name: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingConfig(Settings):
-    """``exp_manager.recording``: where every rollout that the trainer samples is kept.
+    """``exp_manager.recording``: storage of every sampled rollout.
 
     Attributes:
-        enable: whether rollouts are recorded. The pool, which has copies of its own, does not need it.
+        enable: record rollouts. The pool does not need this, as it has its own copies.
         path: directory or URL; ``None`` = ``<trainer.default_local_dir>/trajstore/rollouts``.
-        format: of new shards.
-        capacity: trajectories to keep, the oldest go first; ``None`` = all.
-        text: whether the response's turns are also recorded as text, in ``messages``. Tokens always are.
-        on_error: what a write that fails does to the run, here and in the pool. With ``warn`` it goes on, the metrics
-            count what was lost, and what waits is written when there is space again.
+        format: format of new shards.
+        capacity: number of trajectories to keep, deleting the oldest; ``None`` = all.
+        text: also record the response's turns as text, in ``messages``. Tokens are always recorded.
+        on_error: reaction to a failed write, here and in the pool. With ``warn`` training continues, metrics count lost
+            rollouts, and pending writes are retried.
 
     Raises:
         ConfigurationError: a value is out of range; the message names the key.
@@ -65,12 +65,12 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OutcomeRule(Settings):
-    """``exp_manager.outcome``: what a success is, in terms of verl's rewards.
+    """``exp_manager.outcome``: derives a rollout's outcome from verl's rewards.
 
     Attributes:
-        key: figure of the reward function's result (``acc``, say) that decides; ``None`` = the score itself.
-        success: from this value on a rollout is a success: its outcome is 1. Below, the outcome is value / success. A
-            score given in float32 is compared as such: ``0.7`` of a reward function reaches ``success: 0.7``.
+        key: key in the reward function's result (for example ``acc``); ``None`` = the score.
+        success: smallest value of a success, whose outcome is 1. Below it the outcome is value / success. A float32
+            score is compared in float32: ``0.7`` of a reward function reaches ``success: 0.7``.
 
     Raises:
         ConfigurationError: a value is out of range; the message names the key.
@@ -82,10 +82,10 @@ class OutcomeRule(Settings):
     success: Positive = 1.0
 
     def of(self, score: float, reward_extra: Mapping[str, Any]) -> float:
-        """Return the outcome of a rollout, 1 for a success and below 1 otherwise; what is not finite stays so.
+        """Return the outcome of a rollout: 1 for a success, below 1 otherwise; non-finite values are kept.
 
         Raises:
-            InvalidTrajectoryError: the reward gave no such figure.
+            InvalidTrajectoryError: the reward function's result has no number under ``key``.
         """
         value: Any = score
         if self.key is not None:
@@ -104,13 +104,13 @@ class OutcomeRule(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayBlock:
-    """The whole block, checked against the rest of the configuration."""
+    """The whole block, checked against verl's other options."""
 
     experience_replay: ExperienceReplayConfig
     recording: RecordingConfig
     outcome: OutcomeRule
     on_resume: OnResume = "exact"
-    """``exp_manager.on_resume``: whether the pool is what it was at the checkpoint, or also takes in what was recorded
+    """``exp_manager.on_resume``: ``exact`` restores the pool of the checkpoint; ``keep`` also admits rollouts recorded
     between the checkpoint and the crash."""
     folder: Path
     """``<trainer.default_local_dir>/trajstore``."""
@@ -122,23 +122,23 @@ class ReplayBlock:
     n_validation: int = 1
     """Rollouts of a task in validation."""
     agent_loop: str = "single_turn_agent"
-    """Makes the rollouts of rows of the data set that name none."""
+    """Default agent loop, for data set rows that name none."""
     guidance: GuidanceConfig = dataclasses.field(default_factory=GuidanceConfig)
-    """``experience_maker`` or ``exp_manager.reme``, and ``exp_manager``: rollouts that are shown experience."""
+    """Guidance: ``experience_maker`` or ``exp_manager.reme``, and keys of ``exp_manager``."""
 
     @property
     def masks_rows(self) -> bool:
-        """Whether some rows have a loss of their own: every row says which of its tokens, and the loss is ``het``."""
+        """True if rows may need their own loss: each row then has ``exp_mask``, and the loss is ``het``."""
         return self.experience_replay.enable or self.discards_experience
 
     @property
     def discards_experience(self) -> bool:
-        """Whether rows may be trained on without the experience that they were sampled with."""
+        """True if rows may be trained on without the experience that they were sampled with."""
         return guides_training(self.guidance) and self.guidance.train_sample_expmode != "allkeep"
 
     @property
     def recording_path(self) -> str:
-        """Where rollouts are recorded."""
+        """Path or URL of the recorded rollouts."""
         return self.recording.path or str(self.folder / "rollouts")
 
     @staticmethod
@@ -149,13 +149,13 @@ class ReplayBlock:
             config: the whole configuration, an OmegaConf node; not changed.
 
         Raises:
-            ConfigurationError: unknown keys, values out of range, options elsewhere that contradict them.
+            ConfigurationError: unknown keys, values out of range, or conflicts with verl's other options.
         """
         block = keys_of(config.get(SECTION), SECTION)
         refuse(SECTION, unknown(block, ["experience_replay", "recording", "outcome", "on_resume", *KEYS]))
         folder = Path(str(config.trainer.default_local_dir)).absolute() / FOLDER
         replay = keys_of(block.get("experience_replay"), REPLAY_SECTION)
-        # Elsewhere a pool without a path is in memory; a run that shall survive a crash needs another default.
+        # The usual default is a pool in memory, which would not survive a crash.
         replay.setdefault("store", {"path": str(folder / "pool")})
         if "success_threshold" in replay:
             raise ConfigurationError(
@@ -191,7 +191,7 @@ class ReplayBlock:
 
 
 def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
-    """Return what cannot be wanted at the same time, one sentence each."""
+    """Return the conflicts between options, one sentence each."""
     replay = block.experience_replay
     if block.on_resume not in get_args(OnResume):
         return [f"{SECTION}.on_resume: {block.on_resume!r}, must be one of {', '.join(get_args(OnResume))}"]
@@ -216,7 +216,7 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
 
 
 def _problems_of_the_loss(config: Any, block: ReplayBlock) -> list[str]:
-    """Return what takes the place of the loss that some rows need, or is not known where it is computed."""
+    """Return the options that replace the loss ``het`` or withhold its inputs, one sentence each."""
     mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
     if not block.masks_rows:
         return [f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true"] if mode == "het" else []
@@ -241,11 +241,11 @@ def _problems_of_the_loss(config: Any, block: ReplayBlock) -> list[str]:
 
 @contextmanager
 def naming(option: str, value: str | None) -> Iterator[None]:
-    """Let what goes wrong when a store is opened name the option that says where the store is.
+    """Add the option with the store's path to errors of opening the store.
 
     Raises:
-        ConfigurationError: it cannot be opened for a reason that has to do with the place.
-        TrajstoreError: as raised inside, with a note.
+        ConfigurationError: the path cannot be opened or written.
+        TrajstoreError: raised inside the block, with a note.
     """
     try:
         yield
@@ -254,32 +254,32 @@ def naming(option: str, value: str | None) -> Iterator[None]:
     except TrajstoreError as error:
         error.add_note(f"{option}: {value}")
         raise
-    except Exception as error:  # clients of object stores raise errors of their own, for absent credentials too
+    except Exception as error:  # object store clients raise their own errors, for example without credentials
         raise ConfigurationError(f"{option}: {value}: cannot be opened: {type(error).__name__}: {error}") from error
 
 
 KEYS = frozenset(field.name for field in dataclasses.fields(GuidanceConfig)) | {*TODAY, REME}
-"""Keys that ``exp_manager`` may have for guidance; which of them belong elsewhere, :class:`GuidanceConfig` says."""
+"""Keys of guidance allowed in ``exp_manager``; :class:`GuidanceConfig` rejects those that belong elsewhere."""
 
 SWITCHES = ("enable_context_generator", "enable_summarizer")
-"""Keys of ``experience_maker`` that switch guidance on."""
+"""Keys of ``experience_maker`` that enable guidance."""
 
 
 def guidance_of(config: Any, folder: Path) -> GuidanceConfig:
-    """Return guidance as a whole configuration has it; experiences are kept below ``folder`` if it says nothing else.
+    """Return the guidance options of a whole configuration; experiences are stored below ``folder`` by default.
 
     Raises:
-        ConfigurationError: unknown keys, one option given twice, values out of range; the message lists all.
+        ConfigurationError: unknown keys, an option given twice, values out of range; the message lists all.
     """
     result = GuidanceConfig.from_config(config)
     if not result.is_on or "store" in _maker(config):
         return result
-    # Elsewhere experiences without a path are in memory; a run that shall survive a crash needs another default.
+    # The usual default is in memory, which would not survive a crash.
     return dataclasses.replace(result, store={"path": str(folder / "experiences")})
 
 
 def is_asked_for(config: Any) -> bool:
-    """Return whether a configuration has options of guidance, right or wrong, and does not say that it is off."""
+    """Return whether a configuration has any guidance options, valid or not, and does not disable guidance."""
     maker = _maker(config)
     switches = [maker[name] for name in SWITCHES if name in maker]
     if switches and not any(switches):
@@ -288,20 +288,20 @@ def is_asked_for(config: Any) -> bool:
 
 
 def guides_training(guidance: GuidanceConfig, n_rollout: int | None = None) -> bool:
-    """Return whether rollouts that are trained on are shown experience; ``n_rollout`` of a task, or any number."""
+    """Return whether training rollouts are guided, given ``n_rollout`` per task (None = any number)."""
     return guidance.enable_context_generator and _guides(
         guidance.train_rollout_expmode, guidance.rollout_expratio, n_rollout
     )
 
 
 def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, text: bool) -> list[str]:
-    """Return what of guidance cannot take effect, or cannot be wanted beside the rest, one sentence each.
+    """Return guidance options that have no effect or conflict with others, one sentence each.
 
     Args:
         config: verl's whole configuration.
-        guidance: of it.
+        guidance: its guidance options.
         n_rollout: rollouts of a task in training.
-        text: whether rollouts are recorded with their turns as text.
+        text: True if rollouts are recorded with their turns as text.
     """
     if not guidance.is_on:
         if is_asked_for(config):
@@ -361,7 +361,7 @@ def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) 
 
 
 def _maker(config: Any) -> dict[str, Any]:
-    """Return the options of the maker, under whichever of its names they stand."""
+    """Return the options of the experience maker, under either of its names."""
     manager = keys_of(config.get(MANAGER), MANAGER)
     return keys_of(config.get(MAKER), MAKER) | keys_of(manager.get(REME), f"{MANAGER}.{REME}")
 

@@ -1,6 +1,6 @@
-"""Files that say where the pool stood at each checkpoint: ``global_step_N/trajstore.json`` beside verl's own.
+"""The state of recording and pool at each checkpoint: ``global_step_N/trajstore.json`` next to verl's files.
 
-They are written before the checkpoint's other files, so every checkpoint that verl calls complete has one.
+The file is written before the checkpoint's other files, so every checkpoint that verl calls complete has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_FOLDER = "actor"
 """Folder in a checkpoint in which verl saves the policy."""
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""verl's file beside the checkpoints that names the newest one."""
+"""verl's file that names the newest checkpoint."""
 
 DATA_FILE = "data.pt"
 
@@ -33,35 +33,35 @@ _FOLDER = re.compile(r"global_step_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where recording and replay stood when a training step was done."""
+    """State of recording and replay after a training step."""
 
     step: int
     run: str
-    """The process that wrote it."""
+    """Id of the process that wrote it."""
     rollouts: int
     """Newest recorded rollout's id; -1 = none."""
     rollouts_store: str
-    """The store that gave this id; empty if nothing was recorded."""
+    """UUID of the store of this id; empty if nothing was recorded."""
     pool: Mapping[str, Any] | None
     """State of the experience pool; ``None`` if nothing was replayed."""
     expected: Mapping[str, Sequence[Mapping[str, Any]]]
-    """Histories that are to join prompts whose rollouts are under way, by ``uid``; asynchronous modes have such."""
+    """Pending histories by ``uid`` of prompts with unfinished rollouts, as in asynchronous modes."""
     guidance: str | None = None
-    """State of what guidance draws; ``None`` if nothing is guided. Text: its numbers are longer than JSON's."""
+    """State of guidance's random choices; ``None`` without guidance. Text, as its integers exceed JSON's."""
     wanted: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Sessions, histories among them, of such prompts that the data set gives a number of their own, by ``uid``."""
+    """Sessions, including histories, of pending prompts with their own number in the data set, by ``uid``."""
 
 
 def checkpoint_folder(root: str | Path, step: int) -> Path:
-    """Return verl's folder of a checkpoint below ``trainer.default_local_dir``."""
+    """Return verl's checkpoint folder below ``trainer.default_local_dir``."""
     return Path(root).absolute() / f"global_step_{step}"
 
 
 def write_cut(folder: Path, cut: Cut) -> None:
-    """Write a cut into a checkpoint's folder, which is made if absent; durable, and whole or not at all.
+    """Write a cut into a checkpoint's folder, durably and atomically; creates the folder if absent.
 
     Raises:
-        StoreWriteError: it could not be written.
+        StoreWriteError: the write failed.
     """
     document = {"version": _VERSION} | {field.name: getattr(cut, field.name) for field in dataclasses.fields(cut)}
     try:
@@ -76,7 +76,7 @@ def read_cut(folder: Path) -> Cut | None:
     """Return the cut in a checkpoint's folder; ``None`` if it has none.
 
     Raises:
-        CorruptStoreError: the file is no cut, or of a newer version.
+        CorruptStoreError: the file is not a cut, or of a newer version.
     """
     path = folder / CUT_FILE
     try:
@@ -104,31 +104,31 @@ def read_cut(folder: Path) -> Cut | None:
 def cuts_below(root: str | Path) -> Iterator[tuple[Path, Cut]]:
     """Yield the checkpoints below ``trainer.default_local_dir`` that have a cut, oldest step first."""
     base = Path(root)
-    found = [(int(match[1]), path) for path in base.glob("global_step_*") if (match := _FOLDER.fullmatch(path.name))]
-    for _, path in sorted(found):
+    folders = [(int(match[1]), path) for path in base.glob("global_step_*") if (match := _FOLDER.fullmatch(path.name))]
+    for _, path in sorted(folders):
         cut = read_cut(path)
         if cut is not None:
             yield path, cut
 
 
 def restorable_cuts(root: str | Path) -> list[Cut]:
-    """Return the cuts of the checkpoints that verl can load: those whose model is there.
+    """Return the cuts of the checkpoints that verl can load, which have a model.
 
-    Of a checkpoint that ``max_actor_ckpt_to_keep`` has removed, or that a crash interrupted, only other files are.
+    A checkpoint removed by ``max_actor_ckpt_to_keep``, or interrupted by a crash, has only other files.
     """
     return [cut for folder, cut in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
 
 
 def check_tracker(config: Any) -> None:
-    """Return if ``trainer.resume_mode=auto`` can read which checkpoint is the newest.
+    """Check that ``trainer.resume_mode=auto`` can read verl's tracker file of the newest checkpoint.
 
-    verl writes the file that says so without a rename and without fsync, so a crash may leave it empty.
+    verl writes the file without rename and fsync, so a crash may leave it empty.
 
     Args:
         config: verl's whole configuration.
 
     Raises:
-        ConfigurationError: the file has no number in it; names the newest complete checkpoint.
+        ConfigurationError: the file contains no number; the message names the newest complete checkpoint.
     """
     root = Path(str(config.trainer.default_local_dir)).absolute()
     tracker = root / TRACKER_FILE
@@ -150,12 +150,12 @@ def check_tracker(config: Any) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether verl got as far as the data loader's state, which it writes after the models."""
+    """Return whether the data loader's state exists, which verl writes after the models."""
     return (folder / MODEL_FOLDER).is_dir() and (folder / DATA_FILE).is_file()
 
 
 def find_cut(folder: Path, step: int) -> Cut | None:
-    """Return the cut of a checkpoint, else the newest one beside it that is not after it, else ``None``."""
+    """Return the cut of a checkpoint, else the newest one of its siblings up to ``step``, else ``None``."""
     cut = read_cut(folder)
     if cut is not None:
         return cut

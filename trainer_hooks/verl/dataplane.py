@@ -1,7 +1,7 @@
-"""Reading and writing rows of verl's data plane (TransferQueue). The only module here that calls it.
+"""Reads and writes rows of verl's data plane (TransferQueue). The only module here that calls it.
 
-The plane has one value per row and column. Asked for a column that a single one of the rows lacks, it leaves out
-the column without a word; :func:`read_rows` does not.
+The data plane has one value per row and column. It silently drops a requested column if one row lacks it;
+:func:`read_rows` raises.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] 
     """Return rows with these columns, in the order of the batch; token columns share one buffer.
 
     Args:
-        batch: which rows.
-        needed: columns that every row must have.
-        welcome: columns that are read if every row has them.
+        batch: keys of the rows.
+        needed: required columns.
+        welcome: optional columns, read if every row has them.
 
     Raises:
-        ConfigurationError: a row lacks a column; names the column.
+        ConfigurationError: a row lacks a required column; the message names it.
     """
     if not batch.keys:
         return []
@@ -51,19 +51,19 @@ def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] 
 
 
 def prompts_under_way(partition_id: str) -> set[str]:
-    """Return the ``uid`` of every prompt whose rollouts have not been sampled or dropped yet."""
+    """Return the ``uid`` of every prompt whose rollouts are neither sampled nor dropped."""
     rows = (tq.kv_list(partition_id) or {}).get(partition_id, {})
     return {key for key, tag in rows.items() if tag.get("is_prompt", False)}
 
 
 def read_whole_row(key: str, tag: dict[str, Any], partition_id: str) -> Row:
-    """Return one row with all columns that it has."""
+    """Return one row with all its columns."""
     data = tq.kv_batch_get(keys=[key], partition_id=partition_id)[0]
     return Row(key, tag, {name: data[name] for name in data.keys()})  # noqa: SIM118 - no dict
 
 
 def add_rows(rows: Sequence[Row], partition_id: str) -> None:
-    """Put new rows with their tags into the plane. All of them have the same columns."""
+    """Add rows with their tags to the data plane. All rows must have the same columns."""
     if rows:
         tq.kv_batch_put(
             keys=[row.key for row in rows],
@@ -74,13 +74,13 @@ def add_rows(rows: Sequence[Row], partition_id: str) -> None:
 
 
 def clear_rows(keys: Sequence[str], partition_id: str) -> None:
-    """Remove rows from the plane."""
+    """Remove rows from the data plane."""
     if keys:
         tq.kv_clear(keys=list(keys), partition_id=partition_id)
 
 
 def write_column(keys: Sequence[str], partition_id: str, name: str, values: Sequence[Tensor]) -> None:
-    """Write one token column of these rows, one tensor each."""
+    """Write a token column of rows, one tensor per row."""
     if keys:
         jagged = torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
         tq.kv_batch_put(
@@ -89,7 +89,7 @@ def write_column(keys: Sequence[str], partition_id: str, name: str, values: Sequ
 
 
 def part_of(batch: KVBatchMeta, places: Sequence[int]) -> KVBatchMeta:
-    """Return the rows of a batch that stand in these places."""
+    """Return the rows of a batch at ``places``."""
     return KVBatchMeta(
         partition_id=batch.partition_id,
         keys=[batch.keys[place] for place in places],
@@ -99,7 +99,7 @@ def part_of(batch: KVBatchMeta, places: Sequence[int]) -> KVBatchMeta:
 
 
 def without_padding(batch: KVBatchMeta) -> KVBatchMeta:
-    """Return the batch without the rows by which verl fills it up."""
+    """Return the batch without verl's padding rows."""
     real = [place for place, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
     return batch if len(real) == len(batch.keys) else part_of(batch, real)
 
@@ -107,8 +107,8 @@ def without_padding(batch: KVBatchMeta) -> KVBatchMeta:
 def _values(data: TensorDict, name: str) -> list[Any]:
     """Return a column as one value per row."""
     column = data.get(name)
-    if isinstance(column, NonTensorStack):  # as a list of its own it takes three times as long
-        return [one.data if type(one) is NonTensorData else one.tolist() for one in column.tensordicts]
+    if isinstance(column, NonTensorStack):  # list(column) takes three times as long
+        return [cell.data if type(cell) is NonTensorData else cell.tolist() for cell in column.tensordicts]
     return _parts(column) if isinstance(column, Tensor) else list(data[name])
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with the options of a run, told where verl checks its own: in the command, before Ray is started."""
+"""Validates our options together with verl's, in its command before Ray starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ REPLAY_MODES = ("sync_replay", "colocate_async_replay")
 """Values of ``trainer.v1.trainer_mode`` that read the block ``exp_manager``."""
 
 _CHECKS = "checks_exp_manager"
-"""Attribute of a ``validate_config`` that checks our block. ``__wrapped__`` would also mean anybody else's wrapper."""
+"""Attribute that marks our ``validate_config``; ``__wrapped__`` would also match other wrappers."""
 
 
 def install() -> None:
-    """Let verl's ``validate_config``, which its command line calls first, check our block as well."""
+    """Wrap verl's ``validate_config``, which its command calls first, to check our block too."""
     module: Any = importlib.import_module("verl.utils.config")
     verls = module.validate_config
-    if getattr(verls, _CHECKS, False):  # ours, or one that wraps ours: functools.wraps copies the mark
+    if getattr(verls, _CHECKS, False):  # ours, or a wrapper of ours: functools.wraps copies the attribute
         return
 
     @functools.wraps(verls)
     def validate_config(config: Any, *args: Any, **named: Any) -> Any:
-        check_options(config)  # first: verl ends with the words that all checks passed
+        check_options(config)  # first: verl ends with a message that all checks passed
         return verls(config, *args, **named)
 
     setattr(validate_config, _CHECKS, True)
@@ -39,13 +39,13 @@ def install() -> None:
 
 
 def check_options(config: Any) -> None:
-    """Return if the options of recording and replay can take effect.
+    """Check that the options of recording and replay take effect.
 
     Args:
         config: verl's whole configuration, an OmegaConf node; not changed.
 
     Raises:
-        ConfigurationError: they contradict each other, or ``enable`` is set for a trainer that ignores it.
+        ConfigurationError: options conflict, or ``enable`` is set for a trainer that ignores it.
     """
     mode = str(config.trainer.v1.trainer_mode)
     v1 = bool(config.trainer.get("use_v1", True))

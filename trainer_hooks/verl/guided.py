@@ -33,20 +33,20 @@ WHY = {
 
 
 class GuidedRollouts:
-    """Guidance of one training run. Not thread-safe; the trainer's process owns it.
+    """Guidance of one training run, in the trainer's process. Not thread-safe.
 
     Args:
-        block: the configuration; with guidance switched off all calls hand back what they were given.
-        tokenizer: of the run.
+        block: the configuration; without guidance all methods return their input.
+        tokenizer: tokenizer of the run.
 
     Raises:
-        StoreLockedError: another process writes to the store of experiences.
+        StoreLockedError: another process writes to the experience store.
     """
 
     def __init__(self, block: ReplayBlock, tokenizer: Any = None) -> None:
         config = block.guidance
         self.is_on = config.is_on
-        """Whether rollouts are guided, or become experience."""
+        """True if rollouts are guided or become experience."""
         self._block = block
         with naming("experience_maker.store.path", (config.store or {}).get("path")):
             self._hook = GuidanceHook(config, tokenizer=tokenizer)
@@ -62,37 +62,35 @@ class GuidedRollouts:
             )
 
     def offered(self, prompts: TensorDict) -> TensorDict:
-        """Return prompts that are about to be rolled out, with what their rollouts are to be shown; see ``Asking``."""
+        """Return prompts with the experience for their rollouts attached; see ``Asking.offered``."""
         return self._asking.offered(prompts)
 
     def exchanged(self, batch: KVBatchMeta) -> frozenset[str]:
-        """Return the keys of rows whose prompt is not the one that they were sampled with: guided, and discarded."""
+        """Return the keys of guided rows whose experience was removed from the prompt after sampling."""
         if not self._block.discards_experience:
             return frozenset()
         rows = dataplane.read_rows(batch, ("extra_fields",))
         return frozenset(row.key for row in rows if is_exchanged(row.columns["extra_fields"]))
 
     def finished(self, made: Sequence[AgentTrajectory], *, trained: bool = True) -> None:
-        """Take a step's rollouts, whose messages are whole; put back into these what training keeps.
+        """Re-insert kept experience into a step's rollout messages.
 
         Args:
-            made: changed: messages as the model read them, where the experience was kept.
-            trained: whether they are trained on; others only become experience.
+            made: rollouts with complete messages. Changed: where training keeps the experience, the messages become
+                those that the model read.
+            trained: False for rollouts that only become experience.
         """
-        for one in made:
-            guidance = Guidance.of(one)
+        for rollout in made:
+            guidance = Guidance.of(rollout)
             if guidance is not None and not guidance.taken_out:
-                one.messages = _put_back(one.messages, guidance)
-            if why := one.metadata.get(NOT_GUIDED):
+                rollout.messages = _put_back(rollout.messages, guidance)
+            if why := rollout.metadata.get(NOT_GUIDED):
                 self._troubles.add(str(why), 1, WHY.get(str(why), ""))
         if self.is_on and not trained:
             self._untrained += made
 
     def step_done(self, made: Sequence[AgentTrajectory], step: int) -> dict[str, float]:
-        """Hand rollouts over to become experience, those of dropped groups too; return figures.
-
-        Does not wait for the summaries.
-        """
+        """Submit rollouts, including those of dropped groups, as experience; return metrics. Does not block."""
         if not self.is_on:
             return {}
         held, self._untrained = [*made, *self._untrained], []
@@ -100,23 +98,23 @@ class GuidedRollouts:
         return figures | {f"guidance/rollouts/{name}": float(self._troubles.counts[name]) for name in (*WHY, "late")}
 
     def state(self) -> str | None:
-        """Return the state of the random choices; ``None`` if there are none."""
+        """Return the state of the random choices; ``None`` without guidance."""
         return json.dumps(self._hook.state_dict()) if self.is_on else None
 
     def load_state(self, state: str | None) -> None:
-        """Go on from a state that :meth:`state` returned. What is known of experiences stays as it is."""
+        """Restore a state of :meth:`state`. The experiences are not changed."""
         if self.is_on and state is not None:
             self._hook.load_state_dict(json.loads(state))
 
     def close(self) -> None:
-        """Wait a little for summaries under way, log what is left, give the store back. Again: nothing."""
+        """Wait briefly for running summaries, log the unfinished ones, close the store. Idempotent."""
         self._asking.close()
         self._hook.close()
 
 
 def _put_back(messages: Sequence[Any], guidance: Guidance) -> list[dict[str, Any]]:
-    changed = [dict(one) for one in messages]
-    for one in guidance.insertions:
-        if one.message < len(changed):
-            changed[: one.message + 1] = put_in(changed[: one.message + 1], one.text)[0]
+    changed = [dict(insertion) for insertion in messages]
+    for insertion in guidance.insertions:
+        if insertion.message < len(changed):
+            changed[: insertion.message + 1] = put_in(changed[: insertion.message + 1], insertion.text)[0]
     return changed

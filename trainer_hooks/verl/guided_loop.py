@@ -1,7 +1,7 @@
-"""The agent loop of guided rollouts: any other loop, with experience in its prompt; verl runs it in its workers.
+"""The agent loop of guided rollouts, in verl's workers: runs another loop with experience in the prompt.
 
-It hands the prompt with the experience to the loop that was configured. Where training discards the experience, it
-makes the prompt's tokens again as the loop made them, of the messages without it; the response stays as sampled.
+Where training discards the experience, the prompt's tokens are built again from the messages without it, in the same
+way as the loop built them; the response is kept as sampled.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trajstore.errors import TrajstoreError
 
 
 class PromptTooLongError(TrajstoreError):
-    """With the experience in it the prompt has no room; verl would cut off its beginning."""
+    """The prompt with experience is too long; verl would truncate its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One prompt that a loop has made tokens of."""
+    """One prompt that a loop has tokenized."""
 
     messages: list[dict[str, Any]]
     arguments: tuple[Any, ...]
@@ -34,14 +34,15 @@ class _Prompt:
 
 
 class PromptListener:
-    """Hears how an agent loop makes the tokens of its prompts, so that they can be made without what was put in.
+    """Records how an agent loop tokenizes its prompts, to tokenize them again without the experience.
 
     Args:
-        loop: an ``AgentLoopBase``; its ``ct_build_initial_tokens`` is replaced. A loop that has none is not heard.
-        plain: the message as the data set has it.
-        guided: the same with experience in front.
-        text: what was put in.
-        most: tokens of a prompt.
+        loop: an ``AgentLoopBase``; its ``ct_build_initial_tokens`` is replaced. Loops without this method are left
+            untouched.
+        plain: the message of the data set.
+        guided: the same message with experience in front.
+        text: the inserted text.
+        most: maximum number of tokens of a prompt.
     """
 
     def __init__(self, loop: Any, plain: Message, guided: Message, text: str, most: int) -> None:
@@ -52,7 +53,7 @@ class PromptListener:
             loop.ct_build_initial_tokens = self._listen
 
     async def _listen(self, messages: Sequence[Message], *arguments: Any, **named: Any) -> list[int]:
-        kept = [dict(one) for one in messages]  # the loop goes on with its own
+        kept = [dict(message) for message in messages]  # copies, as the loop may change its messages
         ids = list(await self._build(kept, *arguments, **named))
         if self.shows(kept) and len(ids) >= self._most:
             raise PromptTooLongError(f"{len(ids)} tokens or more")
@@ -60,14 +61,14 @@ class PromptListener:
         return ids
 
     def shows(self, messages: Sequence[Message]) -> bool:
-        """Return whether messages hold what was put in, anywhere."""
-        return any(_holds(one.get("content"), self._text) for one in messages)
+        """Return whether any message contains the inserted text."""
+        return any(_holds(message.get("content"), self._text) for message in messages)
 
     async def without(self, ids: Sequence[int]) -> list[int] | None:
-        """Return a prompt's tokens without what was put in; ``None`` if it cannot be told how.
+        """Return the prompt's tokens without the experience, or ``None`` if that is impossible.
 
         Args:
-            ids: of the prompt; may be more than what the loop began with.
+            ids: token ids of the prompt; may continue after the initial prompt of the loop.
         """
         for prompt in sorted(self.heard, key=lambda one: len(one.ids), reverse=True):
             length = len(prompt.ids)
@@ -83,7 +84,7 @@ class PromptListener:
         return None
 
     def _restored(self, content: Any) -> Any:
-        """Return a message's content without what was put in, whatever the loop has added behind."""
+        """Return a message's content without the experience, keeping text that the loop appended."""
         guided = self._guided
         if type(content) is type(guided) and content[: len(guided)] == guided:
             return self._plain + content[len(guided) :]
@@ -92,10 +93,10 @@ class PromptListener:
 
 @register(GUIDED_LOOP)
 class GuidedAgentLoop:
-    """Runs the loop that the offer names; see the module. Has the constructor and ``run`` of verl's ``AgentLoopBase``.
+    """Runs the loop named by the offer. Has the constructor and ``run`` of verl's ``AgentLoopBase``.
 
-    A rollout whose prompt has no room for the experience, or out of which it cannot be taken again, is made without;
-    the report says so.
+    If the prompt with experience is too long, or the experience cannot be removed again, the rollout is made without
+    it; the report gives the reason.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -103,7 +104,7 @@ class GuidedAgentLoop:
         self._most = int(given["trainer_config"].config.actor_rollout_ref.rollout.prompt_length)
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
-        """Return the outputs of one session, as the loop gives them, each with a :class:`Report`."""
+        """Return the loop's outputs of one session, each with a :class:`Report`."""
         offer = Offer.of_text(named.pop(OFFER))
         if int(named["session_id"]) not in offer.sessions:
             return await self._loop(offer.loop).run(sampling_params, **named)
@@ -116,7 +117,7 @@ class GuidedAgentLoop:
         except PromptTooLongError:
             return await self._unguided(sampling_params, named, offer, "too_long")
         if offer.train_mode == "keep":
-            # A loop that is not heard makes its tokens by itself, of the messages that it was handed.
+            # A loop without recorded prompts tokenizes the messages that it was given by itself.
             shown = not listener.heard or any(listener.shows(one.messages) for one in listener.heard)
             return _reporting(made, _report(offer) if shown else Report(trouble="not_seen"))
         prompts = [await listener.without(one.prompt_ids) for one in _outputs(made)]
@@ -136,7 +137,7 @@ class GuidedAgentLoop:
         return _reporting(made, Report(trouble=why))
 
     def _loop(self, name: str) -> Any:
-        """Return a new loop, as verl makes one for each rollout."""
+        """Return a new loop; verl also creates one per rollout."""
         return hydra.utils.instantiate(config=_agent_loop_registry[name], **self._given)
 
 
@@ -145,8 +146,8 @@ def _report(offer: Offer, *, taken_out: bool = False, exchanged: bool = False) -
 
 
 def _reporting(made: Any, report: Report) -> Any:
-    for one in _outputs(made):
-        one.extra_fields[OFFER] = report.to_json()
+    for output in _outputs(made):
+        output.extra_fields[OFFER] = report.to_json()
     return made
 
 
@@ -158,5 +159,5 @@ def _holds(content: Any, text: str) -> bool:
     if isinstance(content, str):
         return text in content
     if isinstance(content, list):
-        return any(_holds(one.get("text") if isinstance(one, Mapping) else one, text) for one in content)
+        return any(_holds(part.get("text") if isinstance(part, Mapping) else part, text) for part in content)
     return False

@@ -1,8 +1,8 @@
-"""The policy loss ``het`` inside verl's actor, and the wrapper that brings it the mask of replayed tokens.
+"""The policy loss ``het`` in verl's actor, and the wrapper that passes it the mask of replayed tokens.
 
-verl hands a registered policy loss a fixed set of tensors, ``exp_mask`` not among them; the loss function of a
-worker gets the whole micro-batch. So :func:`het_ppo_loss` takes the mask out, calls verl's own ``ppo_loss`` (with
-its entropy and KL terms), and that calls back :func:`het_policy_loss`, which finds the mask in a context variable.
+verl passes a registered policy loss a fixed set of tensors without ``exp_mask``; only the loss function of a worker
+gets the whole micro-batch. So :func:`het_ppo_loss` stores the mask in a context variable and calls verl's ``ppo_loss``
+(with its entropy and KL terms), which calls :func:`het_policy_loss`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ EXP_MASK = "exp_mask"
 """Column of the data plane: ``[R]`` int64 per row, 1 on replayed tokens."""
 
 FIGURES = "experience_replay/loss/"
-"""Begins the names of the sums and extremes that a micro-batch reports; :func:`take_figures` makes metrics of them."""
+"""Name prefix of a micro-batch's sums and extremes; :func:`take_figures` turns them into metrics."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of the loss: what goes in beside verl's arguments, and what comes out beside its results."""
+    """Inputs and outputs of one call of the loss that verl's interface lacks."""
 
     exp_mask: Tensor
     options: LossOptions
@@ -51,10 +51,10 @@ def het_ppo_loss(
 
     Args:
         config: verl's ``ActorConfig``.
-        model_output: of the engine.
+        model_output: output of the engine.
         data: micro-batch of B rows; must have the column ``exp_mask``.
-        dp_group: as for ``ppo_loss``.
-        options: of the het loss.
+        dp_group: passed to ``ppo_loss``.
+        options: options of the het loss.
 
     Raises:
         ConfigurationError: the micro-batch has no ``exp_mask``.
@@ -83,10 +83,10 @@ def het_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the heterogeneous loss, aggregated as verl does over ranks and micro-batches; [B, R] each.
+    """Return the heterogeneous loss, aggregated as in verl over ranks and micro-batches; tensors are [B, R].
 
     Raises:
-        ConfigurationError: called otherwise than by :func:`het_ppo_loss`.
+        ConfigurationError: not called through :func:`het_ppo_loss`.
     """
     call = _call.get()
     if call is None:
@@ -108,7 +108,7 @@ def het_policy_loss(
         **call.options,
     )
     losses = terms["pg_losses"] if rollout_is_weights is None else terms["pg_losses"] * rollout_is_weights
-    # verl divides by the tokens or rows of the whole batch, over all ranks; these numbers only it knows.
+    # verl divides by the tokens or rows of the whole batch over all ranks, which only verl knows.
     loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
     sums = token_sums(terms, response_mask, call.exp_mask)
     call.figures.update(_figures(sums))
@@ -121,9 +121,9 @@ def het_policy_loss(
 
 
 def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """Return a mask as [B, R] int64, R = longest response, cut or filled with 0 to each row's own response.
+    """Return a mask as [B, R] int64, R = longest response; each row is cut or zero-padded to its response.
 
-    Padding rows, which verl copies from the first row, bring that row's mask with a response of one token.
+    verl's padding rows are copies of the first row: they have its mask, but a response of one token.
 
     Args:
         exp_mask: B rows, jagged or [B, any].
@@ -138,22 +138,22 @@ def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def take_figures(metrics: dict[str, Any]) -> dict[str, float]:
-    """Take the sums that all micro-batches of all ranks reported out of ``metrics``; return what they amount to.
+    """Remove the reported sums of all micro-batches and ranks from ``metrics``; return their figures.
 
-    The figures are those of ``trainer_hooks.token_sums``.
+    The figures are defined in ``trainer_hooks.token_sums``.
 
     Args:
-        metrics: verl's metrics of an actor update; changed. verl takes means of the sums over the mini-batches, and the
-            extremes of extremes, and puts ``actor/`` before their names.
+        metrics: verl's metrics of an actor update; changed. verl averages sums over the mini-batches, combines
+            extremes, and prefixes names with ``actor/``.
     """
-    found = {name: metrics.pop(f"actor/{FIGURES}{name}", None) for name in (*SUMS, *EXTREMES)}
-    return figures_of({name: float(value) for name, value in found.items() if value is not None})
+    reported = {name: metrics.pop(f"actor/{FIGURES}{name}", None) for name in (*SUMS, *EXTREMES)}
+    return figures_of({name: float(value) for name, value in reported.items() if value is not None})
 
 
 def _figures(sums: dict[str, float]) -> dict[str, Metric]:
-    """Return sums and extremes of one micro-batch as verl adds them over micro-batches and ranks.
+    """Return a micro-batch's sums and extremes as metrics that verl aggregates over micro-batches and ranks.
 
-    A micro-batch without tokens of a side reports too: all ranks must have the same names.
+    Reports all names even without on- or off-policy tokens, as all ranks must report the same names.
     """
     kinds = {"max": AggregationType.MAX, "min": AggregationType.MIN}
     return {

@@ -1,6 +1,6 @@
-"""What the trainer's process tells agent loops of guidance, and what they tell back. Pure.
+"""Guidance messages between the trainer's process and agent loops. Pure.
 
-An offer goes with a prompt, as a column of text; a report comes back with each row, among its ``extra_fields``.
+An offer is sent with a prompt, as a text column; a report is returned with each row, in its ``extra_fields``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from trainer_hooks.guidance import Guidance, Insertion, TrainMode
 
 GUIDED_LOOP = "trajstore_guided"
-"""Name of the agent loop that makes guided rollouts, for verl's registry."""
+"""Name of the agent loop for guided rollouts in verl's registry."""
 
 OFFER = "trajstore_guidance"
 """Column of a prompt, and key of a row's ``extra_fields``."""
@@ -24,53 +24,53 @@ class Offer:
     """Experience for some of the rollouts of a prompt."""
 
     loop: str
-    """Agent loop that makes the rollouts."""
+    """Agent loop of the rollouts."""
     sessions: tuple[int, ...]
-    """Those that are to be guided."""
+    """Sessions to guide."""
     train_mode: TrainMode
     insertion: Insertion
-    """What goes in front of which message of the prompt."""
+    """Text and the message of the prompt before which it is inserted."""
     names: tuple[str, ...]
-    """Of the experiences in it."""
+    """Names of the inserted experiences."""
 
     def to_text(self) -> str:
-        """Return the offer as a column holds it; inverse of :meth:`of_text`."""
-        one = self.insertion
-        return json.dumps([self.loop, self.sessions, self.train_mode, one.message, one.text, self.names])
+        """Return the offer as column text; inverse of :meth:`of_text`."""
+        insertion = self.insertion
+        return json.dumps([self.loop, self.sessions, self.train_mode, insertion.message, insertion.text, self.names])
 
     @classmethod
     def of_text(cls, text: str) -> Offer:
-        """Return the offer that a column holds."""
+        """Return the offer in a column's text."""
         loop, sessions, train_mode, message, inserted, names = json.loads(text)
         return cls(loop, tuple(sessions), train_mode, Insertion(message, inserted), tuple(names))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of an offer in one row."""
+    """Result of an offer in one row."""
 
     guidance: Guidance | None = None
-    """What the rollout was shown; ``None`` = nothing."""
+    """Experience that the rollout was shown, or ``None``."""
     exchanged: bool = False
-    """Whether the row has another prompt than the one it was sampled with."""
+    """True if the row's prompt differs from the one it was sampled with."""
     trouble: str = ""
-    """Why nothing was shown: ``too_long``, ``not_taken_out``, ``not_seen``."""
+    """Reason for showing nothing: ``too_long``, ``not_taken_out``, ``not_seen``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a row holds it; inverse of :meth:`of`."""
-        told = None if self.guidance is None else self.guidance.to_json()
-        return {"guidance": told, "exchanged": self.exchanged, "trouble": self.trouble}
+        """Return the report for a row's ``extra_fields``; inverse of :meth:`of`."""
+        guidance = None if self.guidance is None else self.guidance.to_json()
+        return {"guidance": guidance, "exchanged": self.exchanged, "trouble": self.trouble}
 
     @classmethod
     def of(cls, extra_fields: Mapping[str, Any] | None) -> Report | None:
-        """Return the report among a row's ``extra_fields``; ``None`` if nothing was offered to it."""
-        told = (extra_fields or {}).get(OFFER)
-        if told is None:
+        """Return the report in a row's ``extra_fields``; ``None`` if the row had no offer."""
+        report = (extra_fields or {}).get(OFFER)
+        if report is None:
             return None
-        return cls(Guidance.of_json(told["guidance"]), bool(told["exchanged"]), str(told["trouble"]))
+        return cls(Guidance.of_json(report["guidance"]), bool(report["exchanged"]), str(report["trouble"]))
 
 
 def is_exchanged(extra_fields: Mapping[str, Any] | None) -> bool:
-    """Return whether a row has another prompt than it was sampled with, as its ``extra_fields`` say."""
+    """Return whether a row's prompt differs from the one it was sampled with, by its ``extra_fields``."""
     report = Report.of(extra_fields)
     return report is not None and report.exchanged

@@ -1,7 +1,7 @@
-"""What verl imports in every process: registers the policy loss, the trainer modes and the loop of guided rollouts.
+"""verl's plugin entry point: registers the policy loss, the trainer modes and the guided agent loop.
 
-verl swallows what goes wrong here (it logs at debug level), and would then only say that it knows no such trainer.
-So a reason that the user can do something about is logged before it is raised.
+verl logs exceptions of plugins only at debug level and later reports an unknown trainer. So errors that the user can
+fix are logged here before they are raised.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the loss ``het``, the replay trainers, the guided agent loop; let verl check our options with its own.
+    """Register the loss ``het``, the replay trainers, the guided agent loop and the check of our options.
 
     Raises:
-        ConfigurationError: another verl is installed than the plugin was written for.
-        ImportError: a package that verl's V1 trainer needs is absent.
+        ConfigurationError: the installed verl is not a supported version.
+        ImportError: a package of verl's V1 trainer is absent.
     """
     try:
         check_verl()

@@ -1,6 +1,6 @@
-"""Stores on many machines: actors of Ray that own them, a handle for producers and learners, a channel, Ray Data.
+"""Stores on many machines: Ray actors that own them, a handle for producers and learners, a channel, Ray Data.
 
-Needs the extra ``ray``. Names are loaded on first use, so that nothing of Ray is imported before it is needed.
+Needs the extra ``ray``. Names are imported lazily, so that Ray is imported only when it is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores as actors of Ray: found by name, called with a deadline. Here is decided what Ray's errors mean."""
+"""Stores as Ray actors: lookup by name, calls with a deadline, interpretation of Ray's errors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NAMESPACE = "trajstore"
 
 _NOTES = b"trajstore"  # namespace of Ray's key-value store
 
-_LOOK_AGAIN = 2.0  # seconds after which it is asked whether a silent actor has ended
+_LOOK_AGAIN = 2.0  # seconds between checks whether a silent actor has ended
 
 
 def ray() -> ModuleType:
     """Return the module ``ray``.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: Ray is not installed.
         ConfigurationError: this process has not joined a cluster.
     """
     try:
@@ -48,13 +48,13 @@ def ray() -> ModuleType:
 
 
 def away() -> tuple[type[Exception], ...]:
-    """Return Ray's errors that say nothing of the call itself: actor, node or answer are lost. It may be made again."""
+    """Return the Ray errors after which a call may be retried: the actor, node or answer was lost."""
     from ray import exceptions
 
     return (
         exceptions.RayActorError,
-        exceptions.ActorUnschedulableError,  # its node is lost, and it has not ended yet
-        exceptions.TaskUnschedulableError,  # its node is lost, and Ray lists it still
+        exceptions.ActorUnschedulableError,  # the node is lost, but the actor has not ended yet
+        exceptions.TaskUnschedulableError,  # the node is lost, but Ray still lists it
         exceptions.WorkerCrashedError,
         exceptions.LocalRayletDiedError,
         exceptions.OutOfMemoryError,
@@ -66,15 +66,15 @@ def away() -> tuple[type[Exception], ...]:
 
 
 def actor_name(name: str, rank: int) -> str:
-    """Return the name under which a store's actor is found."""
+    """Return the name of a store's actor."""
     return f"{name}/rank_{rank}"
 
 
 class SilentStoresError(StoreUnreachableError, TrajectoryUnavailableError):
-    """Of rows that were drawn, some lie in stores that do not answer, while others do: draw again.
+    """Some drawn rows are in stores that do not answer; draw again.
 
     Args:
-        failed: what is known of each such store, by rank.
+        failed: the error of each such store, by rank.
     """
 
     def __init__(self, failed: Mapping[int, Exception]) -> None:
@@ -83,12 +83,12 @@ class SilentStoresError(StoreUnreachableError, TrajectoryUnavailableError):
 
 
 class Stores:
-    """The stores of one name, as this process sees them.
+    """The stores of one buffer, as this process knows them.
 
     Args:
-        name: of the buffer.
-        namespace: of the actors.
-        deadline: seconds for which a store that does not answer is asked again.
+        name: name of the buffer.
+        namespace: Ray namespace of the actors.
+        deadline: seconds for which calls to an unresponsive store are retried.
     """
 
     def __init__(self, name: str, namespace: str, deadline: float) -> None:
@@ -96,26 +96,26 @@ class Stores:
         self.deadline = deadline
         self.namespace = namespace
         self.clock = 0
-        """More than all ids that this process has heard of from the stores; what it adds gets higher ones."""
+        """Above all ids that the stores have reported; new trajectories get ids of at least this value."""
         self._actors: dict[int, Any] = {}
         self._enlisted: set[int] = set()
         self._told: set[int] = set()
-        """Stores of which it was told that they do not answer, which is enough until they do."""
+        """Stores already reported as unresponsive; each is reported once until it answers."""
         self._about: dict[int, ServedStore] = {}
         self.look()
 
     def look(self) -> list[int]:
-        """Look which stores there are; return the ranks of those that have an actor."""
+        """Update the list of stores; return the ranks that have an actor."""
         from ray.util import list_named_actors
 
         ray()
         prefix = actor_name(self.name, 0).removesuffix("0")
         named = set()
-        for found in list_named_actors(all_namespaces=True):
-            rank = found["name"].removeprefix(prefix)
-            if found["namespace"] == self.namespace and found["name"] != rank and rank.isdigit():
+        for actor in list_named_actors(all_namespaces=True):
+            rank = actor["name"].removeprefix(prefix)
+            if actor["namespace"] == self.namespace and actor["name"] != rank and rank.isdigit():
                 named.add(int(rank))
-        for number in self._actors.keys() - named:  # its actor has ended for good, as one of a lost node does
+        for number in self._actors.keys() - named:  # the actor has ended for good, for example with its node
             self.forget(number)
         for number in named:
             self._find(number)
@@ -124,24 +124,24 @@ class Stores:
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of the stores that have an actor, as of the last look."""
+        """Ranks of the stores that had an actor at the last :meth:`look`."""
         return sorted(self._actors)
 
     @property
     def all_ranks(self) -> list[int]:
-        """Numbers of all stores that have begun and were not stopped, ``0 .. n - 1``; also of those lost since."""
+        """Ranks of all stores that were started and not stopped, ``0 .. n - 1``, including lost ones."""
         return list(range(max(self._enlisted | self._actors.keys(), default=-1) + 1))
 
     @property
     def lost(self) -> list[int]:
-        """Numbers of the stores that have no actor any more: only ``create`` brings them back."""
+        """Ranks of the stores whose actor is gone; only ``create`` restarts them."""
         return sorted(set(self.all_ranks) - self._actors.keys())
 
     def look_whole(self) -> list[int]:
-        """Look which stores there are; return the ranks of all.
+        """Update the list of stores; return all ranks.
 
         Raises:
-            StoreUnreachableError: some are lost; names them.
+            StoreUnreachableError: stores are lost; the message names them.
         """
         self.look()
         if self.lost:
@@ -149,7 +149,7 @@ class Stores:
         return self.ranks
 
     def loss(self) -> str:
-        """Return the sentence that says which stores are lost."""
+        """Return a message that names the lost stores."""
         names = listed(f"rank_{rank}" for rank in self.lost)
         some = len(self.lost) > 1
         return (
@@ -158,10 +158,10 @@ class Stores:
         )
 
     def enlist(self, rank: int) -> None:
-        """Note, for all who connect, that a store has begun.
+        """Record in the cluster that a store was started.
 
-        Ray forgets the name of an actor that has ended. What is noted where Ray keeps these names stays until
-        :meth:`stop`, and as long as they do: no actor, node or producer that ends takes it along.
+        Ray forgets the name of an ended actor. This record is in Ray's key-value store, so it outlives actors, nodes
+        and producers, until :meth:`stop`.
         """
         from ray.experimental.internal_kv import _internal_kv_put
 
@@ -175,31 +175,31 @@ class Stores:
 
     @property
     def _note_key(self) -> bytes:
-        """The beginning of the keys of this name's stores, which no other name's keys begin with."""
+        """Key prefix of this buffer's stores; no other buffer's keys begin with it."""
         return json.dumps([self.namespace, self.name]).encode() + b"/"
 
     def _find(self, rank: int) -> Any:
-        """Return a store's actor; None if there is none."""
+        """Return a store's actor, or None."""
         if rank not in self._actors and rank < MOST_STORES:
             with suppress(ValueError):  # there is none
                 self._actors[rank] = ray().get_actor(actor_name(self.name, rank), namespace=self.namespace)
         return self._actors.get(rank)
 
     def forget(self, rank: int) -> None:
-        """Look a store's actor up anew at the next call: somebody may have made another one."""
+        """Drop the cached actor of a store and look it up again, as it may have been replaced."""
         self._actors.pop(rank, None)
         self._about.pop(rank, None)
         self._find(rank)
 
     def note(self, next_id: int) -> None:
-        """Note that ids below this one have been given out."""
+        """Record that ids below ``next_id`` are taken."""
         self.clock = max(self.clock, next_id)
 
     def submit(self, rank: int, method: str, *arguments: Any, pieces: int = 1) -> Any:
-        """Begin a call and return its reference; those of its pieces, if it is answered in several.
+        """Start a call; return its reference, or a list of references if ``pieces`` is above 1.
 
         Raises:
-            StoreUnreachableError: there is no actor of that number now.
+            StoreUnreachableError: the store has no actor at present.
         """
         actor = self._find(rank)
         if actor is None:
@@ -208,15 +208,15 @@ class Stores:
         return (begun if pieces == 1 else begun.options(num_returns=pieces)).remote(*arguments)
 
     def call(self, rank: int, method: str, *arguments: Any, deadline: float | None = None) -> Any:
-        """Make a call, again and again until it is answered.
+        """Call a store and return its answer; retries until ``deadline``.
 
         Raises:
-            StoreUnreachableError: it was not for ``deadline`` seconds; says what the last attempt said.
+            StoreUnreachableError: no answer within ``deadline`` seconds; includes the last attempt's error.
         """
-        found, failed = self.ask({rank: arguments}, method, self.deadline if deadline is None else deadline)
+        answers, failed = self.ask({rank: arguments}, method, self.deadline if deadline is None else deadline)
         for error in failed.values():
             raise error
-        return found[rank]
+        return answers[rank]
 
     def ask(
         self,
@@ -225,44 +225,44 @@ class Stores:
         seconds: float,
         pieces: Mapping[int, int] | None = None,
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Make a call to several stores at once, each again and again until it is answered.
+        """Call several stores in parallel, with retries.
 
         Args:
-            arguments: of each store's call.
-            method: its name.
-            seconds: for which each is asked.
-            pieces: in how many each answers, if in more than one; the pieces are its answer.
+            arguments: arguments of the call, by rank.
+            method: name of the method.
+            seconds: time limit of the retries.
+            pieces: number of pieces of each answer, by rank; 1 where absent. An answer in pieces is a list.
 
         Returns:
-            What stores have answered, by rank; and, of the others, what they raised, or a StoreUnreachableError.
+            Answers by rank, and errors by rank: exceptions of the stores, or StoreUnreachableError.
         """
         asking = Round(self, ray(), away(), method, arguments, pieces or {}, seconds)
         asking.run()
         return asking.found, asking.failed
 
     def answered(self, rank: int) -> None:
-        """Note that a store answers."""
+        """Record that a store answered."""
         self._told.discard(rank)
 
     def silent(self, rank: int, error: Exception) -> None:
-        """Note that a store did not answer, with one warning until it does; it is asked again."""
+        """Warn that a store did not answer and is retried; once until it answers."""
         if rank not in self._told:
             self._told.add(rank)
             logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
 
     def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
-        """Make a call to several stores at once; return their answers by rank.
+        """Call several stores in parallel; return their answers by rank.
 
         Args:
-            arguments: of each store's call.
-            method: its name.
+            arguments: arguments of the call, by rank.
+            method: name of the method.
 
         Raises:
             StoreUnreachableError: a store has not answered.
-            StoreWriteError: a store has raised it; names the store.
-            Exception: what a store raised else; of several the one of the lowest rank, the others are logged.
+            StoreWriteError: raised by a store; the message names the store.
+            Exception: any other exception of a store. Of several errors, the lowest rank's is raised, others logged.
         """
-        found, failed = self.ask(arguments, method, self.deadline)
+        answers, failed = self.ask(arguments, method, self.deadline)
         for rank in sorted(failed)[1:]:
             logger.error("%s: %s: %s", self._named(rank), method, first_line(_cause(failed[rank])))
         for rank in sorted(failed):
@@ -273,34 +273,34 @@ class Stores:
             if cause is not error:
                 raise cause from error
             raise error
-        return found
+        return answers
 
     def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
-        """Return what a store says of itself; asked once per actor."""
+        """Return a store's description; cached per actor."""
         if rank not in self._about:
             self._about[rank] = self.call(rank, "describe", deadline=deadline)
         return self._about[rank]
 
     def described(self) -> dict[int, ServedStore]:
-        """Return what the stores say of themselves that answer, by rank; others are waited for, then told in a warning.
+        """Return the descriptions of all responsive stores, by rank; warn about the others.
 
-        They are asked all at once, so this takes ``deadline`` seconds at most.
+        The stores are asked in parallel, so this takes at most ``deadline`` seconds.
         """
         if self.lost:
             logger.warning("%s. Its trajectories are left out until then", self.loss())
-        found, failed = self.ask(dict.fromkeys(self.ranks, ()), "describe", self.deadline)
+        descriptions, failed = self.ask(dict.fromkeys(self.ranks, ()), "describe", self.deadline)
         for error in failed.values():
             if not isinstance(error, StoreUnreachableError):
                 raise error
             logger.warning("%s; its trajectories are left out until it answers", error)
-        self._about.update(found)
-        return found
+        self._about.update(descriptions)
+        return descriptions
 
     def node_of(self, rank: int) -> str | None:
-        """Return the node on which a store is; None if its actor has ended for good, as one of a lost node does.
+        """Return the node of a store; None if its actor has ended for good, for example with its node.
 
         Raises:
-            StoreUnreachableError: it neither answered nor ended for ``deadline`` seconds.
+            StoreUnreachableError: the store neither answered nor ended for ``deadline`` seconds.
         """
         until = time.monotonic() + self.deadline
         while rank in self._actors:
@@ -316,7 +316,7 @@ class Stores:
         return None
 
     def stop(self, rank: int) -> None:
-        """Close a store and end its actor; nothing to do for one that does not answer but to end it."""
+        """Close a store and end its actor; an unresponsive actor is killed without closing."""
         from ray.experimental.internal_kv import _internal_kv_del
 
         if self._find(rank) is None:
@@ -333,7 +333,7 @@ class Stores:
         self._enlisted.discard(rank)
 
     def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
-        """Return the error that says that a store has not answered."""
+        """Return the error for a store that has not answered."""
         return StoreUnreachableError(f"{self._named(rank)} has not answered for {seconds:.0f} s: {first_line(error)}")
 
     def _named(self, rank: int) -> str:
@@ -341,12 +341,12 @@ class Stores:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what a store raised, without what Ray tells around it."""
+    """Return a store's own exception, without Ray's wrapper."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, TrajstoreError) else error
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return the first line of an error's message."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

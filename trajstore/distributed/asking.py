@@ -1,4 +1,4 @@
-"""One call to several stores, each made again until it is answered or the time is over."""
+"""One call to several stores in parallel, retried until answered or timed out."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, Protocol
 
 from trajstore.errors import StoreUnreachableError
 
-_PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
+_PAUSE = 0.1  # seconds before the first retry; doubles
 _LONGEST_PAUSE = 2.0
 
 
 class Actors(Protocol):
-    """What a round needs of the stores."""
+    """The interface of the stores that a round uses."""
 
     def submit(self, rank: int, method: str, *arguments: Any, pieces: int = 1) -> Any:
-        """Begin a call and return its reference; those of its pieces, if it is answered in several."""
+        """Start a call; return its reference, or a list of references if ``pieces`` is above 1."""
 
     def answered(self, rank: int) -> None:
-        """Note that a store answers."""
+        """Record that a store answered."""
 
     def silent(self, rank: int, error: Exception) -> None:
-        """Note that a store did not answer; it is asked again."""
+        """Record that a store did not answer and is retried."""
 
     def forget(self, rank: int) -> None:
-        """Look the store's actor up anew at the next call."""
+        """Drop the cached actor of a store."""
 
     def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
-        """Return the error that says that a store has not answered."""
+        """Return the error for a store that has not answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,27 +41,27 @@ class _Call:
     arguments: Sequence[Any]
     pieces: int
     due: float = 0.0
-    """When it is sent next."""
+    """Time of the next attempt."""
     pause: float = _PAUSE
     sent: list[Any] = field(default_factory=list)
-    """References of its answer; empty until it is sent."""
+    """References of the answer; empty until the call is sent."""
 
     def value(self, answers: Sequence[Any]) -> Any:
-        """Return the answer of its pieces."""
+        """Return the answer: one value, or the list of its pieces."""
         return answers[0] if self.pieces == 1 else list(answers)
 
 
 class Round:
-    """Asks several stores, and waits for the answers.
+    """Calls several stores and waits for the answers.
 
     Args:
         stores: the actors.
         ray: the module.
-        away: errors that say that actor, node or answer are lost: the call may be made again.
-        method: the name of the call.
-        arguments: of each store's call.
-        pieces: in how many each answers, if in more than one.
-        seconds: for which each is asked.
+        away: errors after which the call may be retried, as the actor, node or answer was lost.
+        method: name of the method.
+        arguments: arguments of the call, by rank.
+        pieces: number of pieces of each answer, by rank; 1 where absent.
+        seconds: time limit of the retries.
     """
 
     def __init__(
@@ -81,38 +81,40 @@ class Round:
         self._seconds = seconds
         self._until = time.monotonic() + seconds
         self._calls = [_Call(rank, given, pieces.get(rank, 1)) for rank, given in arguments.items()]
-        """Those that are neither answered nor given up."""
+        """Calls neither answered nor given up."""
         self.found: dict[int, Any] = {}
         """Answers by rank."""
         self.failed: dict[int, Exception] = {}
-        """What stores raised, or a StoreUnreachableError, by rank."""
+        """Exceptions of the stores, or StoreUnreachableError, by rank."""
 
     def run(self) -> None:
-        """Ask until every store has answered, has raised, or was silent for too long."""
+        """Run until every store has answered, raised or timed out."""
         while self._calls:
-            self._each(self._send, [one for one in self._calls if not one.sent and one.due <= time.monotonic()])
-            sent = [one for one in self._calls if one.sent]
+            self._each(self._send, [call for call in self._calls if not call.sent and call.due <= time.monotonic()])
+            sent = [call for call in self._calls if call.sent]
             if sent and len(sent) == len(self._calls) and self._take_all(sent):
                 return
-            pause = max(0.001, min([self._until, *(one.due for one in self._calls if not one.sent)]) - time.monotonic())
+            pause = max(
+                0.001, min([self._until, *(call.due for call in self._calls if not call.sent)]) - time.monotonic()
+            )
             if sent:
-                references = [one.sent[0] for one in sent]
+                references = [call.sent[0] for call in sent]
                 self._ray.wait(references, num_returns=1, timeout=pause)
                 arrived = set(self._ray.wait(references, num_returns=len(references), timeout=0)[0])
-                self._each(self._take, [one for one in sent if one.sent[0] in arrived])
+                self._each(self._take, [call for call in sent if call.sent[0] in arrived])
                 if time.monotonic() >= self._until:
-                    self._each(self._give_up, [one for one in self._calls if one.sent])
+                    self._each(self._give_up, [call for call in self._calls if call.sent])
             elif self._calls:
                 time.sleep(pause)
 
     def _each(self, do: Callable[[_Call], None], calls: Sequence[_Call]) -> None:
-        for one in calls:
+        for call in calls:
             try:
-                do(one)
+                do(call)
             except self._away as error:
-                self._again(one, error)
-            except Exception as error:  # what the store raised
-                self._end(one, failed=error)
+                self._again(call, error)
+            except Exception as error:  # raised by the store
+                self._end(call, failed=error)
 
     def _send(self, call: _Call) -> None:
         sent = self._stores.submit(call.rank, self._method, *call.arguments, pieces=call.pieces)
@@ -123,11 +125,11 @@ class Round:
         self._answered(call, answers)
 
     def _take_all(self, calls: Sequence[_Call]) -> bool:
-        """Take all answers with one call, which is quicker; False where one is an error, or does not come in time."""
-        references = [one for call in calls for one in call.sent]
+        """Take all answers with one faster ``ray.get``; False on an error or a timeout."""
+        references = [reference for call in calls for reference in call.sent]
         try:
             answers = iter(self._ray.get(references, timeout=max(0.001, self._until - time.monotonic())))
-        except Exception:  # whose it is, shows where each is taken by itself
+        except Exception:  # taking each answer separately shows which store failed
             return False
         for call in calls:
             self._answered(call, list(islice(answers, len(call.sent))))
@@ -138,7 +140,7 @@ class Round:
         self._end(call, failed=self._stores.unreachable(call.rank, self._seconds, TimeoutError("no answer")))
 
     def _again(self, call: _Call, error: Exception) -> None:
-        """Ask again after a pause, if time is left."""
+        """Schedule a retry after a pause, if time is left."""
         self._stores.forget(call.rank)
         call.sent, call.due = [], time.monotonic() + call.pause
         call.pause = min(2 * call.pause, _LONGEST_PAUSE)

@@ -1,6 +1,6 @@
-"""What all stores together hold, as one handle knows it; draws are made here, without asking anybody. Pure; no I/O.
+"""The trajectories of all stores, as one handle knows them; draws need no request. Pure; no I/O.
 
-Ids say what is newer: see "Ids are clocks" in docs/design/many-machines.md.
+Ids order trajectories by age: see "Ids are clocks" in docs/design/many-machines.md.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NONE = Additions(_EMPTY, _EMPTY, _EMPTY, [], _EMPTY)
 
 
 class Census:
-    """The trajectories of the stores that answer, in the order of their ids, the oldest first.
+    """The trajectories of the responsive stores, ordered by id, oldest first.
 
-    Only what is *settled* is shown: ids below those that any store may still give out. So what is shown first is older
-    than all that is shown later, whichever store has it. Of a trajectory that lies in two stores, because its parcel
-    was sent again to another one, the newer copy is shown.
+    Only *settled* trajectories are shown: those with ids below every id that a store may still assign. So a
+    trajectory shown earlier is always older than one shown later, whichever store has it. When a resent parcel leaves
+    a trajectory in two stores, the newer copy is shown.
     """
 
     def __init__(self) -> None:
@@ -37,23 +37,23 @@ class Census:
         self.revision = 0
 
     def heard(self, rank: int) -> tuple[str, int]:
-        """Return how far a store has told, see :class:`News`."""
+        """Return ``began`` and ``cursor`` of a store's last :class:`News`."""
         news = self._heard.get(rank)
         return ("", -1) if news is None else (news.began, news.cursor)
 
     @property
     def clock(self) -> int:
-        """The highest of the ids that stores were about to give out when they told it."""
+        """The highest ``next_id`` that the stores have reported."""
         return max((news.next_id for news in self._heard.values()), default=0)
 
     @property
     def behind(self) -> list[int]:
-        """Ranks of the stores that may still give out an id below :attr:`clock`: until they are told of it."""
+        """Ranks of the stores that may still assign an id below :attr:`clock`, as they have not received it yet."""
         clock = self.clock
         return [rank for rank, news in self._heard.items() if rank not in self._absent and news.next_id < clock]
 
     def take(self, rank: int, news: News) -> None:
-        """Take in what a store has told."""
+        """Apply a store's changes."""
         parts = self._parts.setdefault(rank, [])
         if news.whole:
             parts.clear()
@@ -69,7 +69,7 @@ class Census:
         self._settle()
 
     def leave_out(self, rank: int) -> int:
-        """Draw no more from a store until it tells something again; return how many trajectories that leaves out."""
+        """Exclude a store from draws until its next news; return the number of trajectories excluded."""
         if rank in self._absent:
             return 0
         self._absent.add(rank)
@@ -78,7 +78,7 @@ class Census:
         return self.count(rank)
 
     def _settle(self) -> None:
-        """Show what no store can give out an older id than any more; nothing that was shown is hidden again."""
+        """Raise the id below which trajectories are shown; it never falls."""
         given = [news.next_id for rank, news in self._heard.items() if rank not in self._absent]
         settled = max(self._settled, min(given, default=0))
         if settled > self._settled:
@@ -86,12 +86,12 @@ class Census:
             self._changed()
 
     def count(self, rank: int) -> int:
-        """Return the number of trajectories that a store has told of."""
+        """Return the number of trajectories that a store has reported."""
         return sum(len(part) for part in self._parts.get(rank, ()))
 
     @property
     def absent(self) -> list[int]:
-        """Ranks of the stores that are left out."""
+        """Ranks of the excluded stores."""
         return sorted(self._absent)
 
     def __len__(self) -> int:
@@ -100,29 +100,29 @@ class Census:
 
     @property
     def ids(self) -> IntArray:
-        """Their ids, ascending: the oldest first."""
+        """Ids of the trajectories, ascending: oldest first."""
         return self._rows().ids
 
     @property
     def total_samples(self) -> int:
-        """Their samples, T·B summed."""
+        """Number of samples of the trajectories, T·B summed."""
         ends = self.listing.ends
         return int(ends[-1]) if len(ends) else 0
 
     def has(self, ids: IntArray) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be drawn."""
+        """Return for each id whether its trajectory can be drawn."""
         return _lie_in(ids, self.ids)
 
     def names_of(self, ids: IntArray) -> IntArray:
-        """Return the first half of the UUID of some trajectories; 0 for those that cannot be drawn."""
-        rows, found = self._rows(), np.zeros(len(ids), np.int64)
+        """Return the first half of each trajectory's UUID; 0 if it cannot be drawn."""
+        rows, names = self._rows(), np.zeros(len(ids), np.int64)
         there = self.has(ids)
         if rows.names is not None:
-            found[there] = rows.names[np.searchsorted(rows.ids, ids[there])]
-        return found
+            names[there] = rows.names[np.searchsorted(rows.ids, ids[there])]
+        return names
 
     def copies_of(self, ids: IntArray) -> IntArray:
-        """Return the ids under which other stores have these trajectories, too; those are not shown."""
+        """Return the hidden ids of these trajectories' copies in other stores."""
         self._rows()
         if not len(self._copies) or self._copies.names is None:
             return self._copies.ids
@@ -134,33 +134,33 @@ class Census:
         """Draw samples of the newest trajectories, uniformly with replacement, as a buffer does.
 
         Raises:
-            EmptyBufferError: there is nothing to draw from.
+            EmptyBufferError: there are no trajectories.
         """
         return self.listing.drawn(self.places(count, window_size, draws))
 
     def places(self, count: int, window_size: int, draws: Draws) -> IntArray:
-        """Draw samples as :meth:`samples` does; they are told by their places in :attr:`listing`."""
+        """Draw like :meth:`samples`; return positions in :attr:`listing`."""
         window = self._window(window_size)
         drawn = draws.samples(window, count)
         return drawn + self._before(window.first) if window.first else drawn
 
     @property
     def listing(self) -> Listing:
-        """What can be drawn; the same object until something is new."""
+        """The trajectories that can be drawn; the same object until they change."""
         self._rows()
         return self._listing
 
     def trajectories(self, count: int, window_size: int, draws: Draws) -> IntArray:
-        """Draw from the newest trajectories, uniformly, none twice; all if ``count`` is larger. Return their ids.
+        """Draw ids of the newest trajectories, uniformly without replacement; all if ``count`` is larger.
 
         Raises:
-            EmptyBufferError: there is nothing to draw from.
+            EmptyBufferError: there are no trajectories.
         """
         chosen: IntArray = self.ids[draws.trajectories(self._window(window_size), count)]
         return chosen
 
     def first_of(self, window_size: int) -> int | None:
-        """Return the id of the oldest of the newest trajectories; None where these are all."""
+        """Return the oldest id in a window of the newest trajectories; None if the window has all."""
         ids = self.ids
         return int(ids[-window_size]) if 0 < window_size < len(ids) else None
 
@@ -178,10 +178,10 @@ class Census:
     # -- samplers ---------------------------------------------------------------------------------
 
     def tell(self, sampler: Sampler) -> None:
-        """Tell a sampler of what can be drawn now, in the order of ids.
+        """Report additions and evictions to a sampler, in the order of ids.
 
-        Where older trajectories come back (a store that was lost, a rollback), those that the sampler has beyond them
-        are told again behind them, and its state is kept.
+        When older trajectories return (after a lost store or a rollback), all newer ones are removed and added again
+        behind them. The sampler's state is kept.
         """
         rows, known = self._rows(), sampler.ids
         gone = known[~_lie_in(known, rows.ids)]
@@ -202,7 +202,7 @@ class Census:
 
     def _rows(self) -> Additions:
         if self._table is None:
-            parts = [part for rank, told in self._parts.items() if rank not in self._absent for part in told]
+            parts = [part for rank, additions in self._parts.items() if rank not in self._absent for part in additions]
             whole = joined(parts) if parts else _NONE
             order = np.argsort(whole.ids, kind="stable")
             settled = taken(whole, order[whole.ids[order] < self._settled])
@@ -218,23 +218,23 @@ class Census:
 
 
 def _again(rows: Additions) -> npt.NDArray[np.bool_]:
-    """Return which rows have a copy further on."""
-    found = np.zeros(len(rows), np.bool_)
+    """Return for each row whether a later row is its copy."""
+    has_copy = np.zeros(len(rows), np.bool_)
     names = rows.names
     if names is None or not len(names):
-        return found
+        return has_copy
     ordered = np.sort(names)
-    if np.any((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)):  # else, nearly always, nothing more is to be done
+    if np.any((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)):  # copies are rare
         _, last = np.unique(names[::-1], return_index=True)
-        found[:] = names != 0
-        found[len(names) - 1 - last] = False
-    return found
+        has_copy[:] = names != 0
+        has_copy[len(names) - 1 - last] = False
+    return has_copy
 
 
 def _lie_in(ids: IntArray, ascending: IntArray) -> npt.NDArray[np.bool_]:
-    """Return whether each id is one of some ascending ones."""
+    """Return for each id whether it occurs in ``ascending``."""
     if not len(ascending):
         return np.zeros(len(ids), np.bool_)
     at = np.searchsorted(ascending, ids)
-    found: npt.NDArray[np.bool_] = ascending[np.minimum(at, len(ascending) - 1)] == ids
-    return found
+    occurs: npt.NDArray[np.bool_] = ascending[np.minimum(at, len(ascending) - 1)] == ids
+    return occurs

@@ -1,4 +1,4 @@
-"""The way from rollout to learner: a queue of Ray's under a name, with RLinf's names for what one does with it."""
+"""A named Ray queue from rollout workers to the learner, with RLinf's method names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class Channel:
-    """A queue that several processes put into and get from, first in, first out. Make it with :meth:`create`.
+    """A FIFO queue shared by several processes. Make it with :meth:`create`.
 
     Args:
-        name: of the channel.
+        name: name of the channel.
         queue: ``ray.util.queue.Queue``.
     """
 
@@ -26,12 +26,12 @@ class Channel:
 
     @classmethod
     def create(cls, name: str, maxsize: int = 0, *, namespace: str = NAMESPACE) -> Self:
-        """Return a channel; one that has the name already is found.
+        """Return the channel of this name, creating it if absent.
 
         Args:
-            name: of the channel.
-            maxsize: most items in it, beyond which :meth:`put` waits; 0 = no bound.
-            namespace: of its actor.
+            name: name of the channel.
+            maxsize: number of items at which :meth:`put` waits; 0 = unbounded.
+            namespace: Ray namespace of its actor.
         """
         from ray.util.queue import Queue
 
@@ -43,10 +43,10 @@ class Channel:
 
     @classmethod
     def connect(cls, name: str, *, namespace: str = NAMESPACE) -> Self:
-        """Return a channel that another process has made.
+        """Return an existing channel.
 
         Raises:
-            StoreNotFoundError: there is none.
+            StoreNotFoundError: no channel has this name.
         """
         from ray.util.queue import Queue
 
@@ -59,10 +59,10 @@ class Channel:
         return cls(name, queue)
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """Put something in; waits while the channel is full.
+        """Put an item; waits while the channel is full.
 
         Raises:
-            TimeoutError: it was full for ``timeout`` seconds.
+            TimeoutError: the channel was full for ``timeout`` seconds.
         """
         from ray.util.queue import Full
 
@@ -72,10 +72,10 @@ class Channel:
             raise TimeoutError(f"channel {self.name!r} was full for {timeout} s") from error
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take the oldest out; waits while there is none.
+        """Remove and return the oldest item; waits while the channel is empty.
 
         Raises:
-            TimeoutError: it was empty for ``timeout`` seconds.
+            TimeoutError: the channel was empty for ``timeout`` seconds.
         """
         from ray.util.queue import Empty
 
@@ -85,19 +85,19 @@ class Channel:
             raise TimeoutError(f"channel {self.name!r} was empty for {timeout} s") from error
 
     async def put_async(self, item: Any) -> None:
-        """Put something in, waiting without keeping the event loop."""
+        """Put an item without blocking the event loop."""
         await self._queue.put_async(item)
 
     async def get_async(self) -> Any:
-        """Take the oldest out, waiting without keeping the event loop."""
+        """Remove and return the oldest item without blocking the event loop."""
         return await self._queue.get_async()
 
     def qsize(self) -> int:
-        """Return how many items are in it."""
+        """Return the number of items."""
         return int(self._queue.qsize())
 
     def empty(self) -> bool:
-        """Return whether nothing is in it."""
+        """Return whether the channel is empty."""
         return self.qsize() == 0
 
     def full(self) -> bool:
@@ -106,19 +106,19 @@ class Channel:
 
 
 class Taker(Protocol):
-    """A buffer, or a handle of one."""
+    """A buffer or a handle."""
 
     def add_trajectories(self, trajectories: list[AnyTrajectory]) -> Any:
         """Add trajectories."""
 
 
 def receive(channel: Channel, buffer: Taker, count: int, timeout: float | None = None) -> int:
-    """Take ``count`` items out of a channel and add them: trajectories, or lists of them. Return how many were added.
+    """Move ``count`` items, trajectories or lists of them, from a channel to a buffer; return the number added.
 
-    A trajectory that cannot be stored is left out, with a warning that says why; the others of its list are added.
+    A trajectory that cannot be stored is skipped with a warning; the others of its list are added.
 
     Raises:
-        TimeoutError: the channel was empty for ``timeout`` seconds; what came before is added.
+        TimeoutError: the channel was empty for ``timeout`` seconds; items received before are added.
     """
     added = 0
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""A store as a source of Ray Data.
+"""A store as a Ray Data source.
 
-Reading is planned by shards: each task gets neighbouring shards of one store, opens that store once in its process, and
-reads the wanted columns only. Nothing passes through an actor.
+Reads are planned by shard: each task gets neighbouring shards of one store, opens the store once per process, and
+reads only the wanted columns. No data passes through an actor.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ except ImportError as error:
 
 Unit = Literal["sample", "trajectory"]
 
-_BLOCK_BYTES = 32 << 20  # of one block that a task gives out, unless one row has more
+_BLOCK_BYTES = 32 << 20  # maximum of an output block, unless one row is larger
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one task reads.
+    """The input of one task.
 
     Attributes:
-        path: of the store.
-        ids: of the trajectories in the run, ``[n]``, in the order in which they lie in the store's shards.
-        samples: rows of each as transitions, ``[n]``.
-        nbytes: bytes of each, all columns, ``[n]``.
-        schemas: number of each one's schema, ``[n]``.
-        columns: names of the columns, by number of the schema.
+        path: path of the store.
+        ids: trajectory ids in the run, ``[n]``, in the order of the store's shards.
+        samples: transitions of each trajectory, ``[n]``.
+        nbytes: bytes of each trajectory in all columns, ``[n]``.
+        schemas: schema number of each trajectory, ``[n]``.
+        columns: column names by schema number.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Share:
     columns: Mapping[int, frozenset[str]]
 
     def part(self, chosen: slice | npt.NDArray[np.intp]) -> Share:
-        """Return some of its trajectories."""
+        """Return a share of the chosen trajectories."""
         return Share(
             self.path, self.ids[chosen], self.samples[chosen], self.nbytes[chosen], self.schemas[chosen], self.columns
         )
@@ -77,25 +77,26 @@ class Share:
 class StoreDatasource(Datasource):
     """A store, or a run of several, for ``ray.data.read_datasource``. :func:`read_store` is the shorter way.
 
-    Rows are transitions (``unit="sample"``): each column by its dotted name, ``trajectory_id`` and ``sample``
-    (``t * B + b``). Or whole trajectories: arrays ``[T, B, ...]`` or ``[L]``, ``trajectory_id``, and ``document`` (JSON
-    of what is no tensor). dtypes that numpy lacks become float32.
-    ``trajectory_id`` is that of ``TrajectoryReplayBuffer.open(path)``.
+    Rows are transitions (``unit="sample"``) or whole trajectories. A transition has each column by dotted name,
+    ``trajectory_id`` and ``sample`` (``t * B + b``). A trajectory has arrays ``[T, B, ...]`` or ``[L]``,
+    ``trajectory_id``, and ``document`` (all other values as JSON). dtypes that numpy lacks become float32.
+    ``trajectory_id`` equals that of ``TrajectoryReplayBuffer.open(path)``.
 
-    What is there when the datasource is made is read. Trajectories that a writer evicts before their task runs are an
-    error; a pin keeps them.
+    Reads the trajectories present when the datasource is made. If a writer evicts one before its task runs, the task
+    fails; pin the store to prevent this.
 
     Args:
-        path: of a store or a run directory, on every node the same; path or URL.
-        unit: of the rows; None: transitions of a store of step trajectories, else trajectories.
-        columns: names of those wanted; None = all. ``Dataset.select_columns`` right behind reading does the same.
+        path: path or URL of a store or a run directory, the same on every node.
+        unit: unit of the rows; None: transitions for step trajectories, else trajectories.
+        columns: names of the columns to read; None = all. ``Dataset.select_columns`` directly after the read has the
+            same effect.
         pin: name of a pin of the store.
-        storage_options: passed on to the fsspec file system.
+        storage_options: passed to the fsspec file system.
 
     Raises:
-        StoreNotFoundError: there is no store, or no such pin.
+        StoreNotFoundError: no such store or pin.
         IncompleteCheckpointError: a rank of the run is absent.
-        ConfigurationError: no trajectory has one of the columns, or transitions are wanted of agent trajectories.
+        ConfigurationError: no trajectory has one of the columns, or agent trajectories are read as transitions.
         CorruptStoreError: the store is damaged.
     """
 
@@ -124,10 +125,10 @@ class StoreDatasource(Datasource):
         self._columns = None if columns is None else tuple(columns)
         self._check_known(columns or ())
 
-    # -- what Ray asks ----------------------------------------------------------------------------
+    # -- Ray's interface --------------------------------------------------------------------------
 
     def supports_projection_pushdown(self) -> bool:
-        """Say that columns that nobody wants need not be read."""
+        """Return True: unselected columns are not read."""
         return True
 
     def estimate_inmemory_data_size(self) -> int:
@@ -137,7 +138,7 @@ class StoreDatasource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[Any]:
-        """Return about so many tasks, each for neighbouring shards of one store."""
+        """Return about ``parallelism`` tasks, each for neighbouring shards of one store."""
         wanted = self._wanted()
         tasks = []
         for share in _divided(self._shares, max(1, parallelism)):
@@ -151,20 +152,20 @@ class StoreDatasource(Datasource):
     def _check_known(self, names: Iterable[str]) -> None:
         known = {name for share in self._shares for columns in share.columns.values() for name in columns}
         unknown = sorted({*names} - known - {DOCUMENT, ID, SAMPLE})
-        if unknown and known:  # of an empty store nobody knows the columns
+        if unknown and known:  # the columns of an empty store are unknown
             raise ConfigurationError(
                 f"{self._path}: no column {listed(unknown)}; there are {listed(sorted(known), 30)}"
             )
 
     def _wanted(self) -> frozenset[str] | None:
-        """Return the columns that are read; None: all."""
+        """Return the columns to read; None = all."""
         self._check_known(self._projection_map or ())
         asked = [names for names in (self._columns, self._projection_map) if names is not None]
         return frozenset.intersection(*map(frozenset, asked)) if asked else None
 
 
 def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tuple[list[Share], set[str]]:
-    """Return every store with its trajectories in the order of their shards, and the kinds of trajectories."""
+    """Return a share per store, in shard order, and the kinds of trajectories."""
     loaded = load_sources(LoadRequest(open_directory(path, **options), pin=pin))
     for lease in loaded.leases:
         lease.release()
@@ -187,7 +188,7 @@ def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tupl
 
 
 def _divided(shares: Sequence[Share], count: int) -> Iterator[Share]:
-    """Yield shares of about equal bytes, at most about ``count``; none crosses from one store to another."""
+    """Yield at most about ``count`` shares of roughly equal bytes, each from one store."""
     limit = max(1, -(-sum(int(share.nbytes.sum()) for share in shares) // count))
     for share in shares:
         before = np.cumsum(share.nbytes) - share.nbytes
@@ -197,24 +198,24 @@ def _divided(shares: Sequence[Share], count: int) -> Iterator[Share]:
 
 @lru_cache(maxsize=2)
 def _reader(path: str, pin: str | None, options: tuple[tuple[str, Any], ...]) -> Reader:
-    """Return a reader that later tasks of this process use too."""
+    """Return a reader, cached for later tasks of this process."""
     return Reader.open(path, pin=pin, storage_options=dict(options))
 
 
 def _read(
     share: Share, unit: Unit, columns: frozenset[str] | None, pin: str | None, options: dict[str, Any]
 ) -> Iterator[Block]:
-    """Yield the rows of a share, in a process of Ray's.
+    """Yield the rows of a share, in a Ray worker process.
 
     Raises:
-        TrajectoryUnavailableError: some were evicted since this was planned.
+        TrajectoryUnavailableError: trajectories were evicted after planning.
     """
     try:
         reader = _reader(share.path, pin, tuple(options.items()))
-    except TypeError:  # options that cannot be told apart (dicts in them)
+    except TypeError:  # unhashable options (nested dicts)
         reader = Reader.open(share.path, pin=pin, storage_options=options)
     if not reader.sampling.readable(own_id(share.ids)).all() and pin is None:
-        reader.refresh()  # it was opened before these were added
+        reader.refresh()  # the cached reader may be older than these trajectories
     gone = share.ids[~reader.sampling.readable(own_id(share.ids))]
     if len(gone):
         raise TrajectoryUnavailableError(
@@ -242,8 +243,8 @@ def _samples(reader: Reader, share: Share, columns: frozenset[str] | None) -> di
     (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:
-        found = reader.read(Drawn(own_id(ids), samples), columns=wanted)
-        batch |= {name: array_of(value) for name, value in unnest(found).items()}
+        rows = reader.read(Drawn(own_id(ids), samples), columns=wanted)
+        batch |= {name: array_of(value) for name, value in unnest(rows).items()}
     return batch
 
 
@@ -271,15 +272,15 @@ def read_store(
 ) -> Any:
     """Return a store, a run, or the stores of a handle as a ``ray.data.Dataset``; see :class:`StoreDatasource`.
 
-    Stores of a handle are read on the nodes that have them, each directory mapped where it lies.
+    The stores of a handle are read on their own nodes, with their directories memory-mapped.
 
     Args:
         source: path or URL, or a handle.
-        unit: of the rows: ``"sample"`` or ``"trajectory"``.
-        columns: names of those wanted; None = all.
+        unit: unit of the rows: ``"sample"`` or ``"trajectory"``.
+        columns: names of the columns to read; None = all.
         pin: name of a pin of each store.
-        storage_options: passed on to the fsspec file system.
-        ray_options: for ``ray.data.read_datasource``: ``override_num_blocks``, ``concurrency``, ...
+        storage_options: passed to the fsspec file system.
+        ray_options: options of ``ray.data.read_datasource``: ``override_num_blocks``, ``concurrency``, ...
 
     Raises:
         StoreNotFoundError, ConfigurationError, CorruptStoreError: as by :class:`StoreDatasource`.
@@ -298,7 +299,7 @@ def read_store(
             "read_store of a handle needs Ray 2.60 or later: earlier ones cannot read where data are"
         )
     module, served = ray(), source.served()
-    plan = module.remote(lambda path: make(path))  # where the directory is; this machine may lack it
+    plan = module.remote(lambda path: make(path))  # runs on the store's node: this machine may lack the directory
     planned = []
     for about in served:
         there = NodeAffinitySchedulingStrategy(about.node, soft=True)
@@ -310,7 +311,7 @@ def read_store(
             datasource = module.get(answer)
         except away() as error:
             raise StoreUnreachableError(f"store rank_{about.rank} cannot be read: {first_line(error)}") from error
-        # Where the directory is; elsewhere only if that node is gone, which does for a directory that all share.
+        # Read on the store's node; if that node is gone, any node, which works only for a shared directory.
         given = {"label_selector": {"ray.io/node-id": about.node}, "fallback_strategy": [{"label_selector": {}}]}
         datasets.append(read_datasource(datasource, **{**given, **ray_options}))
     return datasets[0].union(*datasets[1:]) if len(datasets) > 1 else datasets[0]

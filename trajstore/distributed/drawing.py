@@ -1,4 +1,4 @@
-"""The half of a handle that draws: what the stores have told, and reads of it."""
+"""The drawing half of a handle: the census of the stores, draws and reads."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from trajstore.trajectory import AnyTrajectory
 
 T = TypeVar("T")
 
-_PAUSE = 0.05  # seconds before a store that did not answer is asked again; doubles
+_PAUSE = 0.05  # seconds before the first retry; doubles
 _LONGEST_PAUSE = 1.0
 
 
 class DrawingHandle:
-    """Trajectories of many stores that can be looked at and drawn from. Users make a ``DistributedReplayBuffer``.
+    """Draws and reads of the trajectories of many stores. Users make a ``DistributedReplayBuffer``.
 
     Args:
         stores: the actors.
-        routes: hears which of them answer.
-        options: of this handle.
+        routes: notified when stores answer.
+        options: options of this handle.
     """
 
     def __init__(self, stores: Stores, routes: Routes, options: HandleOptions) -> None:
@@ -58,7 +58,7 @@ class DrawingHandle:
 
     @property
     def sampling(self) -> SamplingOfHandle:
-        """Facts of trajectories by arrays of ids; for loaders."""
+        """Facts of trajectories for arrays of ids; used by loaders."""
         return SamplingOfHandle(self)
 
     @property
@@ -73,7 +73,7 @@ class DrawingHandle:
 
     @property
     def name(self) -> str:
-        """The name by which the stores are found."""
+        """Name of the buffer."""
         return self._stores.name
 
     @property
@@ -84,21 +84,21 @@ class DrawingHandle:
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """None: a handle shows all trajectories of the stores."""
+        """Always None: a handle shows all trajectories of the stores."""
         return None
 
     @property
     def store_ids(self) -> list[str]:
-        """UUIDs of the stores that answer.
+        """UUIDs of the responsive stores.
 
         Raises:
-            StoreUnreachableError: one has just fallen silent.
+            StoreUnreachableError: a store has just stopped answering.
         """
         stores, absent = self._stores, self.absent
         return [stores.describe(rank).store_id for rank in stores.ranks if rank not in absent]
 
     def _all_ranks(self) -> list[int]:
-        """Look which stores there are; return the ranks of all, also of those that are lost."""
+        """Update the list of stores; return all ranks, including lost ones."""
         self._stores.look()
         return self._stores.all_ranks
 
@@ -109,22 +109,22 @@ class DrawingHandle:
     # -- drawing ----------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Learn what the stores have added and evicted since.
+        """Fetch additions and evictions from the stores.
 
-        Stores that do not answer are left out of draws, which is told once; they come back when they answer.
+        Draws exclude unresponsive stores, with one warning, until they answer again.
         """
         self._check_open()
         with self._lock:
             self._survey.refresh(True)
 
     def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
-        """Choose transitions among the newest trajectories of all stores that answer, as a buffer does.
+        """Choose transitions among the newest trajectories of all responsive stores, as a buffer does.
 
-        Where none of these has a trajectory and another store does not answer, that one is waited for.
+        If these stores have no trajectories, waits for the unresponsive ones.
 
         Raises:
-            EmptyBufferError: there is nothing to draw from.
-            StoreUnreachableError: there is nothing but, maybe, in stores that have not answered for the deadline.
+            EmptyBufferError: all stores answer and none has a trajectory.
+            StoreUnreachableError: no responsive store has a trajectory, and another did not answer for ``deadline``.
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
@@ -139,12 +139,12 @@ class DrawingHandle:
 
     @contextmanager
     def _drawing(self, sampler: Sampler | None) -> Iterator[Census]:
-        """Give the census to draw from, and let nobody else draw meanwhile.
+        """Yield the census, with the lock held.
 
-        Where it is empty and a store does not answer (its actor is being started again), waits for that one first.
+        If it is empty and a store does not answer (its actor is restarting), waits for that store first.
 
         Raises:
-            StoreUnreachableError: it has not answered for the deadline.
+            StoreUnreachableError: the store has not answered for ``deadline``.
         """
         until = time.monotonic() + self._options.deadline
         pause = _PAUSE
@@ -171,23 +171,23 @@ class DrawingHandle:
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Any]:
-        """Return transitions that :meth:`draw` chose, as :meth:`sample` returns them.
+        """Return transitions chosen by :meth:`draw`, in the format of :meth:`sample`.
 
-        Stores whose directory this machine has are read from it, mapped; the others are asked.
+        Stores whose directory is on this machine are read from memory-mapped files; the others are requested.
 
         Raises:
-            TrajectoryUnavailableError: one of their trajectories has been evicted since.
-            SchemaMismatchError: their trajectories differ in their columns.
-            StoreUnreachableError: a store has not answered for ``patience``, and is left out of draws until it does:
-                draw again. Where no other store has a trajectory, it is waited for ``deadline`` seconds.
+            TrajectoryUnavailableError: a drawn trajectory has been evicted.
+            SchemaMismatchError: the trajectories differ in their columns.
+            StoreUnreachableError: a store did not answer for ``patience``. Draw again: it is excluded from draws until
+                it answers. If no other store has a trajectory, the limit is ``deadline``.
         """
         return nest(self._patiently(partial(self._reads.rows, drawn, columns_or_none(columns), out)))
 
     def _patiently(self, read: Callable[[float], T]) -> T:
-        """Read what was drawn, with as many seconds as stores have to answer.
+        """Run a read with the time limit ``patience``, or ``deadline`` if no other store has trajectories.
 
         Raises:
-            SilentStoresError: some have not. They are left out of draws, which go on over the others.
+            SilentStoresError: stores did not answer. Draws exclude them from now on.
         """
         patience = min(self._options.patience, self._options.deadline)
         try:
@@ -201,7 +201,7 @@ class DrawingHandle:
         return read(max(_PAUSE, self._options.deadline - patience))
 
     def _again(self, drawn: Drawn, sampler: Sampler) -> Drawn:
-        """Return what was drawn with other rows in place of those whose store is silent."""
+        """Return the draw with rows of unresponsive stores replaced by new draws."""
         left = still_there(self, drawn)
         lacking = len(drawn) - len(left)
         try:
@@ -209,7 +209,7 @@ class DrawingHandle:
         except EmptyBufferError:
             if not len(left):
                 raise
-            return left  # the sampler has nothing more
+            return left  # the sampler is exhausted
 
     def sample(
         self,
@@ -221,7 +221,7 @@ class DrawingHandle:
     ) -> dict[str, Any]:
         """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
 
-        Rows of a store that does not answer for ``patience`` are drawn again from the others.
+        If a store does not answer for ``patience``, its rows are drawn again from the others.
 
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
@@ -246,7 +246,7 @@ class DrawingHandle:
                 drawn = self._again(drawn, sampler)
 
     def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
-        """Draw whole trajectories, none twice unless the sampler says so; all if ``count`` is larger.
+        """Draw whole trajectories without replacement (a sampler may repeat); all if ``count`` is larger.
 
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
@@ -266,15 +266,15 @@ class DrawingHandle:
                 drawn = None if drawn is None or sampler is None else self._again(drawn, sampler)
 
     def follow(self, sampler: Sampler) -> None:
-        """Tell a sampler of the trajectories that are there now; before its state is loaded."""
+        """Report the present trajectories to a sampler; call it before loading the sampler's state."""
         with self._lock:
             self._look(sampler)
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
-        """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
+        """Set the priorities of drawn rows; return the number of rows that were evicted meanwhile.
 
         Raises:
-            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+            ConfigurationError: the sampler has no priorities, or a priority is negative or not finite; nothing changed.
         """
         with self._lock:
             self._look(sampler)
@@ -284,17 +284,17 @@ class DrawingHandle:
         """Return a copy of a trajectory, by id; see :meth:`TrajectoryReplayBuffer.get`.
 
         Raises:
-            TrajectoryUnavailableError: there is none.
+            TrajectoryUnavailableError: no such trajectory.
             StoreUnreachableError: its store does not answer.
         """
-        found: list[AnyTrajectory] = self._stores.call(trajectory_id % MOST_STORES, "trajectories", [trajectory_id])
-        return found[0]
+        copies: list[AnyTrajectory] = self._stores.call(trajectory_id % MOST_STORES, "trajectories", [trajectory_id])
+        return copies[0]
 
     # -- looking ----------------------------------------------------------------------------------
 
     @property
     def sample_window_size(self) -> int:
-        """Draws are from this many newest trajectories of all stores together; 0 = from all."""
+        """Number of newest trajectories, over all stores, that draws are from; 0 = all."""
         return self._sample_window_size
 
     @sample_window_size.setter
@@ -308,11 +308,11 @@ class DrawingHandle:
 
     @property
     def stores(self) -> list[int]:
-        """Ranks of the stores, also of those that are lost."""
+        """Ranks of the stores, including lost ones."""
         return self._stores.all_ranks
 
     def nodes(self) -> dict[int, str]:
-        """Return the node of each store, as Ray calls it, by rank.
+        """Return Ray's node id of each store, by rank.
 
         Raises:
             StoreUnreachableError: a store does not answer.
@@ -320,16 +320,16 @@ class DrawingHandle:
         return {rank: self._stores.describe(rank).node for rank in self._stores.look_whole()}
 
     def served(self) -> list[ServedStore]:
-        """Return what each store says of itself: its rank, the run's path, host and node.
+        """Return the description of each store: rank, path of the run, host and node.
 
         Raises:
-            StoreUnreachableError: one does not answer.
+            StoreUnreachableError: a store does not answer.
         """
         return [self._stores.describe(rank) for rank in self._stores.look_whole()]
 
     @property
     def size(self) -> int:
-        """Number of trajectories in the stores that answered last; as of the last :meth:`refresh`."""
+        """Number of trajectories in the responsive stores, as of the last :meth:`refresh`."""
         with self._lock:
             return len(self._survey.census)
 
@@ -338,13 +338,13 @@ class DrawingHandle:
 
     @property
     def trajectory_ids(self) -> npt.NDArray[np.int64]:
-        """Ids of these trajectories, oldest first, as an int64 array."""
+        """Ids of the trajectories in the responsive stores, oldest first, int64."""
         with self._lock:
             return self._survey.census.ids.copy()
 
     @property
     def total_samples(self) -> int:
-        """Number of their samples, T·B summed."""
+        """Number of samples in the responsive stores, T·B summed."""
         with self._lock:
             return self._survey.census.total_samples
 
@@ -359,32 +359,32 @@ class DrawingHandle:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        """Return flat numbers: those of the stores that answer, added up.
+        """Return the statistics of the responsive stores, summed.
 
-        ``stores``, and how many of them do not answer (``absent_stores``).
+        Adds ``stores``, the number of stores, and ``absent_stores``, the number of unresponsive ones.
         """
         total: dict[str, float] = {}
         with self._lock:
             self._survey.refresh(True)
             present = set(self._stores.all_ranks) - set(self._survey.census.absent)
-            found, failed = self._stores.ask(dict.fromkeys(sorted(present), ()), "stats", self._options.patience)
+            answers, failed = self._stores.ask(dict.fromkeys(sorted(present), ()), "stats", self._options.patience)
             for rank, error in failed.items():
                 if not isinstance(error, StoreUnreachableError):
                     raise error
                 self._survey.leave_out(rank, error)
-            for told in found.values():
-                for name, value in told.items():
+            for stats in answers.values():
+                for name, value in stats.items():
                     total[name] = total.get(name, 0) + value
             total["stores"] = len(self._stores.all_ranks)
             total["absent_stores"] = len(self._survey.census.absent)
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
+        """Return the state of the draws, for :meth:`load_state_dict`."""
         return self._draws.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the draws where :meth:`state_dict` left them."""
+        """Restore the state of the draws."""
         self._draws.load_state_dict(state)
 
 
@@ -393,27 +393,27 @@ class SamplingOfHandle:
     """Facts of trajectories by arrays of ids, like :class:`~trajstore.core.buffer.sampling.Sampling`.
 
     Args:
-        _handle: whose.
+        _handle: the handle.
     """
 
     _handle: DrawingHandle
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be drawn, as far as the stores have told."""
+        """Return for each trajectory whether it can be drawn, as of the last answers of the stores."""
         ids = trajectory_ids.ids if isinstance(trajectory_ids, Drawn) else trajectory_ids
         with self._handle._lock:
             return self._handle._look(None).has(ids)
 
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the first half of the UUID of some trajectories; 0 for those that cannot be drawn."""
+        """Return the first half of each trajectory's UUID; 0 if it cannot be drawn."""
         with self._handle._lock:
             return self._handle._look(None).names_of(trajectory_ids)
 
     def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return T and B of some trajectories, each ``[n]``.
+        """Return T and B of trajectories, each ``[n]``.
 
         Raises:
-            TrajectoryUnavailableError: one of them is not there.
+            TrajectoryUnavailableError: a trajectory is absent.
             StoreUnreachableError: a store does not answer.
         """
         return self._handle._reads.extents(trajectory_ids)

@@ -1,4 +1,4 @@
-"""A replay buffer on many machines, for producers and learners: found by name, used like a buffer."""
+"""A replay buffer on many machines, connected by name and used like a local buffer."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ if TYPE_CHECKING:
     from polars import DataFrame
 
 _PLACE = "place among the facts"
-"""A column of tables that are put together, called as no fact can be."""
+"""Name of a temporary column; no fact can have this name."""
 
 
 class DistributedReplayBuffer(RestorableHandle, Closing):
-    """Handle of a buffer whose stores are actors of Ray. Make one with :meth:`create` or :meth:`connect`.
+    """Handle of a buffer whose stores are Ray actors. Make one with :meth:`create` or :meth:`connect`.
 
-    Every process has its own handle; one that is sent to another process connects there. Safe to call from several
-    threads.
+    Every process has its own handle; a pickled handle reconnects when unpickled. Thread-safe.
 
     Args:
         stores: the actors.
         near: ranks of the stores on this node.
-        options: of this handle.
+        options: options of this handle.
     """
 
     def __init__(self, stores: Stores, near: Sequence[int], options: HandleOptions) -> None:
@@ -54,7 +53,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         self._outbox = Outbox(stores, routes, options)
         self._content = ContentWatch()
 
-    # -- making and finding -----------------------------------------------------------------------
+    # -- creating and connecting ------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -70,45 +69,47 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         namespace: str = NAMESPACE,
         **handle: Any,
     ) -> Self:
-        """Start the stores that are not there yet, and return a handle.
+        """Start the missing stores and return a handle.
 
-        Calling it again after nodes have joined starts a store on each of them; after a loss, on a node that has the
-        directories again, it starts the lost ones. A warning names every directory of the run that no store serves, and
-        every node that gets no store.
+        Call it again to start stores on nodes that have joined, or to restart lost stores on a node that has their
+        directories again. A warning names every directory of the run that no store serves, and every node without a
+        store.
 
         Args:
-            name: of the buffer, by which :meth:`connect` finds it.
-            path: folder of the stores, ``rank_0``, ``rank_1``, ...; the same on every node, on its own disk or not. A
-                relative one is that of this process.
-            stores: how many, or one on each node.
-            options: how each makes its :class:`~trajstore.TrajectoryReplayBuffer` (``retention``, ``writer``, ...).
-            actor_options: for Ray's actors: what each reserves on its node (``num_cpus``, 1 unless given;
-                ``resources``, ``memory``), and other options of Ray's.
-            scheduling_strategy: Ray's, for all stores; None = spread over the nodes.
-            shared_path: all nodes reach the same directories, so that a lost node's store may be started elsewhere.
-            namespace: of the actors.
+            name: name of the buffer, for :meth:`connect`.
+            path: folder of the stores ``rank_0``, ``rank_1``, ...; the same on every node, on a local or shared disk. A
+                relative path is resolved in this process.
+            stores: number of stores, or ``"per_node"`` for one on each node.
+            options: for each store's :class:`~trajstore.TrajectoryReplayBuffer` (``retention``, ``writer``, ...).
+            actor_options: Ray options of the actors, such as reserved resources (``num_cpus``, 1 by default;
+                ``resources``, ``memory``).
+            scheduling_strategy: Ray's strategy for all stores; None = spread over the nodes.
+            shared_path: all nodes share the directories, so a lost node's store may restart on another node.
+            namespace: Ray namespace of the actors.
             handle: options of the handle, see :meth:`connect`.
 
         Raises:
-            ConfigurationError: an argument is out of range; or the stores are there, with another path or options.
-            StoreUnreachableError: a store has not begun for ``deadline`` seconds, as where Ray has no room for it; says
-                what it reserves and what is free.
+            ConfigurationError: an argument is out of range, or the stores are running with another path or options.
+            StoreUnreachableError: a store has not started within ``deadline`` seconds, for example because Ray lacks
+                resources; the message lists reserved and free resources.
         """
         check_kind("path", path, str | Path, "a path")
         checked, where = handle_options(handle), everywhere(path)
         known = Stores(name, namespace, checked.deadline)
-        found = start_stores(known, where, stores, options or {}, actor_options or {}, scheduling_strategy, shared_path)
-        return cls._of(found, checked)
+        served = start_stores(
+            known, where, stores, options or {}, actor_options or {}, scheduling_strategy, shared_path
+        )
+        return cls._of(served, checked)
 
     @classmethod
     def connect(cls, name: str, *, namespace: str = NAMESPACE, **handle: Any) -> Self:
         """Return a handle of a buffer that :meth:`create` has started, in this or another process.
 
-        Stores that are lost, or do not answer for ``deadline`` seconds, are named in a warning.
+        A warning names stores that are lost or do not answer for ``deadline`` seconds.
 
         Args:
-            name: of the buffer.
-            namespace: of its actors.
+            name: name of the buffer.
+            namespace: Ray namespace of its actors.
             handle: see :class:`~trajstore.distributed.options.HandleOptions`.
 
         Raises:
@@ -136,21 +137,21 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     # -- adding -----------------------------------------------------------------------------------
 
     def add_trajectories(self, trajectories: Iterable[AnyTrajectory]) -> Receipt:
-        """Send trajectories to a store, without waiting for it; return a receipt.
+        """Send trajectories to a store asynchronously; return a receipt.
 
-        The tensors are copied before this returns. However often they must be sent again, because an actor or a node
-        was killed, a store keeps them once. Waits while ``max_pending_bytes`` are under way.
+        The tensors are copied before this returns. Trajectories resent after an actor or node failure are stored once.
+        Waits while ``max_pending_bytes`` are in flight.
 
         Raises:
-            InvalidTrajectoryError: one cannot be stored; nothing was sent.
-            StoreUnreachableError, StoreWriteError: trajectories sent before cannot be stored at present.
+            InvalidTrajectoryError: a trajectory cannot be stored; nothing was sent.
+            StoreUnreachableError, StoreWriteError: trajectories sent earlier cannot be stored at present.
         """
         flats = self._content.flatten(trajectories)
         self._check_open()
         return self._outbox.send(flats)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Return when everything that this handle has added survives the kill of any process.
+        """Wait until everything added by this handle survives the kill of any process.
 
         Raises:
             TimeoutError: ``timeout`` seconds passed.
@@ -158,21 +159,21 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         """
         self._outbox.flush(timeout)
 
-    # -- asking -----------------------------------------------------------------------------------
+    # -- querying ---------------------------------------------------------------------------------
 
     def query(self, relation: str = "trajectories") -> Query:
-        """Ask about the trajectories of all stores; see :meth:`TrajectoryReplayBuffer.query`.
+        """Query the trajectories of all stores; see :meth:`TrajectoryReplayBuffer.query`.
 
-        Each answer takes the facts of all trajectories, some 126 bytes each, from the stores. Messages, tokens and
-        steps are read by the stores that have them, which send the rows of which all conditions hold. Needs Polars
-        (extra ``query``), here and there.
+        Each evaluation fetches the facts of all trajectories, about 126 bytes each, from the stores. Messages, tokens
+        and steps are filtered in the stores, which send only matching rows. Needs Polars (extra ``query``) here and on
+        the nodes of the stores.
 
         Args:
-            relation: what a row is: ``"trajectories"``, ``"messages"``, ``"tokens"`` or ``"steps"``.
+            relation: unit of the rows: ``"trajectories"``, ``"messages"``, ``"tokens"`` or ``"steps"``.
 
         Raises:
-            ConfigurationError: there is no such relation.
-            StoreUnreachableError: of the answer; a store does not answer.
+            ConfigurationError: no such relation.
+            StoreUnreachableError: on evaluation; a store does not answer.
         """
         return Query(
             self._facts,
@@ -181,7 +182,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         )
 
     def _facts(self) -> DataFrame:
-        """Return the facts of all trajectories, the oldest first; of one that lies in two stores, those of one.
+        """Return the facts of all trajectories, oldest first, without duplicates in other stores.
 
         Raises:
             StoreUnreachableError: a store does not answer.
@@ -189,25 +190,25 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         self.refresh()
         with self._lock:
             copies = self._survey.census.copies_of(self._survey.census.ids).tolist()
-        found = self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "facts")
-        tables = [found[rank] for rank in sorted(found)]
+        answers = self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "facts")
+        tables = [answers[rank] for rank in sorted(answers)]
         pl = polars()
         facts: DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
         return facts.filter(~pl.col("trajectory_id").is_in(copies)) if copies else facts
 
     def _late_rows(self, relation: str) -> dict[str, bool]:
-        """Return which values by row are columns of a relation; see :data:`trajstore.query.relations.Late`.
+        """Return the per-row values that are columns of a relation; see :data:`trajstore.query.relations.Late`.
 
         Raises:
             StoreUnreachableError: a store does not answer.
         """
-        found: dict[str, bool] = {}
-        for told in self._stores.call_all(dict.fromkeys(self._all_ranks(), (relation,)), "late_rows").values():
-            found |= {name: several or found.get(name, False) for name, several in told.items()}
-        return found
+        late: dict[str, bool] = {}
+        for columns in self._stores.call_all(dict.fromkeys(self._all_ranks(), (relation,)), "late_rows").values():
+            late |= {name: several or late.get(name, False) for name, several in columns.items()}
+        return late
 
     def _rows(self, asked: Asked) -> Found:
-        """Return messages, tokens or steps of some trajectories.
+        """Return messages, tokens or steps of the requested trajectories.
 
         Raises:
             StoreUnreachableError: a store does not answer.
@@ -226,10 +227,10 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     # -- changing ---------------------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
-        """Delete trajectories, durably, in the stores that have them; ids that are evicted already are passed over.
+        """Delete trajectories durably, in every store that has them; ids already evicted are ignored.
 
         Raises:
-            StoreUnreachableError: a store has not answered; those of the others are deleted.
+            StoreUnreachableError: a store has not answered; the other stores have deleted theirs.
         """
         with self._lock:
             copies = self._survey.census.copies_of(np.asarray(ids, np.int64)).tolist()
@@ -240,43 +241,43 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         self.refresh()
 
     def clear(self) -> None:
-        """Delete all trajectories of all stores. Ids go on; they are never given twice.
+        """Delete all trajectories of all stores. Ids are never reused.
 
         Raises:
-            StoreUnreachableError: a store has not answered; those of the others are deleted.
+            StoreUnreachableError: a store has not answered; the other stores have deleted theirs.
         """
         self.flush()
         self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "clear")
         self.refresh()
 
     def compact(self) -> None:
-        """Give back the disk space of evicted trajectories, see :meth:`TrajectoryReplayBuffer.compact`.
+        """Free the disk space of evicted trajectories, see :meth:`TrajectoryReplayBuffer.compact`.
 
         Raises:
-            StoreUnreachableError, StoreWriteError: a store has not; the others have.
+            StoreUnreachableError, StoreWriteError: a store failed; the others are compacted.
         """
         self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "compact")
 
     @property
     def mirror(self) -> MirrorsOfHandle:
-        """The mirrors of the stores: how far they are, and waiting for them."""
+        """State of the stores' mirrors, and waiting for them."""
         return MirrorsOfHandle(self._stores)
 
     def get_stats(self) -> dict[str, float]:
-        """Return flat numbers: those of the stores that answer, added up; and of this handle.
+        """Return the statistics of the responsive stores, summed, and of this handle.
 
-        ``stores``, and how many of them do not answer (``absent_stores``); ``pending_parcels`` sent by this handle and
-        not known to be committed.
+        Adds ``stores``, the number of stores; ``absent_stores``, the number of unresponsive ones; and
+        ``pending_parcels``, sent by this handle and not known to be committed.
         """
         return {**super().get_stats(), "pending_parcels": self._outbox.parcels}
 
-    # -- the end ----------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush what this handle has added. The stores go on; :meth:`stop` ends them.
+        """Flush everything added by this handle. The stores keep running; :meth:`stop` ends them.
 
         Raises:
-            StoreUnreachableError, StoreWriteError: something is not committed; says how much.
+            StoreUnreachableError, StoreWriteError: trajectories are not committed; the message says how many.
         """
         if self._closed:
             return
@@ -287,7 +288,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             self._reads.close()
 
     def stop(self) -> None:
-        """Close the stores and end their actors. Their directories stay; :meth:`create` goes on with them."""
+        """Close the stores and end their actors. :meth:`create` reopens their directories."""
         self.close()
         for rank in self._all_ranks():
             self._stores.stop(rank)
@@ -305,16 +306,16 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
 
 @dataclass(frozen=True, slots=True)
 class MirrorsOfHandle:
-    """``handle.mirror``: how far the mirrors of the stores are, and waiting for them.
+    """``handle.mirror``: state of the stores' mirrors, and waiting for them.
 
     Args:
-        _stores: of the handle.
+        _stores: stores of the handle.
     """
 
     _stores: Stores
 
     def states(self) -> dict[int, MirrorState | None]:
-        """Return what is on the mirror of each store, by rank; None without one.
+        """Return the state of each store's mirror, by rank; None without a mirror.
 
         Raises:
             StoreUnreachableError: a store does not answer.
@@ -322,7 +323,7 @@ class MirrorsOfHandle:
         return self._stores.call_all(dict.fromkeys(self._stores.look_whole(), ()), "mirror_state")
 
     def wait(self, ids: Sequence[int], timeout: float) -> bool:
-        """Wait until trajectories are on the mirrors of their stores; return whether all are after ``timeout`` seconds.
+        """Wait up to ``timeout`` seconds for trajectories to be mirrored; return whether all are.
 
         Raises:
             StoreError: the stores have no mirrors.

@@ -1,4 +1,4 @@
-"""A store kept as it is for a moment, while all stores of a run are saved. Knows nothing of stores."""
+"""A lock that blocks changes to a store while all stores of a run are saved. Independent of stores."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from trajstore.core.base import locks
 from trajstore.errors import StoreWriteError
 
-_LOOK_AGAIN = 60.0  # seconds; a wait cannot be endless
+_LOOK_AGAIN = 60.0  # seconds; `Condition.wait` rejects an infinite timeout
 
 
 class Hold:
-    """Lets changes through, or keeps them waiting. Safe to call from several threads.
+    """Blocks changes while it is held. Thread-safe.
 
-    A holder that says nothing more is forgotten after the seconds that it asked for, so that a run does not stand still
-    because somebody who saved it was killed.
+    A hold expires after the seconds given to :meth:`begin`, so that a killed holder does not block the run.
 
     Args:
-        clock: seconds, of any origin.
+        clock: returns seconds since any origin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,7 +31,7 @@ class Hold:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change something; waits while the store is held."""
+        """Context of a change; waits while the store is held."""
         with self._changed:
             while self._is_held():
                 self._changed.wait(min(self._until - self._clock(), _LOOK_AGAIN))
@@ -45,14 +44,14 @@ class Hold:
                 self._changed.notify_all()
 
     def begin(self, by: str, seconds: float) -> None:
-        """Let no change through, and return when those that are under way have ended.
+        """Block new changes and wait for the running ones to end.
 
         Args:
-            by: who holds it; the same may ask again.
-            seconds: after which it is let go if nothing more is heard.
+            by: name of the holder; the same holder may call again.
+            seconds: seconds until the hold expires, and limit of the wait.
 
         Raises:
-            StoreWriteError: somebody else has held it for as long, or a change has taken as long.
+            StoreWriteError: another holder, or a running change, took longer than ``seconds``.
         """
         end = self._clock() + seconds
         with self._changed:
@@ -71,10 +70,10 @@ class Hold:
 
     @contextmanager
     def keeping(self, by: str) -> Iterator[None]:
-        """Do something with what is held, for as long as it takes.
+        """Keep the hold from expiring during the block.
 
         Raises:
-            StoreWriteError: it is held no longer, so it may have changed.
+            StoreWriteError: the hold has expired, so the store may have changed.
         """
         with self._changed:
             if not self._is_held() or self._by != by:
@@ -90,7 +89,7 @@ class Hold:
                 self._until = self._clock() + self._seconds
 
     def end(self, by: str) -> None:
-        """Let changes through again; nothing to do if somebody else holds it."""
+        """Allow changes again; no effect unless held by ``by``."""
         with self._changed:
             if self._by == by:
                 self._by = None

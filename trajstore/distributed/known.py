@@ -1,6 +1,6 @@
-"""Which trajectories a store was given already, so that a parcel that comes twice is stored once. Pure; no I/O.
+"""The trajectories that a store has received, so that a resent parcel is stored once. Pure; no I/O.
 
-Changed with ``StoreServer._adding`` held.
+Guarded by ``StoreServer._adding``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ REMEMBERED = 1_000_000
 
 
 class Known:
-    """The newest trajectories of a store: their ids, by UUID.
+    """Ids of the newest trajectories of a store, by UUID.
 
     Args:
-        limit: how many are remembered. A parcel that comes again after so many others would be stored twice; it is sent
-            again within minutes, or never.
+        limit: number of trajectories remembered. A parcel resent after more than ``limit`` others would be stored
+            twice; resends happen within minutes.
     """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
@@ -39,5 +39,5 @@ class Known:
             self._ids.popitem(last=False)
 
     def ids(self, uuids: bytes) -> list[int | None]:
-        """Return the id of each trajectory, None where it is not known."""
+        """Return the id of each trajectory; None if unknown."""
         return [self._ids.get(uuids[at : at + 16]) for at in range(0, len(uuids), 16)]

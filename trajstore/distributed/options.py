@@ -1,4 +1,4 @@
-"""Options of a handle."""
+"""Options of a handle for waiting, sending and drawing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trajstore.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class HandleOptions(Settings):
-    """How a handle waits, sends and draws.
+    """Options of a handle.
 
     Attributes:
-        seed: of the draws; None takes one from the system.
-        deadline: seconds for which a store that does not answer is asked again, before StoreUnreachableError.
-        patience: seconds after which trajectories for such a store go to another one.
-        max_pending_bytes: bytes that were sent and are not known to be committed, beyond which adding waits.
-        refresh_interval: seconds after which a draw asks the stores what is new.
-        sample_window_size: draws are from this many newest trajectories of all stores together; 0 = from all.
+        seed: seed of the draws; None = from the system's entropy.
+        deadline: seconds of retries to an unresponsive store before StoreUnreachableError.
+        patience: seconds after which trajectories for an unresponsive store go to another one.
+        max_pending_bytes: sent, uncommitted bytes above which adding waits.
+        refresh_interval: seconds after which a draw fetches news from the stores.
+        sample_window_size: number of newest trajectories, over all stores, that draws are from; 0 = all.
 
     Raises:
-        ConfigurationError: one is out of range.
+        ConfigurationError: a value is out of range.
     """
 
     seed: int | None = 1234
@@ -35,10 +35,10 @@ class HandleOptions(Settings):
 
 
 def handle_options(given: Mapping[str, Any]) -> HandleOptions:
-    """Return options by name.
+    """Return the options given by name.
 
     Raises:
-        ConfigurationError: there is no such option, or one is out of range.
+        ConfigurationError: an option is unknown or out of range.
     """
     if problems := unknown(given, names_of(HandleOptions)):
         raise ConfigurationError("; ".join(problems))

@@ -1,8 +1,8 @@
-"""What is asked for and the rows that answer it, as bytes: Ray passes these on as they are. Pure; no I/O.
+"""Requests and rows as bytes, which Ray passes on unchanged. Pure; no I/O.
 
-Rows are columns one after another in one block. An answer of less than 100 KB comes with Ray's reply to the call; a
-larger one goes into the object store of its node, which the learner's node then asks for it, and that takes longer than
-all else about a batch. So what is not much larger is cut into pieces, which all come with the reply.
+Rows are packed column by column into one block. Ray inlines an answer below 100 KB in its reply. A larger one goes
+through the object store of its node, and fetching it takes longer than all other work on a batch. So moderately larger
+answers are split into pieces, which are all inlined.
 """
 
 from __future__ import annotations
@@ -30,51 +30,53 @@ Block = bytes | npt.NDArray[np.uint8]
 
 _PIECE_BYTES = 96 << 10
 _MOST_PIECES = 32
-"""Above, the object store is quicker: what comes with a reply is copied more often."""
+"""Above this the object store is faster, as inlined answers are copied more often."""
 
-_BEGIN = struct.Struct("<qq")  # bytes of the head, and number of rows
+_BEGIN = struct.Struct("<qq")  # bytes of the head, number of rows
 
 
 def pieces_of(nbytes: int) -> int:
-    """Return into how many pieces an answer of about so many bytes is to be cut."""
+    """Return the number of pieces for an answer of about ``nbytes``."""
     count = -(-nbytes // _PIECE_BYTES)
     return count if 0 < count <= _MOST_PIECES else 1
 
 
 def request(drawn: Drawn, columns: Sequence[str] | None, pieces: int) -> bytes:
-    """Return what asks for rows that were drawn, or for some of their columns, in so many pieces."""
-    told = [part for part in (drawn.ids, drawn.samples, drawn.names) if part is not None]
-    head = orjson.dumps([columns, pieces, len(told)])
+    """Return a request for columns of drawn rows (None = all columns), answered in ``pieces`` pieces."""
+    arrays = [part for part in (drawn.ids, drawn.samples, drawn.names) if part is not None]
+    head = orjson.dumps([columns, pieces, len(arrays)])
     return b"".join(
-        [_BEGIN.pack(len(head), len(drawn)), head, *(np.asarray(part, np.int64).tobytes() for part in told)]
+        [_BEGIN.pack(len(head), len(drawn)), head, *(np.asarray(part, np.int64).tobytes() for part in arrays)]
     )
 
 
 def requested(asked: bytes) -> tuple[Drawn, Sequence[str] | None, int]:
-    """Return what :func:`request` was given; of the rows, which they are."""
+    """Return the arguments given to :func:`request`."""
     length, count = _BEGIN.unpack_from(asked)
     start = _BEGIN.size + length
     columns, pieces, parts = orjson.loads(asked[_BEGIN.size : start])
-    told = np.frombuffer(asked, np.int64, parts * count, start).reshape(parts, count)
-    return Drawn(told[0], told[1], names=told[2] if parts > 2 else None), columns, pieces
+    arrays = np.frombuffer(asked, np.int64, parts * count, start).reshape(parts, count)
+    return Drawn(arrays[0], arrays[1], names=arrays[2] if parts > 2 else None), columns, pieces
 
 
 def pack(rows: Mapping[str, torch.Tensor], pieces: int) -> tuple[Block, ...]:
-    """Return rows as so many pieces, of about the same size.
+    """Return rows as ``pieces`` pieces of about equal size.
 
     Args:
-        rows: by dotted column name, contiguous ``[n, ...]``, all with the same n.
-        pieces: how many. A single one is an array, for Ray's object store lends arrays without copying them.
+        rows: tensors by dotted column name, contiguous ``[n, ...]``, all with the same n.
+        pieces: number of pieces. A single piece is an array, which Ray's object store shares without a copy.
     """
     tensors = list(rows.values())
     head = _head(rows)
-    sizes = [one.nbytes for one in tensors]
+    sizes = [tensor.nbytes for tensor in tensors]
     starts = _starts(head, sizes)
     block = np.empty(starts[-1], np.uint8)
     begin = _BEGIN.pack(len(head), len(tensors[0]) if tensors else 0) + head
     block[: len(begin)] = np.frombuffer(begin, np.uint8)
     targets = np.array(starts[:-1], np.int64) + block.ctypes.data
-    kernels.copy_blocks(targets, np.array([one.data_ptr() for one in tensors], np.int64), np.array(sizes, np.int64))
+    kernels.copy_blocks(
+        targets, np.array([tensor.data_ptr() for tensor in tensors], np.int64), np.array(sizes, np.int64)
+    )
     if pieces == 1:
         return (block,)
     size = aligned(-(-len(block) // pieces))
@@ -86,11 +88,11 @@ class Part:
     """Rows of one store.
 
     Attributes:
-        specs: of their columns.
-        count: how many.
-        addresses: of each column's first row; the others follow.
-        nbytes: that they take.
-        keeps: what they lie in.
+        specs: specs of their columns.
+        count: number of rows.
+        addresses: address of each column's first row; columns are contiguous.
+        nbytes: size of the rows.
+        keeps: owner of the memory.
     """
 
     specs: Sequence[ColumnSpec]
@@ -101,7 +103,7 @@ class Part:
 
     @classmethod
     def unpacked(cls, pieces: Sequence[Block]) -> Part:
-        """Return what :func:`pack` has packed."""
+        """Return the rows packed by :func:`pack`."""
         parts = [np.frombuffer(piece, np.uint8) for piece in pieces]
         block = parts[0] if len(parts) == 1 else np.concatenate(parts)
         length, count = _BEGIN.unpack_from(block.data)
@@ -113,11 +115,11 @@ class Part:
 
     @classmethod
     def of(cls, rows: Mapping[str, torch.Tensor]) -> Part:
-        """Return rows that are here, by dotted column name, contiguous ``[n, ...]``."""
+        """Return local rows, given by dotted column name, contiguous ``[n, ...]``."""
         specs = _specs(_head(rows))
         tensors = list(rows.values())
-        nbytes = sum(one.nbytes for one in tensors)
-        return cls(specs, len(tensors[0]) if tensors else 0, [one.data_ptr() for one in tensors], nbytes, rows)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        return cls(specs, len(tensors[0]) if tensors else 0, [tensor.data_ptr() for tensor in tensors], nbytes, rows)
 
 
 def united(
@@ -126,14 +128,14 @@ def united(
     """Return rows of several stores as one batch, by dotted column name, ``[n, ...]``.
 
     Args:
-        parts: of each store; their columns may be in any order.
-        places: where in the batch the rows of each go; together ``0 .. n - 1``.
-        out: tensors to fill; None makes new ones.
+        parts: rows of each store; their columns may be in any order.
+        places: batch positions of each store's rows; together ``0 .. n - 1``.
+        out: tensors to fill; None allocates them.
 
     Raises:
         SchemaMismatchError: the stores differ in their columns.
         ConfigurationError: a tensor of ``out`` does not fit.
-        StoreError: a store gave another number of rows than it was asked for.
+        StoreError: a store returned a wrong number of rows.
     """
     specs = parts[0].specs
     addresses = np.array(
@@ -162,7 +164,7 @@ def united(
 
 
 def _in_order(part: Part, wanted: Sequence[ColumnSpec]) -> Sequence[int]:
-    """Return the addresses of a part's columns, in the order of those that are wanted."""
+    """Return the addresses of a part's columns, in the order of ``wanted``."""
     if part.specs == wanted:
         return part.addresses
     mine = {spec.name: (spec, address) for spec, address in zip(part.specs, part.addresses, strict=True)}
@@ -175,9 +177,9 @@ def _in_order(part: Part, wanted: Sequence[ColumnSpec]) -> Sequence[int]:
 
 
 def _head(rows: Mapping[str, torch.Tensor]) -> bytes:
-    """Return name, dtype and shape of a row of each column, as JSON."""
+    """Return name, dtype and row shape of each column, as JSON."""
     return orjson.dumps(
-        [(name, str(one.dtype).removeprefix("torch."), list(one.shape[1:])) for name, one in rows.items()]
+        [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])) for name, tensor in rows.items()]
     )
 
 
@@ -187,5 +189,5 @@ def _specs(head: bytes) -> tuple[ColumnSpec, ...]:
 
 
 def _starts(head: bytes, sizes: Sequence[int]) -> list[int]:
-    """Return where each column begins in the block, and the block's size."""
+    """Return the offset of each column in the block, and the block's size."""
     return list(accumulate(map(aligned, sizes), initial=aligned(_BEGIN.size + len(head))))

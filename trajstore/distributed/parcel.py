@@ -1,6 +1,6 @@
-"""Trajectories on their way to another process: checked, and packed into one block of bytes. Pure; no I/O.
+"""Trajectories packed into one block of bytes for another process. Pure; no I/O.
 
-A block is copied into Ray's object store, and from there into the store's memory, which is on the same machine or not.
+A block is copied into Ray's object store, and from there into the store's memory, on this or another machine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one call adds, or a part of it.
+    """Trajectories of one call, or a part of them.
 
     Attributes:
         head: schemas, extents and numbers of the trajectories, as JSON.
-        data: their columns one after another, each from a multiple of 64 bytes on.
+        data: concatenated columns, each aligned to 64 bytes.
     """
 
     head: bytes
@@ -41,16 +41,16 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return len(self.head) + self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What is sent at once.
+    """Trajectories sent together.
 
     Attributes:
-        key: random, :data:`KEY_BYTES` long; two parcels never have the same.
+        key: random and unique, :data:`KEY_BYTES` long.
         pieces: the trajectories, in the order in which they were added.
     """
 
@@ -59,26 +59,26 @@ class Parcel:
 
 
 def uuids_of(key: bytes, count: int) -> bytes:
-    """Return the UUIDs of a parcel's trajectories, 16 bytes each: a stream of hashed bytes that the key begins.
+    """Return the UUIDs of a parcel's trajectories, 16 bytes each, hashed from the parcel's key.
 
-    They are the same each time, so that whoever is sent a parcel twice can tell; and look random, for names are halves
-    of them, and an index is refused whose UUIDs take fewer bytes than such ones can.
+    They are deterministic, so that a store recognizes a resent parcel. They must also look random: names are halves of
+    them, and an index whose UUIDs compress below the size of random ones is refused.
     """
     return hashlib.shake_128(key).digest(16 * count)
 
 
 def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[tuple[list[FlatTrajectory], int]]:
-    """Cut a list so that each part, if it has more than one trajectory, has at most ``limit`` bytes; yield them too."""
+    """Yield parts of a list and their bytes; a part of several trajectories has at most ``limit`` bytes."""
     return portions(flats, limit, lambda flat: flat.nbytes)
 
 
 def new_key() -> bytes:
-    """Return the key of a new parcel."""
+    """Return a random key for a new parcel."""
     return os.urandom(KEY_BYTES)
 
 
 def pack(flats: Sequence[FlatTrajectory], arena: Arena) -> Piece:
-    """Return trajectories as a piece of a parcel, their columns copied into memory of the arena."""
+    """Pack trajectories into a piece; their columns are copied into the arena."""
     sizes = [size for flat in flats for size in flat.sizes]
     sources = [address for flat in flats for address in flat.addresses]
     starts = [0, *accumulate(map(aligned, sizes))]
@@ -106,10 +106,10 @@ def pack(flats: Sequence[FlatTrajectory], arena: Arena) -> Piece:
 
 
 def unpack(parcel: Parcel) -> list[FlatTrajectory]:
-    """Return the trajectories of a parcel; their columns lie in it.
+    """Return the trajectories of a parcel; they share its memory.
 
     Raises:
-        ConfigurationError: it was not packed by this version of trajstore.
+        ConfigurationError: the parcel was packed by another version of trajstore.
     """
     try:
         return [flat for piece in parcel.pieces for flat in _unpack(piece)]
@@ -147,12 +147,12 @@ def _interned(schema: Schema) -> Schema:
 
 
 def _writable(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the same bytes as an array that torch takes without a warning; nobody writes to it.
+    """Return a writable alias of the bytes, to avoid torch's warning about read-only arrays; it is never written.
 
-    What comes out of Ray's object store is read-only, of which torch knows nothing.
+    Arrays from Ray's object store are read-only.
     """
     if data.flags.writeable or not data.nbytes:
         return data
     alias: Any = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
-    alias.keeps = data  # as long as anything refers to the alias
+    alias.keeps = data  # keeps the memory alive
     return np.frombuffer(alias, np.uint8)

@@ -1,4 +1,4 @@
-"""Rows and trajectories of many stores: from the directory where this machine has it, else by asking the store."""
+"""Reads from many stores: from a store's directory if it is on this machine, else from its actor."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 Columns = dict[str, torch.Tensor]
 
 
-_SOON = 0.05  # seconds after which it is looked whether what was not committed is now; doubles
+_SOON = 0.05  # seconds until the first check for newly committed trajectories; doubles
 
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The listing that was read last, and how.
+    """Cached placing of the listing that was read last.
 
     Attributes:
-        listing: what could be drawn.
-        reader: of the one store that all of it is of.
-        placing: where its samples are there.
-        until: when to look again (of the monotonic clock).
-        again: seconds until then the next time.
+        listing: the listing.
+        reader: reader of its only store; None if it has several, or the directory is elsewhere.
+        placing: positions of its samples in the reader.
+        until: expiry time (monotonic clock).
+        again: seconds until the next expiry.
     """
 
     listing: Listing | None = None
@@ -54,10 +54,10 @@ class _Last:
 
 
 class Reads:
-    """Reads what was drawn. Stores whose directory is not here are asked all at once, for so many seconds.
+    """Reads drawn rows. Stores whose directory is on another machine are requested in parallel, with a time limit.
 
     Args:
-        stores: whom to ask.
+        stores: the actors.
     """
 
     def __init__(self, stores: Stores) -> None:
@@ -66,7 +66,7 @@ class Reads:
         self._lock = locks.lock("Reads._lock")
         self._last = _Last()
         self._row_nbytes: dict[tuple[str, ...] | None, float] = {}
-        """Of the rows that were asked for last, by the names of their columns."""
+        """Bytes per row of the last answers, by column names."""
 
     def placed(
         self,
@@ -76,26 +76,26 @@ class Reads:
         out: Mapping[str, torch.Tensor] | None,
         seconds: float,
     ) -> dict[str, Any]:
-        """Return samples of a listing, told by their places, as a nested dict.
+        """Return samples of a listing, given by their numbers, as a nested dict.
 
-        Where all of the listing is one store's, and its directory is here, this costs what a reader's own draw costs.
+        If the listing is of one store with a local directory, this is as fast as a draw of a reader.
 
         Raises:
             TrajectoryUnavailableError, SchemaMismatchError, SilentStoresError: see :meth:`rows`.
         """
         reader, placing = self._placing(listing, seconds)
         if reader is not None and placing is not None:
-            found = placing.rows(places)
-            with suppress(TrajectoryUnavailableError):  # the store knows more
-                if found is not None:
-                    values = reader.sampling.read_at(placing.known, *found, columns=columns, out=out)
+            positions = placing.rows(places)
+            with suppress(TrajectoryUnavailableError):  # the store may have newer trajectories
+                if positions is not None:
+                    values = reader.sampling.read_at(placing.known, *positions, columns=columns, out=out)
                     if values is not None:
                         return values
-                    self._last = _Last()  # trajectories have left what the reader shows: the next call counts again
+                    self._last = _Last()  # trajectories were evicted: locate again at the next call
         return nest(self.rows(listing.drawn(places), columns, out, seconds))
 
     def _placing(self, listing: Listing, seconds: float) -> tuple[Reader | None, Placing | None]:
-        """Return the reader of the one store that all of a listing is of, and where its samples are there."""
+        """Return the reader of a listing's only store and the placing of its samples; None without such a reader."""
         last = self._last
         if last.listing is listing and time.monotonic() < last.until:
             return last.reader, last.placing
@@ -131,19 +131,19 @@ class Reads:
         lacking: dict[int, Drawn] = {}
         for rank, at in places.items():
             mine = drawn if single else Drawn(drawn.ids[at], drawn.samples[at])
-            found = self._of_directory(rank, mine, columns, out if single else None, seconds)
-            if found is None:
+            columns_here = self._of_directory(rank, mine, columns, out if single else None, seconds)
+            if columns_here is None:
                 lacking[rank] = mine
             elif single:
-                return found
+                return columns_here
             else:
-                parts[rank] = Part.of(found)
+                parts[rank] = Part.of(columns_here)
         if lacking:
             parts.update(self._of_stores(lacking, columns, seconds))
         return united([parts[rank] for rank in places], list(places.values()), out) if parts else {}
 
     def _of_stores(self, drawn: Mapping[int, Drawn], columns: Sequence[str] | None, seconds: float) -> dict[int, Part]:
-        """Return rows that stores were asked for; in as many pieces as the last rows of these columns would take."""
+        """Request rows from stores; the number of pieces is estimated from the last rows of these columns."""
         named = None if columns is None else tuple(columns)
         of_row = self._row_nbytes.get(named, 0.0)
         pieces = {rank: pieces_of(round(of_row * len(mine))) for rank, mine in drawn.items()}
@@ -160,19 +160,19 @@ class Reads:
         seconds: float,
         pieces: Mapping[int, int] | None = None,
     ) -> dict[int, Any]:
-        """Return what stores answer, all asked at once.
+        """Call stores in parallel and return their answers.
 
         Raises:
-            SilentStoresError: some do not answer.
-            TrajectoryUnavailableError, SchemaMismatchError: as a store raised it.
+            SilentStoresError: stores do not answer.
+            TrajectoryUnavailableError, SchemaMismatchError: raised by a store.
         """
-        found, failed = self._stores.ask(arguments, method, seconds, pieces)
+        answers, failed = self._stores.ask(arguments, method, seconds, pieces)
         for error in failed.values():
             if not isinstance(error, StoreUnreachableError):
                 raise error
         if failed:
             raise SilentStoresError(failed)
-        return found
+        return answers
 
     def _of_directory(
         self,
@@ -182,7 +182,7 @@ class Reads:
         out: Mapping[str, torch.Tensor] | None,
         seconds: float,
     ) -> Columns | None:
-        """Return rows out of a store's directory; None if this machine lacks it, or something that was drawn."""
+        """Return rows from a store's directory; None if it is not on this machine or lacks a drawn row."""
         reader = self._reader(rank, seconds)
         if reader is None:
             return None
@@ -192,41 +192,41 @@ class Reads:
             if not attempt:
                 with self._lock:
                     reader.refresh()
-        return None  # not committed yet, or evicted: the store knows
+        return None  # not committed yet, or evicted: the store decides
 
     def trajectories(self, ids: Sequence[int], seconds: float) -> list[AnyTrajectory]:
-        """Return whole trajectories, in the order of their ids as given.
+        """Return whole trajectories, in the order of ``ids``.
 
         Raises:
-            TrajectoryUnavailableError: one is not there.
+            TrajectoryUnavailableError: a trajectory is absent.
             SilentStoresError: stores do not answer.
         """
         mine: dict[int, list[int]] = {}
         for number in ids:
             mine.setdefault(number % MOST_STORES, []).append(number)
-        told = self._asked({rank: (part,) for rank, part in mine.items()}, "trajectories", seconds)
-        found: dict[int, AnyTrajectory] = {}
+        answers = self._asked({rank: (part,) for rank, part in mine.items()}, "trajectories", seconds)
+        by_id: dict[int, AnyTrajectory] = {}
         for rank, part in mine.items():
-            found.update(zip(part, told[rank], strict=True))
-        return [found[number] for number in ids]
+            by_id.update(zip(part, answers[rank], strict=True))
+        return [by_id[number] for number in ids]
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories, each ``[n]``.
 
         Raises:
-            TrajectoryUnavailableError: one is not there.
+            TrajectoryUnavailableError: a trajectory is absent.
             StoreUnreachableError: a store does not answer.
         """
         steps, batch = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
         ranks = ids % MOST_STORES
         places = {rank: np.flatnonzero(ranks == rank) for rank in np.unique(ranks).tolist()}
-        told = self._stores.call_all({rank: (ids[mine],) for rank, mine in places.items()}, "extents")
+        answers = self._stores.call_all({rank: (ids[mine],) for rank, mine in places.items()}, "extents")
         for rank, mine in places.items():
-            steps[mine], batch[mine] = told[rank]
+            steps[mine], batch[mine] = answers[rank]
         return steps, batch
 
     def _reader(self, rank: int, seconds: float) -> Reader | None:
-        """Return a reader of a store's directory; None if this machine has not got it."""
+        """Return a reader of a store's directory; None if it is not on this machine."""
         if rank not in self._readers:
             try:
                 about = self._stores.describe(rank, seconds)
@@ -238,7 +238,7 @@ class Reads:
         return self._readers[rank]
 
     def close(self) -> None:
-        """Let go of the directories."""
+        """Close the readers."""
         with self._lock:
             for reader in self._readers.values():
                 if reader is not None:
@@ -248,7 +248,7 @@ class Reads:
 
 
 def _open(about: ServedStore) -> Reader | None:
-    """Return a reader of the directory that a store has, if it can be read by this process without asking the store."""
+    """Return a reader of a store's directory, or None if this process cannot read it."""
     path = os.path.join(about.path, f"rank_{about.rank}")
     if about.host != socket.gethostname() or not os.path.isdir(path):
         return None

@@ -1,4 +1,4 @@
-"""What a producer holds of trajectories on their way, and all that a handle has sent."""
+"""Receipts for trajectories in flight, and the outbox of a handle."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trajstore.errors import ConfigurationError, StoreUnreachableError
 logger = logging.getLogger(__name__)
 
 PARCEL_BYTES = 8 << 20
-"""Most bytes that are sent at once, unless one trajectory has more."""
+"""Maximum size of a parcel, unless one trajectory is larger."""
 
-_HOPE = 10.0  # seconds after which silent stores are tried again
-_TOGETHER = 0.05  # seconds that trajectories may wait for others to share their parcel, as in a writer for a shard
-_LOOK = 1.0  # seconds after which whoever waits for an answer looks at the clock
+_HOPE = 10.0  # seconds between attempts to reach silent stores
+_TOGETHER = 0.05  # seconds for which a parcel waits for more trajectories, as in a writer for a shard
+_LOOK = 1.0  # longest single wait for an answer, in seconds
 
 
 class Receipt:
-    """Of one ``add_trajectories``: says when the trajectories are in a store, and when they survive a crash."""
+    """Progress of one ``add_trajectories``: in a store's memory, or committed."""
 
     def __init__(self, parts: Sequence[tuple[Shipment, range]], lock: locks.Lock) -> None:
         self._parts = parts
@@ -42,28 +42,28 @@ class Receipt:
         return sum(len(places) for _, places in self._parts)
 
     def queued(self, timeout: float | None = None) -> list[int]:
-        """Wait until stores hold the trajectories in memory, and return their ids, in the order of the list.
+        """Wait until stores hold the trajectories in memory; return their ids in the order of the list.
 
-        A store that is killed now loses them; they are sent again, and have other ids then.
+        If a store is killed before the commit, its trajectories are sent again and get other ids.
 
         Raises:
             TimeoutError: ``timeout`` seconds passed.
-            StoreUnreachableError: no store has answered for the handle's deadline; call again to go on trying.
+            StoreUnreachableError: no store has answered for the handle's deadline; call again to continue.
             StoreWriteError: a store cannot write at present.
         """
         return self._reach("committing", timeout)
 
     def committed(self, timeout: float | None = None) -> list[int]:
-        """Wait until the trajectories survive the kill of any process, and return their final ids.
+        """Wait until the trajectories survive the kill of any process; return their final ids.
 
         Raises:
-            TimeoutError, StoreUnreachableError, StoreWriteError: as by :meth:`queued`.
+            TimeoutError, StoreUnreachableError, StoreWriteError: see :meth:`queued`.
         """
         return self._reach("done", timeout)
 
     @property
     def done(self) -> bool:
-        """Whether the trajectories are known to be committed; asks nobody."""
+        """True if the trajectories are known to be committed; sends no request."""
         with self._lock:
             return all(shipment.reached("done") for shipment, _ in self._parts)
 
@@ -72,7 +72,7 @@ class Receipt:
         with self._lock:
             for shipment, _ in self._parts:
                 shipment.depart()
-        for shipment, _ in reversed(self._parts):  # what the newest is told is mostly true of the others, too
+        for shipment, _ in reversed(self._parts):  # an answer about the newest usually covers the others
             while True:
                 with self._lock:
                     if shipment.advance(0.0, stage):
@@ -87,7 +87,7 @@ class Receipt:
 
 
 def _wait(answer: Any, seconds: float) -> None:
-    """Wait for an answer; without one, until it is time to look whether a store is asked again."""
+    """Wait for an answer; without a pending call, sleep briefly before the next attempt."""
     if answer is None:
         time.sleep(min(seconds, _TOGETHER))
     else:
@@ -95,15 +95,15 @@ def _wait(answer: Any, seconds: float) -> None:
 
 
 class Outbox:
-    """All that a handle has sent and does not know to be committed. Safe to call from several threads.
+    """The parcels that a handle has sent and that are not known to be committed. Thread-safe.
 
-    What is added within a short time goes in one parcel: to send one costs as much as to store hundreds of small
+    Trajectories added within a short time share a parcel, as sending one costs as much as storing hundreds of small
     trajectories.
 
     Args:
-        stores: where it goes.
-        routes: chooses among them.
-        options: how much may be under way.
+        stores: the actors.
+        routes: chooses the store of each parcel.
+        options: limits of the bytes in flight.
     """
 
     def __init__(self, stores: Stores, routes: Routes, options: HandleOptions) -> None:
@@ -118,13 +118,13 @@ class Outbox:
         self._departed = -1e9
         self._hoped = time.monotonic()
         self._asked: dict[int, Any] = {}
-        """What silent stores were asked, to hear whether they are back: a parcel would wait for its patience."""
+        """Pending probes of silent stores. A parcel as a probe would wait for its patience."""
 
     def send(self, flats: Sequence[FlatTrajectory]) -> Receipt:
-        """Send trajectories, now or a moment later; wait while there is no room for more under way.
+        """Queue trajectories for sending; waits while ``max_pending_bytes`` are in flight.
 
         Raises:
-            StoreUnreachableError, StoreWriteError: what was sent before cannot be stored at present.
+            StoreUnreachableError, StoreWriteError: trajectories sent earlier cannot be stored at present.
         """
         parts = []
         with self._lock:
@@ -137,7 +137,7 @@ class Outbox:
         return Receipt(parts, self._lock)
 
     def _ask_silent(self) -> None:
-        """Hear which silent stores have answered; ask the others again from time to time."""
+        """Collect answers of silent stores, and probe the others again every ``_HOPE`` seconds."""
         if self._asked:
             ready, _ = ray().wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
             for rank, answer in list(self._asked.items()):
@@ -148,7 +148,7 @@ class Outbox:
             return
         self._hoped = time.monotonic()
         for rank in self._routes.silent:
-            self._stores.forget(rank)  # another actor may have its name by now
+            self._stores.forget(rank)  # the actor may have been replaced
             try:
                 self._asked[rank] = self._stores.submit(rank, "describe")
             except StoreUnreachableError as error:
@@ -163,7 +163,7 @@ class Outbox:
             self._routes.answered(rank)
 
     def _fill(self, flats: Sequence[FlatTrajectory], nbytes: int) -> tuple[Shipment, range]:
-        """Add trajectories to the shipment that is being filled, if so many bytes fit, else to a new one."""
+        """Add trajectories to the open shipment, or to a new one if they do not fit."""
         last = self._under_way[-1] if self._under_way else None
         if last is not None and last.stage == "filling":
             if last.nbytes + nbytes <= PARCEL_BYTES:
@@ -171,20 +171,20 @@ class Outbox:
             self._depart(last)
         shipment = Shipment(self._stores, self._routes, self._watermarks)
         places = shipment.fill(flats, self._arena)
-        self._under_way.append(shipment)  # last: an empty one is never sent
+        self._under_way.append(shipment)  # last, so that an empty shipment is never sent
         return shipment, places
 
     def _dispatch(self) -> None:
-        """Send the newest shipment, or see to it that it is sent soon."""
+        """Send the newest shipment, or schedule it shortly."""
         pause = self._departed + _TOGETHER - time.monotonic()
         if pause <= 0:
             self._depart(self._under_way[-1])
         elif self._timer is None:
             timer = threading.Timer(pause, self._time_is_up)
-            timer.daemon = True  # the end of the process does not wait for it; what is not sent then is told
+            timer.daemon = True  # must not delay process exit; unsent trajectories are reported then
             try:
                 start_thread(timer)
-            except RuntimeError:  # the interpreter is ending, or there is no memory for a thread
+            except RuntimeError:  # interpreter shutdown, or no memory for a thread
                 self._depart(self._under_way[-1])
             else:
                 self._timer = timer
@@ -201,7 +201,7 @@ class Outbox:
 
         with self._lock:
             if self._timer is None or self._timer is not threading.current_thread():
-                return  # it was sent meanwhile, and others have been added since
+                return  # already sent; this timer is obsolete
             try:
                 self._depart(self._under_way[-1])
             except (RayError, ConfigurationError, StoreUnreachableError) as error:
@@ -209,12 +209,15 @@ class Outbox:
 
     def _make_room(self, nbytes: int) -> None:
         self._look()
-        while self._under_way and sum(one.nbytes for one in self._under_way) + nbytes > self._options.max_pending_bytes:
+        while (
+            self._under_way
+            and sum(shipment.nbytes for shipment in self._under_way) + nbytes > self._options.max_pending_bytes
+        ):
             if self._under_way[0].advance(time.monotonic() + _LOOK, "done"):
                 self._forget_done()
 
     def _look(self) -> None:
-        """Take in the answers that are there."""
+        """Process the answers that have arrived."""
         asked = {shipment.answer: shipment for shipment in self._under_way if shipment.answer is not None}
         if asked:
             ready, _ = ray().wait(list(asked), num_returns=len(asked), timeout=0)
@@ -223,10 +226,10 @@ class Outbox:
         self._forget_done()
 
     def _forget_done(self) -> None:
-        self._under_way = deque(one for one in self._under_way if not one.reached("done"))
+        self._under_way = deque(shipment for shipment in self._under_way if not shipment.reached("done"))
 
     def flush(self, timeout: float | None) -> None:
-        """Return when everything that was sent is committed.
+        """Wait until everything sent is committed.
 
         Raises:
             TimeoutError, StoreUnreachableError, StoreWriteError: see :meth:`Receipt.committed`.
@@ -240,9 +243,9 @@ class Outbox:
     @property
     def parcels(self) -> int:
         """Number of parcels that are not known to be committed."""
-        return sum(one.stage != "done" for one in self._under_way)
+        return sum(shipment.stage != "done" for shipment in self._under_way)
 
     @property
     def trajectories(self) -> int:
-        """Number of trajectories in them."""
-        return sum(one.count for one in self._under_way if one.stage != "done")
+        """Number of trajectories that are not known to be committed."""
+        return sum(shipment.count for shipment in self._under_way if shipment.stage != "done")

@@ -1,4 +1,4 @@
-"""What a store tells those who draw from it elsewhere: which trajectories were added and evicted. Pure; no I/O."""
+"""A store's log of additions and evictions, for handles that draw from it. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has changed since somebody asked last.
+    """Changes since the last request.
 
     Attributes:
-        began: which start of the store's process tells it; to be given back at the next question.
-        cursor: how far it has told; the same.
-        whole: whether this is everything, whatever was known before.
-        changes: in order, what was added, or the ids of what was evicted.
-        next_id: no id below it will be given out from now on; all that were are told.
+        began: identifies the start of the store's process; pass it with the next request.
+        cursor: position in the log; pass it with the next request.
+        whole: True if the changes replace everything known before.
+        changes: additions, and ids of evicted trajectories, in order.
+        next_id: lower bound of future ids; all ids below it have been reported.
     """
 
     began: str
@@ -37,13 +37,13 @@ class News:
 
 
 class Roll(Sampler):
-    """Hears of additions and evictions as samplers do, and keeps the newest of them for those who ask.
+    """Keeps a bounded log of additions and evictions, received through the sampler interface.
 
-    Guarded by ``Contents.lock`` of its store's buffer, as every sampler.
+    Guarded by ``Contents.lock`` of its store's buffer, like every sampler.
 
     Args:
-        needs_tasks: whether the tasks of agent trajectories are told, which costs reading them.
-        began: different for each start of the process; whoever has heard another one is told everything.
+        needs_tasks: report the tasks of agent trajectories, at the cost of reading them.
+        began: unique per start of the process; a handle with another value gets everything.
     """
 
     def __init__(self, needs_tasks: bool, began: str) -> None:
@@ -72,7 +72,7 @@ class Roll(Sampler):
         self._note(evicted)
 
     def since(self, began: str, cursor: int) -> News:
-        """Return what has changed since; everything if that is too long ago, or was told by an earlier process."""
+        """Return the changes since a cursor; everything if it is too old or of an earlier process."""
         missed = self._end - cursor
         if began != self._began or not 0 <= missed <= len(self._changes):
             self._join()
@@ -86,7 +86,7 @@ class Roll(Sampler):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: it is told again."""
+        """Do nothing: the additions are reported again."""
 
     def _note(self, change: Additions | IntArray) -> None:
         self._changes.append(change)
@@ -98,7 +98,7 @@ class Roll(Sampler):
 
 
 def joined(parts: Sequence[Additions]) -> Additions:
-    """Return several additions as one."""
+    """Concatenate additions."""
     tasks = None if any(part.tasks is None for part in parts) else [task for part in parts for task in part.tasks or ()]
     columns = ("ids", "samples", "versions")
     ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in columns)
@@ -113,7 +113,7 @@ def without(part: Additions, evicted: IntArray) -> Additions:
 
 
 def taken(part: Additions, places: npt.NDArray[np.intp]) -> Additions:
-    """Return some of the trajectories of additions, in the order of the places."""
+    """Return the trajectories of additions at ``places``, in that order."""
     tasks = None if part.tasks is None else [part.tasks[at] for at in places.tolist()]
     names = None if part.names is None else part.names[places]
     return Additions(part.ids[places], part.samples[places], part.versions[places], tasks, names)

@@ -1,4 +1,4 @@
-"""To which store a parcel goes: the one on this node if there is one, else one after another. Pure; no I/O.
+"""Choice of the store for each parcel: local stores first, else round robin. Pure; no I/O.
 
 Guarded by ``Outbox._lock``.
 """
@@ -12,10 +12,10 @@ class Routes:
     """Chooses stores.
 
     Args:
-        near: ranks of the stores on this node; all others are taken only when none of these answers.
+        near: ranks of the stores on this node; others are used only when none of these answers.
         all_ranks: ranks of all stores, at least one.
-        patience: seconds for which a silent store is waited for before another one is tried.
-        first: where to begin, so that producers do not all begin with the same store.
+        patience: seconds to wait for a silent store before trying another one.
+        first: start of the rotation, different for each producer.
     """
 
     def __init__(self, near: Sequence[int], all_ranks: Sequence[int], patience: float, first: int = 0) -> None:
@@ -35,20 +35,20 @@ class Routes:
         return self.instead_of(self._order[self._at]) or self._order[self._at]
 
     def instead_of(self, rank: int) -> int | None:
-        """Note that a store is silent, and return another one; None if there is none, or all are silent."""
+        """Mark a store as silent; return another one that is not, or None."""
         self._silent.add(rank)
         after = [other for other in self._all if other > rank] + [other for other in self._all if other < rank]
         return next((other for other in after if other not in self._silent), None)
 
     def answered(self, rank: int) -> None:
-        """Note that a store answers."""
+        """Mark a store as responsive."""
         self._silent.discard(rank)
 
     def hopeful(self) -> None:
-        """Try the silent ones again."""
+        """Mark all stores as responsive, to try them again."""
         self._silent.clear()
 
     @property
     def silent(self) -> list[int]:
-        """Ranks of the stores that get no parcel until they have answered something else."""
+        """Ranks of the silent stores, which get no parcel until they answer another call."""
         return sorted(self._silent)

@@ -1,4 +1,4 @@
-"""Whole trajectories as rows of a table. Pure; no I/O, nothing of Ray."""
+"""Whole trajectories as table rows. Pure; no I/O, no Ray."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trajstore.core.columns.fields import join_name, walk
 from trajstore.trajectory import AnyTrajectory, Reward, Trajectory
 
 DOCUMENT = "document"
-"""Column with what is no tensor, as JSON: ``kind``, ``values`` by dotted name, ``dtypes`` that numpy lacks."""
+"""Column with all other values as JSON: ``kind``, ``values`` by dotted name, ``dtypes`` that numpy lacks."""
 
 ID = "trajectory_id"
 SAMPLE = "sample"
 
-_WIDER = {torch.complex32: torch.complex64}  # all others that numpy lacks are floats, and float32 has their values
+_WIDER = {torch.complex32: torch.complex64}  # all other dtypes that numpy lacks are floats that fit in float32
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array; of a dtype that numpy lacks (bfloat16, float8) in a wider one, without loss."""
+    """Return a tensor as an array; dtypes that numpy lacks (bfloat16, float8) are widened without loss."""
     try:
         return tensor.numpy()
     except TypeError:
@@ -35,7 +35,7 @@ def row_of(trajectory: AnyTrajectory, columns: Collection[str] | None = None) ->
 
     Args:
         trajectory: any.
-        columns: names of those wanted; None = all.
+        columns: names of the columns to include; None = all.
     """
     row: dict[str, Any] = {}
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The part of a handle that saves: all stores of a run at one moment, or none of them."""
+"""The saving part of a handle: atomic snapshots over all stores of a run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreac
 
 logger = logging.getLogger(__name__)
 
-_HELD = 20.0  # seconds for which stores wait for each other, each time
+_HELD = 20.0  # time limit of each hold, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """All stores, held since one moment.
+    """All stores, held at the same time.
 
     Attributes:
-        by: who holds them.
-        ranks: of the stores, ``0 .. n - 1``.
+        by: name of the holder.
+        ranks: ranks of the stores, ``0 .. n - 1``.
     """
 
     by: str
@@ -39,31 +39,30 @@ class _Cut:
 
 
 class RestorableHandle(DrawingHandle):
-    """What many stores hold can be saved, and gone back to. Users make a ``DistributedReplayBuffer``.
+    """Saves and restores the contents of many stores. Users make a ``DistributedReplayBuffer``.
 
-    Saving has two steps. First all stores are held: nothing is added to or evicted from any of them, and what was added
-    is on disk; producers wait. Then each saves itself. A store that does not answer, or that was started again in
-    between, ends it with an error, and what was saved before stays as it is.
+    Saving has two steps. First all stores are held: they flush, and additions and evictions wait. Then each store saves
+    itself. If a store does not answer, or restarts in between, saving fails and earlier saves are unchanged.
     """
 
     def flush(self, timeout: float | None = None) -> None:
-        """Return when everything that this handle has added survives the kill of any process."""
+        """Wait until everything added by this handle survives the kill of any process."""
         raise NotImplementedError
 
     @contextmanager
     def _held(self) -> Iterator[_Cut]:
-        """Keep all stores as they are, from one moment on until the block ends.
+        """Block changes in all stores until the ``with`` block ends.
 
         Raises:
-            StoreUnreachableError: one of them is not there, or does not answer.
-            StoreWriteError: one cannot write what was added, or somebody else holds it for long.
+            StoreUnreachableError: a store is lost or does not answer.
+            StoreWriteError: a store cannot flush, or another handle holds it for too long.
         """
         self.flush()
         ranks = self._stores.look_whole()
         by = uuid.uuid4().hex
         begun = []
         try:
-            for rank in ranks:  # in this order, so that two handles that save do not wait for each other
+            for rank in ranks:  # in a fixed order, to avoid a deadlock of two saving handles
                 begun.append(rank)
                 self._stores.call(rank, "hold", by, _HELD)
             yield _Cut(by, ranks)
@@ -71,12 +70,12 @@ class RestorableHandle(DrawingHandle):
             for rank in begun:
                 try:
                     self._stores.submit(rank, "release", by)
-                except StoreUnreachableError as error:  # its process is gone, and what it held
+                except StoreUnreachableError as error:  # its process ended, and the hold with it
                     logger.info("%s", error)
 
     @property
     def points(self) -> PointsOfHandle:
-        """Moments of all stores that are kept: saved points, to which the run can go back, and pins."""
+        """Snapshots of all stores: saved points, for rollback, and pins."""
         return PointsOfHandle(self)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -84,14 +83,14 @@ class RestorableHandle(DrawingHandle):
     def save_checkpoint(self, save_path: str | Path) -> None:
         """Save all stores at one moment to ``save_path/rank_<r>``, each on its own machine.
 
-        What this handle has added is in it. Every store first makes its checkpoint beside the earlier one, and only
-        when all have, each puts it in its place. In an object store nothing can be put in place: there one store is
-        saved after another, and a failure half-way leaves ranks of two moments.
+        Includes everything added by this handle. Every store first writes its checkpoint next to the earlier one; when
+        all have, each replaces the earlier one. Object stores have no atomic replacement: stores are saved one after
+        another, and a failure may leave ranks of two moments.
 
         Raises:
-            StoreUnreachableError, StoreWriteError: a store could not be saved. If it says "publish", some ranks may be
-                of the new moment; else all earlier ones are there as they were.
-            ConfigurationError: something else lies there.
+            StoreUnreachableError, StoreWriteError: a store could not be saved. If the message says "publish", some
+                ranks may be of the new moment; otherwise all earlier checkpoints are unchanged.
+            ConfigurationError: ``save_path`` holds something else.
         """
         check_kind("save_path", save_path, str | Path, "a path or URL")
         with self._held() as cut:
@@ -101,30 +100,30 @@ class RestorableHandle(DrawingHandle):
 
 @dataclass(frozen=True, slots=True)
 class PointsOfHandle:
-    """``handle.points``: moments of all stores of a run that are kept, saved points and pins.
+    """``handle.points``: snapshots of all stores of a run: saved points and pins.
 
     Args:
-        _handle: of the stores.
+        _handle: the handle.
     """
 
     _handle: RestorableHandle
 
     def pin(self, name: str) -> dict[int, int]:
-        """Pin every store, all at one moment; return their generations by rank.
+        """Pin all stores at one moment; return their generations by rank.
 
         Raises:
-            StoreUnreachableError, StoreWriteError: a store could not be pinned; others may be.
+            StoreUnreachableError, StoreWriteError: a store could not be pinned; others may be pinned.
         """
         with self._handle._held() as cut:
             return self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name)), "pin")
 
     def remove(self, name: str | int) -> None:
-        """Remove the snapshots of this name, or a saved point by its step, from all stores."""
+        """Remove a snapshot, by name or by the step of a saved point, from all stores."""
         self._handle._stores.call_all(dict.fromkeys(self._handle._all_ranks(), (name,)), "remove_snapshot")
 
     @property
     def saved(self) -> list[RunPoint]:
-        """The saved points of the run, lowest step first; those that a store lacks are among them, and say so.
+        """Saved points of the run, lowest step first, including incomplete ones, which some stores lack.
 
         Raises:
             StoreUnreachableError: a store does not answer.
@@ -135,20 +134,20 @@ class PointsOfHandle:
         return self._handle._stores.call_all(dict.fromkeys(self._handle._stores.look_whole(), ()), "saved_points")
 
     def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> RunPoint:
-        """Mark what all stores hold at one moment with the model's step, so that :meth:`go_to` can go back to it.
+        """Save a point of all stores at one moment, for :meth:`go_to`.
 
-        It counts when every store has it. Earlier points are let go of after that only, so a complete one is there at
-        every moment, whatever is killed.
+        The point is complete when every store has it. Older points are removed only after that, so a complete point
+        exists at any time, whatever process is killed.
 
         Args:
-            step: of the model.
-            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
-                a sampler), which are asked for it at that very moment. This handle's own generator is saved anyway.
-            keep: points that stay, those of the highest steps; older ones are released. None = all.
+            step: training step of the model.
+            state: other state of the run: plain values, tensors, and objects with a ``state_dict`` (a loader, a
+                sampler), which is called at that moment. This handle's generator is always saved.
+            keep: number of points to keep, those with the highest steps; None = all.
 
         Raises:
-            ConfigurationError: there is a point of this step, or a later one; or ``state`` has what cannot be saved.
-            StoreUnreachableError, StoreWriteError: a store has not saved it; earlier points are as they were.
+            ConfigurationError: a point of this or a later step exists, or ``state`` cannot be saved.
+            StoreUnreachableError, StoreWriteError: a store has not saved the point; earlier points are unchanged.
         """
         step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
         check_kind("state", state, Mapping, "a dict")
@@ -156,11 +155,11 @@ class PointsOfHandle:
             points = self._by_rank()
             self._check_step(step, unite_points(points))
             begun = [rank for rank, saved in points.items() if any(point.step == step for point in saved)]
-            self._handle._stores.call_all(dict.fromkeys(begun, (step,)), "remove_snapshot")  # of an attempt that failed
-            parts = asked(state or {})  # first: parts bring their own state of the generator
+            self._handle._stores.call_all(dict.fromkeys(begun, (step,)), "remove_snapshot")  # left by a failed attempt
+            parts = asked(state or {})  # before the draws: collecting it may advance the generator
             with self._handle._lock:
-                told = {"parts": parts, "draws": self._handle._draws.state_dict()}
-            given = {rank: (cut.by, step, {} if rank else told, len(cut.ranks)) for rank in cut.ranks}
+                first_state = {"parts": parts, "draws": self._handle._draws.state_dict()}
+            given = {rank: (cut.by, step, {} if rank else first_state, len(cut.ranks)) for rank in cut.ranks}
             self._handle._stores.call_all(given, "save_point")
         saved = self.saved
         complete = [point.step for point in saved if point.is_complete]
@@ -183,22 +182,22 @@ class PointsOfHandle:
             )
 
     def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
-        """Go to a snapshot in all stores: they show what they showed then, and draws go on from there.
+        """Restore a snapshot in all stores, and the state of the draws saved with it.
 
-        No producer should be adding: what is added again after this stays. Each store gives the state that it leaves a
-        name, see :meth:`PointsOfBuffer.go_to`. When a store is killed meanwhile, call it again.
+        Stop producers first: trajectories that they resend afterwards are added again. Each store names the state that
+        it leaves, see :meth:`PointsOfBuffer.go_to`. If a store is killed meanwhile, call this again.
 
         Args:
-            name: of a snapshot that every store has; or step of a saved point.
-            aside: False deletes the states that are left.
+            name: name of a snapshot that every store has, or step of a saved point.
+            aside: False deletes the current states instead of naming them.
 
         Returns:
-            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
+            The state saved with the point, with the returned dict of each ``state_dict``; empty if none was saved.
 
         Raises:
-            StoreNotFoundError: there is no such snapshot, or a store lacks it; says which.
-            ConfigurationError: another number of stores saved it.
-            StoreUnreachableError, StoreWriteError: a store could not change; others have, call again.
+            StoreNotFoundError: no such snapshot, or stores lack it; the message names them.
+            ConfigurationError: the point was saved by another number of stores.
+            StoreUnreachableError, StoreWriteError: a store has not changed, others have; call again.
         """
         name = text("name", name) if isinstance(name, str) else whole("name", name, 0)
         aside = truth("aside", aside)
@@ -207,15 +206,15 @@ class PointsOfHandle:
                 self._check_point(name, len(cut.ranks))
             else:
                 self._check_name(name, cut.ranks)
-            told = self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name, aside)), "go_to")[0]
+            state = self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name, aside)), "go_to")[0]
         with self._handle._lock:
-            if "draws" in told:
-                self._handle._draws.load_state_dict(told["draws"])
+            if "draws" in state:
+                self._handle._draws.load_state_dict(state["draws"])
             self._handle._survey.refresh(True)
-        return dict(told.get("parts", told))
+        return dict(state.get("parts", state))
 
     def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
-        """Go to the saved point of a step in all stores, see :meth:`go_to`."""
+        """Restore the saved point of a step in all stores, see :meth:`go_to`."""
         return self.go_to(whole("step", step, 0), aside=aside)
 
     def _check_name(self, name: str, ranks: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""One store, served: what an actor does for producers and learners elsewhere. Knows nothing of Ray."""
+"""The server of one store, for remote producers and learners. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from polars import DataFrame
 
 MOST_STORES = 1024
-"""Store r gives out ids that are r modulo this, so that ids tell whose they are, however many stores there are."""
+"""Store r assigns ids that equal r modulo this number, so an id identifies its store."""
 
 _GIVEN = frozenset({"auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServedStore:
-    """What a store says of itself.
+    """Description of a store.
 
     Attributes:
-        rank: its number.
-        path: of its run, the folder that has the stores as ``rank_*``.
-        options: how its buffer was made.
-        host: of its machine.
-        node: id of its node, as Ray calls it.
-        began: different for each start of the process, so that callers notice one.
+        rank: rank of the store.
+        path: path of the run, the folder with the stores ``rank_*``.
+        options: options of its buffer.
+        host: host name of its machine.
+        node: Ray's id of its node.
+        began: unique per start of the process, so that callers notice a restart.
         store_id: UUID of the store.
     """
 
@@ -64,12 +64,12 @@ class ServedStore:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a store says of a parcel, and, by the way, of all that it was sent before.
+    """Status of a parcel, and of all parcels sent earlier.
 
     Attributes:
-        ids: of the parcel's trajectories; None if some of them are not here.
-        began: different for each start of the process and after each rollback; ids given out before may be gone.
-        committed: every trajectory up to this id, of those that were given out since, survives a crash.
+        ids: ids of the parcel's trajectories; None if the store lacks some of them.
+        began: changes with each start of the process and each rollback; ids assigned under another value may be gone.
+        committed: ids up to this one, assigned under ``began``, survive a crash.
     """
 
     ids: Sequence[int] | None
@@ -78,16 +78,16 @@ class Answer:
 
 
 class StoreServer:
-    """Owns the store ``rank_<rank>`` of a run. Every call is safe from several threads, and may be made again.
+    """Owns the store ``rank_<rank>`` of a run. Every method is thread-safe and may be retried.
 
     Args:
-        path: of the run; a directory that this process reaches.
-        rank: number of the store.
-        options: how to make the buffer, see :class:`TrajectoryReplayBuffer`; what the server decides itself is refused.
+        path: path of the run, accessible to this process.
+        rank: rank of the store.
+        options: options of its :class:`TrajectoryReplayBuffer`, except those that the server sets.
         about: host, node and start, for :meth:`describe`.
 
     Raises:
-        ConfigurationError: an option is the server's decided.
+        ConfigurationError: an option is set by the server.
         StoreLockedError: another process owns the store.
     """
 
@@ -109,7 +109,7 @@ class StoreServer:
         self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
         self._era = 0
-        """Rollbacks of this process."""
+        """Number of rollbacks in this process."""
         self._hold = Hold()
         self._adding = locks.lock("StoreServer._adding")
         self._rolls = {tasks: Roll(tasks, self._about.began) for tasks in (False, True)}
@@ -117,42 +117,42 @@ class StoreServer:
         self._recall()
 
     def _recall(self) -> None:
-        """Learn from the store what it was given."""
+        """Load the UUIDs and ids of the newest trajectories from the store."""
         uuids, ids = self._buffer.trajectory_uuids, self._buffer.trajectory_ids
         self._known.note(uuids[-REMEMBERED:].tobytes(), ids[-REMEMBERED:].tolist())
 
     def describe(self) -> ServedStore:
-        """Say who this is."""
+        """Return the description of the store."""
         return self._about
 
     # -- adding -----------------------------------------------------------------------------------
 
     def tick(self, clock: int) -> int:
-        """Give out no id below ``clock`` from now on; return the lowest that may be given out.
+        """Assign only ids of at least ``clock`` from now on; return the next id.
 
         Raises:
-            ConfigurationError: the clock is out of range; another process sent it.
+            ConfigurationError: the clock, sent by another process, is out of range.
         """
         whole("clock", clock, 0, MAX_ID // 2)
         return self._buffer.sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
     def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:
-        """Add a parcel's trajectories, those that are not here yet, and tell the ids of all.
+        """Add the trajectories of a parcel that are missing; return the ids of all.
 
         Args:
-            parcel: of trajectories.
-            count: how many it has.
-            clock: more than all ids that the producer has heard of; those that are added now get higher ones.
+            parcel: the parcel.
+            count: number of its trajectories.
+            clock: lower bound of the new ids, above all ids known to the producer.
 
         Raises:
             StoreWriteError, PendingFullError: see :meth:`TrajectoryReplayBuffer.add_trajectories`.
-            ConfigurationError: the parcel is of another version of trajstore.
+            ConfigurationError: the parcel was packed by another version of trajstore.
         """
         uuids = uuids_of(parcel.key, count)
         with (
             self._hold.changing(),
             self._adding,
-        ):  # a second attempt waits for the first one's end, and then finds what it has added
+        ):  # a retry waits for the first attempt and then finds its trajectories
             known = self._known.ids(uuids)
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
@@ -164,18 +164,18 @@ class StoreServer:
                         wanted, self._buffer.sink.add_flattened([flats[place] for place in absent], wanted)
                     )
                 except BaseException:
-                    self._recall()  # a part of it may have been added
+                    self._recall()  # the parcel may be partly added
                     raise
                 known = self._known.ids(uuids)
         return self._answer(known, self._era)
 
     def committed(self, key: bytes, count: int, timeout: float) -> Answer:
-        """Wait, for ``timeout`` seconds at most, until a parcel's trajectories survive a crash.
+        """Wait at most ``timeout`` seconds until a parcel's trajectories survive a crash.
 
         Raises:
             StoreWriteError: they cannot be written at present.
         """
-        era = self._era  # first: what is known after a rollback must not be taken for known before
+        era = self._era  # read first, in case of a rollback in between
         known = self._known.ids(uuids_of(key, count))
         ids = [number for number in known if number is not None]
         if len(ids) == count and max(ids) > self._buffer.points.committed:
@@ -188,19 +188,19 @@ class StoreServer:
         return Answer(ids if len(ids) == len(known) else None, began, self._buffer.points.committed)
 
     def flush(self) -> None:
-        """Return when everything added before survives a crash."""
+        """Wait until everything added before survives a crash."""
         self._buffer.flush()
 
     # -- drawing ----------------------------------------------------------------------------------
 
     def news(self, began: str, cursor: int, tasks: bool, clock: int = 0) -> News:
-        """Return which trajectories were added and evicted since; see :class:`Roll`.
+        """Return additions and evictions since the last request; see :class:`Roll`.
 
         Args:
-            began: of the last answer.
-            cursor: of the last answer.
-            tasks: whether those of agent trajectories are told.
-            clock: no id below it is to be given out from now on.
+            began: ``began`` of the last answer.
+            cursor: ``cursor`` of the last answer.
+            tasks: report the tasks of agent trajectories.
+            clock: lower bound of future ids.
         """
         with self._rolling:
             next_id = self.tick(clock)
@@ -209,25 +209,25 @@ class StoreServer:
             return replace(roll.since(began, cursor), next_id=next_id)
 
     def read(self, asked: bytes) -> tuple[Block, ...]:
-        """Return rows that were drawn, packed; see :mod:`trajstore.distributed.packed`.
+        """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory has been evicted since.
+            TrajectoryUnavailableError: a trajectory has been evicted.
         """
         drawn, columns, pieces = requested(asked)
-        found = self._buffer.read(drawn, columns=columns)
-        return pack(unnest(found), pieces)
+        rows = self._buffer.read(drawn, columns=columns)
+        return pack(unnest(rows), pieces)
 
     def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
         """Return whole trajectories.
 
         Raises:
-            TrajectoryUnavailableError: there is no such one.
+            TrajectoryUnavailableError: a trajectory is absent.
         """
         return [self._buffer.get(number) for number in ids]
 
     def facts(self) -> DataFrame:
-        """Return the facts of the trajectories that are here; see :meth:`TrajectoryReplayBuffer.query`.
+        """Return the facts of this store's trajectories; see :meth:`TrajectoryReplayBuffer.query`.
 
         Raises:
             MissingDependencyError: Polars is not installed on this node.
@@ -238,11 +238,11 @@ class StoreServer:
         return self._buffer.query().table().with_columns(rank)
 
     def rows(self, asked: Asked) -> Found:
-        """Return messages, tokens or steps of some trajectories."""
+        """Return messages, tokens or steps of the requested trajectories."""
         return read_rows(self._buffer.live.locked, asked)
 
     def late_rows(self, relation: str) -> dict[str, bool]:
-        """Return which values by row are columns of a relation; see :data:`trajstore.query.relations.Late`."""
+        """Return the per-row values that are columns of a relation; see :data:`trajstore.query.relations.Late`."""
         return late_columns(self._buffer.live.locked, relation)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
@@ -252,43 +252,43 @@ class StoreServer:
     # -- changing ---------------------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
-        """Delete trajectories, durably; those that are evicted already are passed over, as this may be called again."""
+        """Delete trajectories durably; those already evicted are ignored, so that the call may be retried."""
         with self._hold.changing():
             here = set(self._buffer.trajectory_ids.tolist())
             self._buffer.evict([number for number in ids if number in here])
 
     def clear(self) -> None:
-        """Delete all trajectories, durably."""
+        """Delete all trajectories durably."""
         with self._hold.changing():
             self._buffer.clear()
 
     def compact(self) -> None:
-        """Give back the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""
+        """Free the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""
         self._buffer.compact()
 
     # -- saving -----------------------------------------------------------------------------------
 
     def hold(self, by: str, seconds: float) -> None:
-        """Add and evict nothing until :meth:`release`, and return when everything added before is on disk.
+        """Block additions and evictions until :meth:`release`, and flush.
 
         Raises:
-            StoreWriteError: see :meth:`Hold.begin`; or what was added cannot be written.
+            StoreWriteError: see :meth:`Hold.begin`; or the flush failed.
         """
-        self._buffer.flush()  # most of it before anybody has to wait
+        self._buffer.flush()  # shortens the flush below, during which producers wait
         self._hold.begin(by, seconds)
         with self._hold.keeping(by):
             self._buffer.flush()
 
     def release(self, by: str) -> None:
-        """Go on."""
+        """Allow additions and evictions again."""
         self._hold.end(by)
 
     def prepare_checkpoint(self, by: str, path: str) -> None:
-        """Make a checkpoint beside ``path/rank_<rank>``. In an object store nothing can be put in place: do nothing.
+        """Write a checkpoint next to ``path/rank_<rank>``; no effect in an object store.
 
         Raises:
-            StoreWriteError: it could not be written, or the store is held no longer.
-            ConfigurationError: something else lies there.
+            StoreWriteError: the checkpoint could not be written, or the hold has expired.
+            ConfigurationError: the target holds something else.
         """
         with self._hold.keeping(by):
             target = open_directory(_of_run(path, self._about.rank))
@@ -297,16 +297,16 @@ class StoreServer:
                 self._buffer.save_checkpoint(_prepared(target.path, by))
 
     def publish_checkpoint(self, by: str, path: str) -> None:
-        """Put the checkpoint that was made in its place, at one stroke.
+        """Replace the earlier checkpoint with the prepared one, atomically; in an object store, save it now.
 
         Raises:
-            StoreWriteError: it could not be.
+            StoreWriteError: the replacement failed.
         """
         target = open_directory(_of_run(path, self._about.rank))
         if not isinstance(target, LocalDirectory):
             with self._hold.keeping(by):
                 self._buffer.save_checkpoint(target.url)
-        elif (made := _prepared(target.path, by)).exists():  # else an earlier attempt has put it there
+        elif (made := _prepared(target.path, by)).exists():  # absent if an earlier attempt has succeeded
             with written(f": the checkpoint {target.path} was not replaced"):
                 put_in_place(made, target.path)
 
@@ -314,7 +314,7 @@ class StoreServer:
         """Pin the store; return its generation.
 
         Raises:
-            StoreWriteError: the store is held no longer.
+            StoreWriteError: the hold has expired.
         """
         with self._hold.keeping(by):
             return self._buffer.points.pin(name)
@@ -328,27 +328,27 @@ class StoreServer:
         return self._buffer.points.saved
 
     def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> SavedPoint:
-        """Save a point, one of ``ranks`` that belong together; earlier ones stay.
+        """Save this store's part of a point of ``ranks`` stores; earlier points stay.
 
         Raises:
-            StoreWriteError: it could not be written, or the store is held no longer.
+            StoreWriteError: the point could not be written, or the hold has expired.
         """
         with self._hold.keeping(by):
             return save_rank_point(self._buffer, step, state, ranks)
 
     def snapshot_names(self) -> list[str]:
         """Return the names of all snapshots of the store."""
-        return [one.name for one in self._buffer.points.snapshots]
+        return [snapshot.name for snapshot in self._buffer.points.snapshots]
 
     def go_to(self, by: str, name: str | int, aside: bool) -> dict[str, Any]:
-        """Go to a snapshot; return the state that was saved with it.
+        """Restore a snapshot; return the state saved with it.
 
         Raises:
-            StoreWriteError: it could not be written, or the store is held no longer.
+            StoreWriteError: the change could not be written, or the hold has expired.
         """
         with self._hold.keeping(by), self._adding:
             state = self._buffer.points.go_to(name, aside=aside)
-            self._known = Known()  # what was set aside is not here: who sends it again, adds it again
+            self._known = Known()  # trajectories set aside are unknown: a resend adds them again
             self._recall()
             self._era += 1
         return state
@@ -356,15 +356,15 @@ class StoreServer:
     # -- the rest ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Return flat numbers, see :meth:`TrajectoryReplayBuffer.get_stats`."""
+        """Return the buffer's statistics, see :meth:`TrajectoryReplayBuffer.get_stats`."""
         return self._buffer.get_stats()
 
     def mirror_state(self) -> MirrorState | None:
-        """Return what is on the store's mirror; None without one."""
+        """Return the state of the store's mirror; None without a mirror."""
         return self._buffer.mirror.state
 
     def wait_mirrored(self, ids: Sequence[int], timeout: float) -> bool:
-        """Wait until trajectories are on the mirror; return whether all are.
+        """Wait until trajectories are on the mirror, or ``timeout`` passes; return whether all are.
 
         Raises:
             StoreError: the store has no mirror.
@@ -372,23 +372,23 @@ class StoreServer:
         return self._buffer.mirror.wait(ids, timeout)
 
     def close(self) -> None:
-        """Flush and give the directory back."""
+        """Flush and release the directory."""
         self._buffer.close()
 
 
 def _of_run(path: str, rank: int) -> str:
-    """Return the path or URL of a store of a run."""
+    """Return the path or URL of a store in a run."""
     return f"{path.rstrip('/')}/rank_{rank}"
 
 
 def _prepared(target: Path, by: str) -> Path:
-    """Return where a checkpoint is made; what an interrupted one left there is removed by the next."""
+    """Return the temporary path of a checkpoint; the next checkpoint removes an interrupted one's files."""
     where = Path(os.path.realpath(target))
     return where.parent / f".{where.name}.{by}.tmp"
 
 
 def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the options of one store: each has a mirror of its decided, a folder of the run's."""
+    """Return the options of one store; its mirror is a subfolder of the run's mirror."""
     mirror = None if options.get("mirror") is None else as_mirror(options["mirror"])
     if mirror is None:
         return dict(options)

@@ -1,4 +1,4 @@
-"""One parcel on its way: filled, sent, and sent again until a store says that it has committed it."""
+"""One parcel in flight: filled, sent, and resent until a store has committed it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ STAGES: Sequence[Stage] = ("filling", "adding", "committing", "done")
 
 _PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
-_ASK_AGAIN = 5.0  # seconds that a store waits for a commit before it answers "not yet"
+_ASK_AGAIN = 5.0  # seconds for which a store waits for a commit before it answers "not yet"
 
 
 class Watermarks:
-    """How far each store has said that all it was given is committed: one answer is about many parcels. Pure."""
+    """The newest committed id of each store; one answer covers many parcels. Pure."""
 
     def __init__(self) -> None:
         self._heard: dict[int, tuple[str, int]] = {}
 
     def hear(self, rank: int, answer: Answer) -> None:
-        """Note what a store has answered, whatever it was asked."""
+        """Record the watermark of any answer of a store."""
         began, committed = self._heard.get(rank, ("", -1))
         if answer.began != began or answer.committed > committed:
             self._heard[rank] = answer.began, answer.committed
 
     def cover(self, rank: int, began: str, ids: Sequence[int]) -> bool:
-        """Return whether ids that a start of a store gave out are known to be committed."""
+        """Return whether ids that a store assigned under ``began`` are known to be committed."""
         heard, committed = self._heard.get(rank, ("", -1))
         return heard == began and max(ids) <= committed
 
 
 class Shipment:
-    """One parcel on its way. Used by one thread at a time.
+    """One parcel in flight. Not thread-safe.
 
     Args:
-        stores: where it may go.
-        routes: chooses among them.
-        watermarks: what the stores have committed, heard by all shipments.
+        stores: the actors.
+        routes: chooses the store.
+        watermarks: committed ids of the stores, shared by all shipments.
     """
 
     def __init__(self, stores: Stores, routes: Routes, watermarks: Watermarks) -> None:
@@ -70,24 +70,24 @@ class Shipment:
         self._pause = _PAUSE
         self._not_before = 0.0
         self._since = 0.0
-        """When a store last did anything for it, or the first one was asked: the deadline is counted from here."""
+        """Time of the last answer of any store, or of the first call; start of the deadline."""
         self._turned = 0.0
-        """The same of the store that has it now: its patience is counted from here."""
+        """The same for the current store; start of its patience."""
         self._sent = False
-        """Whether that store may have got it."""
+        """True if the current store may have received the parcel."""
 
     def fill(self, flats: Sequence[FlatTrajectory], arena: Arena) -> range:
-        """Add trajectories, copied into memory of the arena, before it departs; return their places in it."""
+        """Add trajectories, copied into the arena, before sending; return their places in the parcel."""
         self._pieces.append(pack(flats, arena))
         self.nbytes += self._pieces[-1].nbytes
         self.count += len(flats)
         return range(self.count - len(flats), self.count)
 
     def depart(self) -> None:
-        """Send it, unless it is sent already. What raises here leaves it as it was: call again."""
+        """Send the parcel unless already sent. After an exception it is unchanged; call again."""
         if self.stage != "filling":
             return
-        self._parcel = ray().put(Parcel(self._key, self._pieces))  # kept there until it is committed
+        self._parcel = ray().put(Parcel(self._key, self._pieces))  # stays in the object store until it is committed
         self._pieces = []
         self.rank = self._routes.next()
         self.stage = "adding"
@@ -96,22 +96,22 @@ class Shipment:
 
     @property
     def answer(self) -> Any:
-        """Reference of the call that is under way; None if none is."""
+        """Reference of the pending call, or None."""
         return self._answer
 
     def reached(self, stage: Stage) -> bool:
-        """Return whether it has come so far, as far as is known without asking."""
+        """Return whether the parcel is known to have reached a stage; sends no request."""
         if self.stage == "committing" and self._watermarks.cover(self.rank, self._began, self.ids):
             self.stage, self._parcel, self._answer = "done", None, None
             self._routes.answered(self.rank)
         return STAGES.index(self.stage) >= STAGES.index(stage)
 
     def take(self) -> None:
-        """Take in the answer that has come, and go on if that needs no waiting.
+        """Process the answer that has arrived.
 
         Raises:
-            StoreUnreachableError: no store has answered for the deadline. It is kept; call again to try again.
-            StoreWriteError: the store cannot write at present. It is kept, here or there; call again to try again.
+            StoreUnreachableError: no store has answered for the deadline. The parcel is kept; call again to retry.
+            StoreWriteError: the store cannot write at present. The parcel is kept; call again to retry.
         """
         reference, self._answer = self._answer, None
         try:
@@ -131,7 +131,7 @@ class Shipment:
             self._stores.note(max(answer.ids) + 1)
 
     def advance(self, until: float, stage: Stage) -> bool:
-        """Go on until a stage is reached, or a moment (of the monotonic clock); return whether it is.
+        """Continue until ``stage`` is reached or the time is ``until`` (monotonic); return whether it is reached.
 
         Raises:
             StoreUnreachableError, StoreWriteError: see :meth:`take`.
@@ -168,13 +168,13 @@ class Shipment:
             self._lost(error)
 
     def _lost(self, error: BaseException) -> None:
-        """Try again a little later; elsewhere if the store is away for long, or is not there and was sent nothing."""
+        """Schedule a retry; at another store if this one exceeded its patience or has not received the parcel."""
         self._answer = None
         now = time.monotonic()
         away_for = now - self._since
         self._stores.forget(self.rank)
         if away_for >= self._stores.deadline:
-            self._since = self._turned = now  # the next call tries for as long again
+            self._since = self._turned = now  # the next call gets a new deadline
             raise self._stores.unreachable(self.rank, away_for, error) from error
         if now - self._turned >= self._routes.patience or not self._sent:
             elsewhere = self._routes.instead_of(self.rank)
@@ -189,7 +189,7 @@ class Shipment:
                 self.rank, self.stage = elsewhere, "adding"
                 self._turned, self._sent, self._pause, self._not_before = now, False, _PAUSE, now
                 return
-            self._routes.hopeful()  # none answers: each gets its patience again, this one first
+            self._routes.hopeful()  # all are silent: restart the patience of each, beginning with this one
             self._turned = now
         self._not_before = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

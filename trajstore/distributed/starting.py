@@ -1,7 +1,7 @@
-"""Stores started as actors of Ray: which class, on which node, and which of them are there already.
+"""Starts stores as Ray actors: actor class, placement, and detection of running stores.
 
-Ray gives its nodes new ids at each start, and takes any of them for an actor: neither says whose disk has which store.
-So the nodes are asked which directories they have.
+Ray's node ids change with each cluster start, so they do not identify the disk with a store. The nodes are asked for
+their directories instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "rank_"
 
 _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
-"""Threads of a store's process, for each kind of call; what takes long does not keep others waiting."""
+"""Threads of a store's process per group of methods, so that slow calls do not block others."""
 
 _METHODS = {
     "add": ("add",),
@@ -43,7 +43,7 @@ _METHODS = {
 
 
 def everywhere(path: str | Path) -> str:
-    """Return a path that means the same in every process, whatever directory it works in."""
+    """Return a path that is independent of the working directory."""
     return str(path) if "://" in str(path) else os.path.abspath(path)
 
 
@@ -56,20 +56,20 @@ def start_stores(
     scheduling_strategy: Any,
     shared: bool,
 ) -> Stores:
-    """Start the stores that are not there yet; return all of them.
+    """Start the missing stores; return all stores.
 
     Args:
-        known: those that are there.
+        known: running stores.
         path: folder of the stores, the same on every node.
-        stores: how many, or ``"per_node"``.
-        options: how each makes its buffer.
-        actor_options: for Ray's actors.
-        scheduling_strategy: Ray's, for all of them; None = spread.
-        shared: whether a store may be started again on another node, because all reach the directory.
+        stores: number of stores, or ``"per_node"``.
+        options: options of each store's buffer.
+        actor_options: Ray options of the actors.
+        scheduling_strategy: Ray's strategy for all stores; None = spread.
+        shared: a store may restart on another node, because all nodes share the directory.
 
     Raises:
-        ConfigurationError: an argument is out of range; or a store is there already, with another path or options.
-        StoreUnreachableError: a store does not start for the deadline, says what it waits for; or no node answers.
+        ConfigurationError: an argument is out of range; or a store is running with another path or options.
+        StoreUnreachableError: a store did not start within the deadline (the message says why), or no node answers.
     """
     wanted = dict(options)
     reserved = {"num_cpus": 1, **actor_options}
@@ -83,38 +83,38 @@ def start_stores(
         placed = dict.fromkeys(range(stores), scheduling_strategy or "SPREAD")
     for rank, strategy in placed.items():
         _start(known.name, rank, path, wanted, reserved, strategy, known.namespace)
-    found = Stores(known.name, known.namespace, known.deadline)
-    there = [number for number in found.ranks if _has_begun(found, number, reserved)]
+    started = Stores(known.name, known.namespace, known.deadline)
+    there = [number for number in started.ranks if _has_begun(started, number, reserved)]
     for number in there:
-        found.enlist(number)
-        about = found.describe(number)
+        started.enlist(number)
+        about = started.describe(number)
         if (about.path, dict(about.options)) != (path, wanted):
             raise ConfigurationError(
                 f"store rank_{number} of {known.name!r} is there already, with path {about.path!r} and options "
                 f"{dict(about.options)}; connect to it, or stop() it first"
             )
-    for number in [*there, *there]:  # what a store that has joined is given now is newer than what the others have
-        found.note(found.call(number, "tick", found.clock))
-    _tell_unserved(found, path, there)
-    return found
+    for number in [*there, *there]:  # twice, so that a new store's ids are above those of all others
+        started.note(started.call(number, "tick", started.clock))
+    _tell_unserved(started, path, there)
+    return started
 
 
 def _one_per_node(known: Stores, path: str, reserved: Mapping[str, Any], shared: bool) -> dict[int, Any]:
-    """Return the strategy of each store that is to be started, by rank: a node has the store whose directory it has.
+    """Return the strategy of each store to start, by rank: on the node that has its directory.
 
-    Nodes that have a store, that are too small for one or do not answer get none; the last two are told.
+    Nodes that have a store, lack the resources or do not answer get none; the last two cause a warning.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     taken = {known.node_of(rank) for rank in known.ranks}
     free = [node for node in _able_nodes(reserved) if node not in taken]
-    found = _ask_nodes(free, _ranks_below, path, seconds=known.deadline)
-    if not found and not taken - {None}:
+    directories = _ask_nodes(free, _ranks_below, path, seconds=known.deadline)
+    if not directories and not taken - {None}:
         raise StoreUnreachableError(f"{known.name!r}: no node can begin a store; see the warnings, and actor_options")
-    given = one_each(list(found), found, known.ranks)
-    elsewhere = {*known.lost, *(rank for ranks in found.values() for rank in ranks)}
+    given = one_each(list(directories), directories, known.ranks)
+    elsewhere = {*known.lost, *(rank for ranks in directories.values() for rank in ranks)}
     for node, rank in given.items():
-        if "://" not in path and rank in elsewhere - found[node]:
+        if "://" not in path and rank in elsewhere - directories[node]:
             logger.warning(
                 "store rank_%d of %r begins empty on node %s, which has no %s/rank_%d",
                 rank,
@@ -127,7 +127,7 @@ def _one_per_node(known: Stores, path: str, reserved: Mapping[str, Any], shared:
 
 
 def _able_nodes(reserved: Mapping[str, Any]) -> list[str]:
-    """Return the ids of the nodes that have, busy or not, what a store reserves; others are told."""
+    """Return the ids of the nodes whose total resources suffice for a store; warn about the others."""
     wanted, able = _amounts_of(reserved), []
     for node in sorted(ray().nodes(), key=lambda one: str(one["NodeID"])):
         has = node["Resources"]
@@ -145,7 +145,7 @@ def _able_nodes(reserved: Mapping[str, Any]) -> list[str]:
 
 
 def _ask_nodes(nodes: Sequence[str], task: Callable[..., Any], *arguments: Any, seconds: float) -> dict[str, Any]:
-    """Return what a function returns on each node that answers within ``seconds``; others are told."""
+    """Run a function on each node; return the results within ``seconds``, and warn about other nodes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not nodes:
@@ -157,33 +157,35 @@ def _ask_nodes(nodes: Sequence[str], task: Callable[..., Any], *arguments: Any, 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         asked[node] = remote.options(num_cpus=0, scheduling_strategy=there).remote(*arguments)
     module.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
-    found = {}
+    results = {}
     for node, answer in asked.items():
         try:
-            found[node] = module.get(answer, timeout=0)
+            results[node] = module.get(answer, timeout=0)
         except away() as error:
             logger.warning(
                 "node %s does not answer, so nobody knows which stores it has, and it gets none: %s",
                 node,
                 first_line(error),
             )
-    return found
+    return results
 
 
 def _ranks_below(path: str) -> set[int]:
-    return {int(number) for one in Path(path).glob(f"{_PREFIX}*") if (number := one.name[len(_PREFIX) :]).isdigit()}
+    return {
+        int(number) for folder in Path(path).glob(f"{_PREFIX}*") if (number := folder.name[len(_PREFIX) :]).isdigit()
+    }
 
 
 def one_each(nodes: Sequence[str], found: Mapping[str, set[int]], taken: Collection[int]) -> dict[str, int]:
-    """Return which store each node gets: one whose directory it has, else the lowest number that is left. Pure.
+    """Return the rank for each node: one whose directory it has, else the lowest free one. Pure.
 
     Args:
-        nodes: that get one each.
-        found: ranks whose directory each has.
-        taken: ranks of the stores that are there already.
+        nodes: nodes that get one store each.
+        found: ranks of the directories on each node.
+        taken: ranks of running stores.
     """
     given: dict[str, int] = {}
-    for node in sorted(nodes, key=lambda one: len(found.get(one, ()))):  # who has the least choice comes first
+    for node in sorted(nodes, key=lambda one: len(found.get(one, ()))):  # nodes with the fewest choices first
         own = found.get(node, set()) - set(taken) - set(given.values())
         if own:
             given[node] = min(own)
@@ -195,17 +197,17 @@ def one_each(nodes: Sequence[str], found: Mapping[str, set[int]], taken: Collect
 
 
 def _tell_unserved(found: Stores, path: str, ranks: Sequence[int]) -> None:
-    """Name every directory of the run that no store serves: what lies there is in no draw."""
-    if "://" in path:  # one place for all nodes, of which each number has one directory
+    """Warn about every directory of the run that no store serves, as draws exclude it."""
+    if "://" in path:  # shared by all nodes: each rank has only one directory
         return
     served = {rank: (about.host, about.store_id) for rank in ranks for about in [found.describe(rank)]}
     nodes = sorted(node["NodeID"] for node in ray().nodes() if node["Alive"])
-    told = set()
+    reported = set()
     for lying in _ask_nodes(nodes, unserved_below, path, served, seconds=found.deadline).values():
         for rank, host, store_id, holds in lying:
-            if (rank, store_id) in told:  # nodes that share a disk
+            if (rank, store_id) in reported:  # reported by another node that shares the disk
                 continue
-            told.add((rank, store_id))
+            reported.add((rank, store_id))
             where = f"{path}/{_PREFIX}{rank}"
             why = (
                 f"rank_{rank} is served from another directory, on {served[rank][0]}"
@@ -226,12 +228,12 @@ def _tell_unserved(found: Stores, path: str, ranks: Sequence[int]) -> None:
 
 
 def unserved_below(path: str, served: Mapping[int, tuple[str, str]]) -> list[tuple[int, str, str, str]]:
-    """Return rank, host, UUID and content, in words, of the stores below a path of this machine that nobody serves.
+    """Return rank, host, UUID and a description of each unserved store below a path on this machine.
 
     Args:
-        path: of the run.
-        served: host and UUID of each store that is served. A directory elsewhere that has the UUID is the same one, on
-            a disk that machines share.
+        path: path of the run.
+        served: host and UUID of each served store. A directory on another host with the same UUID is the same store,
+            on a shared disk.
     """
     lying = []
     host = socket.gethostname()
@@ -252,10 +254,10 @@ def unserved_below(path: str, served: Mapping[int, tuple[str, str]]) -> list[tup
 
 
 def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
-    """Return whether a store answers; False for one whose actor has ended for good.
+    """Return whether a store answers; False if its actor has ended for good.
 
     Raises:
-        StoreUnreachableError: it has not answered for the deadline; says what of Ray's it may wait for.
+        StoreUnreachableError: no answer within the deadline; the message lists resources that Ray may lack.
     """
     try:
         return found.node_of(rank) is not None
@@ -273,7 +275,7 @@ def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
 
 
 def _amounts_of(reserved: Mapping[str, Any]) -> dict[str, float]:
-    """Return what Ray reserves for an actor, by the name of the resource."""
+    """Return the resources that Ray reserves for an actor, by name."""
     wanted = {"CPU": reserved["num_cpus"], "GPU": reserved.get("num_gpus"), "memory": reserved.get("memory")}
     return {name: amount for name, amount in {**wanted, **reserved.get("resources", {})}.items() if amount}
 
@@ -287,7 +289,7 @@ def _actor_class() -> Any:
     module = ray()
 
     class StoreActor(StoreServer):
-        """A server in a process of its own; long waits do not keep others from adding and reading."""
+        """A server in its own process; concurrency groups keep long waits from blocking other calls."""
 
         def __init__(self, path: str, rank: int, options: Mapping[str, Any]) -> None:
             node = module.get_runtime_context().get_node_id()
@@ -301,7 +303,7 @@ def _actor_class() -> Any:
 
 
 def _copy(method: Any) -> Any:
-    """Return a function of its own, as Ray writes on what it decorates."""
+    """Copy a function, because Ray sets attributes on decorated functions."""
     from types import FunctionType
 
     return FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
@@ -316,7 +318,7 @@ def _start(
     scheduling_strategy: Any,
     namespace: str,
 ) -> Any:
-    """Return a store's actor: the one that has the name already, or a new one, which Ray starts again when it dies."""
+    """Return a store's actor, existing or new; Ray restarts it when it dies."""
     return (
         _actor_class()
         .options(
@@ -325,7 +327,7 @@ def _start(
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
-            max_task_retries=0,  # callers try again themselves: they know when to stop, and what to say
+            max_task_retries=0,  # callers retry, with their own deadline and messages
             scheduling_strategy=scheduling_strategy,
             **actor_options,
         )

@@ -1,4 +1,4 @@
-"""Asks the stores of a buffer what is new, without waiting for those that are silent."""
+"""Fetches news from the stores of a buffer without waiting for silent ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class Survey:
-    """Keeps a census up to date. Used by one thread at a time.
+    """Keeps a census up to date. Not thread-safe.
 
     Args:
-        stores: whom to ask.
-        routes: hears which of them answer; says how long to wait.
-        interval: seconds for which an answer is good.
+        stores: the actors.
+        routes: notified when stores answer; gives the time limit of a request.
+        interval: seconds for which an answer is valid.
     """
 
     def __init__(self, stores: actors.Stores, routes: Routes, interval: float) -> None:
@@ -36,7 +36,7 @@ class Survey:
         self._told: weakref.WeakKeyDictionary[Sampler, int] = weakref.WeakKeyDictionary()
 
     def look(self, sampler: Sampler | None) -> Census:
-        """Return the census, not older than the interval, and tell a sampler of it."""
+        """Return the census, not older than the interval, and report changes to a sampler."""
         if sampler is not None and sampler.needs_tasks and not self._needs_tasks:
             self._needs_tasks, self.census = True, Census()
             self._asked.clear()
@@ -48,13 +48,13 @@ class Survey:
         return self.census
 
     def refresh(self, force: bool) -> None:
-        """Ask all stores; those that were silent before are asked, too, but not waited for.
+        """Request news from all stores, without waiting for those that were silent before.
 
-        A store that may still give out ids below those of another one is told so, and asked once more: then all that
-        was added before is settled.
+        A store that may still assign ids below another store's gets the current clock with a second request. Then
+        everything added before is settled.
 
         Args:
-            force: also if the last time was less than the interval ago.
+            force: ignore the interval since the last refresh.
         """
         if not force and time.monotonic() - self._looked < self._interval:
             return
@@ -99,7 +99,7 @@ class Survey:
             self._routes.answered(rank)
 
     def leave_out(self, rank: int, error: Exception) -> None:
-        """Draw no more from a store until it answers again; told once."""
+        """Exclude a store from draws until it answers again, with one warning."""
         self._stores.forget(rank)
         new = rank not in self.census.absent
         count = self.census.leave_out(rank)
@@ -114,7 +114,7 @@ class Survey:
 
 
 def _what_is_left_out(count: int, heard: bool) -> str:
-    """Return what becomes of the trajectories of a store that does not answer, in words."""
+    """Return a sentence on the trajectories of a store that does not answer."""
     if not heard:
         return "until it does, draws leave out its trajectories; how many it has is not known"
     if not count:

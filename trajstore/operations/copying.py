@@ -1,4 +1,4 @@
-"""Copies of stores: of a live one as it is now, and of a damaged one as far as it can be read."""
+"""Copy stores, including live ones, and repair damaged ones."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from trajstore.operations.verify import verify, verify_place
 
 @dataclass
 class Copied:
-    """What was copied.
+    """The result of a copy.
 
     Attributes:
-        source: what was copied.
-        target: where to.
-        trajectories: how many are in the copy.
+        source: path or URL of the source.
+        target: path or URL of the copy.
+        trajectories: number of trajectories in the copy.
         nbytes: bytes of the copy; files that are hard links to the source's take no space of their own.
         lost: ids of the trajectories that could not be copied, ascending.
-        problems: a sentence on each piece of damage of the source.
-        parts: of a run, one each.
-        left_out: trajectories, and stores of a run, that were passed over because they cannot be read.
-        uncounted: whether more may be lost than ``lost`` says.
-        notes: what is to be told besides damage; of a repair, what ``verify`` notes of the source.
+        problems: one sentence per piece of damage in the source.
+        parts: one result per store of a run.
+        left_out: number of unreadable trajectories, and of unreadable stores of a run, that were skipped.
+        uncounted: whether more may be lost than ``lost`` lists.
+        notes: remarks other than damage; after a repair, the notes of ``verify`` on the source.
     """
 
     source: str
@@ -56,17 +56,17 @@ class Copied:
 
     @property
     def lost_in_words(self) -> str:
-        """What was lost, in words; empty if nothing was."""
+        """The losses in words; empty if there are none."""
         return lost_in_words(ranges_of(self.lost), self.uncounted)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every trajectory of the source is in the copy, as far as can be known."""
+        """Whether the copy has every trajectory of the source, as far as known."""
         here = not self.lost and not self.left_out and not self.uncounted
         return here and all(part.is_whole for part in self.parts)
 
     def take(self, found: Verification, url: str) -> None:
-        """Note what checking a source found, which is not copied or may not be."""
+        """Record the losses, damage and notes found by verifying a source."""
         self.lost = sorted(
             {at for problem in found.problems for low, high in problem.lost for at in range(low, high + 1)}
         )
@@ -83,58 +83,57 @@ class Copied:
 
 
 def copy_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:
-    """Copy a store or checkpoint, or a run of several, as it is at this moment; a writer may go on meanwhile.
+    """Copy a store, checkpoint or run in its present state, even while it is being written.
 
-    The copy is a checkpoint: it holds every committed trajectory with its id and UUID, without the pins. Files are
-    hard-linked where both sides are on one file system that can, else copied. It is verified before this returns.
-    A directory of RLinf becomes a store.
+    The copy is a verified checkpoint: every committed trajectory with its id and UUID, without the pins. Files are
+    hard-linked where the file system allows it, else copied. A directory of RLinf becomes a store.
 
     Args:
         source: path or URL.
         target: path or URL; must be absent or empty.
-        progress: told (done, total) shards that were verified.
+        progress: called with (done, total) verified shards.
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: the source is no store, or the target is not empty.
-        CorruptStoreError: the source, or the copy, is damaged. ``repair_store`` copies what is whole.
-        StoreWriteError: it could not be written.
+        ConfigurationError: the source is not a store, or the target is not empty.
+        CorruptStoreError: the source or the copy is damaged. ``repair_store`` copies the intact part.
+        StoreWriteError: the target cannot be written.
     """
 
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
             return _copy(place.url, to, [], progress)
-        found = RLinfSource.open(place.directory, strict=None)
-        copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(found.unwritten))
-        if found.unwritten:
-            copied.notes.append(found.unwritten_in_words())
+        source_files = RLinfSource.open(place.directory, strict=None)
+        copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(source_files.unwritten))
+        if source_files.unwritten:
+            copied.notes.append(source_files.unwritten_in_words())
         return copied
 
     return _each(find_place(source), str(target), copy, lenient=False)
 
 
 def repair_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:
-    """Copy what is whole of a damaged store, or of a run of several; nothing of the source is changed.
+    """Copy the intact part of a damaged store or run; the source is not changed.
 
-    Every checksum is compared. What lies in a damaged shard is left out, for nothing tells which of its rows are
-    right; damaged metadata and indexes are worked out again where they can be. The rest keeps its ids and UUIDs.
-    In place of a rank of which nothing can be read there is an empty store, so that the run can be opened. A store
-    beside ``rank_*`` goes to ``own``. A directory of RLinf becomes a store.
+    Every checksum is compared. A damaged shard is left out as a whole, because its intact rows cannot be identified.
+    Damaged metadata and indexes are rebuilt where possible. Ids and UUIDs are kept. An unreadable rank is replaced by
+    an empty store, so that the run can be opened. A store beside ``rank_*`` goes to ``own``. A directory of RLinf
+    becomes a store.
 
-    Arguments and errors are those of :func:`copy_store`, but of damage only this is left:
+    Arguments and errors are those of :func:`copy_store`, except:
 
     Raises:
-        CorruptStoreError: neither index nor log can be read.
+        CorruptStoreError: neither the index nor the log can be read.
     """
 
     def repair(place: Place, to: str) -> Copied:
-        found = verify_place(place, progress)  # of a store beside ranks, without them
+        verification = verify_place(place, progress)  # of a store beside ranks, without them
         noted = Copied(place.url, to)
-        noted.take(found, place.url)
+        noted.take(verification, place.url)
         unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
-        files = [problem.file for problem in found.problems]
+        files = [problem.file for problem in verification.problems]
         copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
-        copied.take(found, place.url)
+        copied.take(verification, place.url)
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
             copied.problems.append(
@@ -146,7 +145,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 
 
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:
-    """Copy a store, or every store of a run into a folder of the same name; ``lenient`` passes over what it cannot."""
+    """Copy a store, or each store of a run into a folder of the same name; ``lenient`` skips unreadable parts."""
     if place.kind == "experience_pool":
         raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
     directory = open_directory(target)
@@ -190,36 +189,36 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:
-    """Put an empty store in place of a rank of which nothing is left: readers refuse a run that has a gap."""
-    seed = int(rank.removeprefix("rank_"))  # no two empty ones draw alike
+    """Replace a lost rank by an empty store: readers refuse a run with a gap."""
+    seed = int(rank.removeprefix("rank_"))  # no two empty stores draw alike
     with TrajectoryReplayBuffer(seed=seed) as nothing:
         nothing.save_checkpoint(f"{result.target}/{rank}")
     result.problems.append(f"{why}; an empty store takes its place")
 
 
 def damaged_shards(directory: Directory, files: Iterable[str]) -> set[tuple[str, str]]:
-    """Return URL of the directory and name of the shard, of each of these files that is of a shard."""
+    """Return (URL of the directory, name of the shard) for each of these files that belongs to a shard."""
     numbers = (shard_number(file) for file in files)
     return {(directory.url, shard_name(number)) for number in numbers if number is not None}
 
 
 def told(problem: Problem, url: str) -> str:
-    """Return a sentence on damage that names its file once; the store's own path is written before it."""
+    """Return a sentence on damage that names its file once and omits the store's path."""
     text = without_advice(problem.message).removeprefix(f"{url}/").removeprefix(f"{url}: ")
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
 
 
 def verified(target: str, what: str, progress: Progress | None) -> Verification:
-    """Check what was written to a place.
+    """Verify a written copy.
 
     Raises:
-        CorruptStoreError: it is damaged; calls it ``what``.
+        CorruptStoreError: the copy is damaged; ``what`` names it in the message.
     """
-    found = verify(target, progress)
-    if not found.sound:
-        said = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
-        raise CorruptStoreError(f"{target}: {what} is damaged: {said}")
-    return found
+    verification = verify(target, progress)
+    if not verification.sound:
+        problems = "; ".join(f"{problem.file}: {problem.message}" for problem in verification.problems)
+        raise CorruptStoreError(f"{target}: {what} is damaged: {problems}")
+    return verification
 
 
 def _copy(
@@ -232,11 +231,11 @@ def _copy(
     unwritten: int = 0,
     damaged: Sequence[str] = (),
 ) -> Copied:
-    """Copy one store, without values by row that lie in ``damaged`` files.
+    """Copy one store, without values by row stored in ``damaged`` files.
 
-    ``unwritten`` trajectories are left out of it without a loss: RLinf lists them, but draws none either.
+    ``unwritten`` trajectories do not count as lost: RLinf lists them, but never draws them.
     """
-    directory = open_directory(source)  # without ranks beside it: they are copied one by one
+    directory = open_directory(source)  # without the ranks beside it: they are copied separately
     request = LoadRequest(directory, None, strict, None, united={ALONE: directory}, quiet=strict is False)
     with load_reader(request, verify_shards=True, cache=False) as reader:
         before = reader.left_out
@@ -244,8 +243,8 @@ def _copy(
         shards = damaged_shards(directory, damaged)
         reader.live.locked(lambda contents: contents.forget_rows(shards))
         reader.save_checkpoint(target)
-    found = verified(target, f"the copy of {source}", progress)
-    copied = Copied(source, target, found.trajectories, found.nbytes, lost)
+    verification = verified(target, f"the copy of {source}", progress)
+    copied = Copied(source, target, verification.trajectories, verification.nbytes, lost)
     if before > unwritten and not lost:
         copied.left_out = before - unwritten
         copied.problems.append(f"{copied.left_out:,} trajectories were left out")

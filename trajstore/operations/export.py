@@ -1,7 +1,7 @@
-"""Rollouts written as files that other tools read: JSON lines, or a folder of Parquet.
+"""Export rollouts to JSON lines or a folder of Parquet files.
 
-The target appears under its name when it is whole. Until then it has a hidden name beside it, which is locked by the
-process that writes it; what a killed one has left is deleted by the next export to the same place.
+The target is written under a hidden, locked name beside it and renamed once complete. The leftovers of a killed export
+are deleted by the next export to the same target.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ logger = logging.getLogger(__name__)
 Form = Literal["jsonl", "parquet"]
 
 Progress = Callable[[int, int], None]
-"""Called with the rollouts that are written and their number."""
+"""Called with (rollouts done, total)."""
 
 _TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 _MASKS = (*TOKEN_COLUMNS, "response_mask")
 
 _PART_BYTES = 16 << 20
-"""Of the trajectories in one file of a folder; as many are in memory at a time."""
+"""Size of the trajectories in one Parquet file; also the limit on those in memory."""
 
 
 @dataclass(slots=True)
 class Exported:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
         target: file or folder.
-        rollouts: that were written.
-        steps: trajectories that are no rollouts, and were left out.
-        problems: by id, why a rollout could not be read; it was left out.
-        damage: of the source, by which trajectories were left out that cannot be listed; None for none.
+        rollouts: number of rollouts written.
+        steps: number of step trajectories, which are left out.
+        problems: reason by id for each rollout left out as unreadable.
+        damage: damage of the source that hides an unknown set of trajectories; None if there is none.
     """
 
     target: str
@@ -70,7 +70,7 @@ class Exported:
     damage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
 
@@ -83,21 +83,21 @@ def export_rollouts(
     pin: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write rollouts of a store, checkpoint or run directory to a file of JSON lines or a folder of Parquet files.
+    """Write the rollouts of a store, checkpoint or run directory to JSON lines or a folder of Parquet files.
 
-    One rollout is one line or row, the oldest first: the fields of :class:`~trajstore.AgentTrajectory`,
-    ``trajectory_id`` and ``committed``. Tensors are lists; values that came late stand by name under ``notes``, those
-    by row as lists. In Parquet, ``outcome`` and ``success_rate`` are columns, each message has ``role``, ``content``
-    and itself as ``json``, each name of late values has a column ``notes.NAME`` (null where there is none), and
-    ``rest`` has all other fields as JSON.
+    Each rollout is one line or row, oldest first: the fields of :class:`~trajstore.AgentTrajectory`,
+    ``trajectory_id`` and ``committed``. Tensors are lists. Late values are in ``notes`` by name; those by row are
+    lists. In Parquet, ``outcome`` and ``success_rate`` are columns; each message has ``role``, ``content`` and all of
+    it as ``json``; each late value has a column ``notes.NAME`` (null where a rollout lacks it); ``rest`` has all other
+    fields as JSON.
 
     Args:
         source: path or URL.
         target: must not exist; its folder must.
         form: ``"jsonl"`` or ``"parquet"``.
-        where: condition on facts, in SQL; None = all.
-        pin: the trajectories of a pin instead of the present ones.
-        progress: told how far it is.
+        where: SQL condition on facts; None exports all.
+        pin: export the trajectories of this pin instead of the present ones.
+        progress: called with (done, total) rollouts.
 
     Raises:
         ConfigurationError: the target exists, or the condition is wrong.
@@ -122,32 +122,32 @@ def export_rollouts(
         rows = [row for row in rows if row["kind"] == "agent"]
         with _appearing(target) as folder:
             write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late, is_run)
-            for some, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
-                write(list(_read(reader, some, late, done)))
+            for portion, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
+                write(list(_read(reader, portion, late, done)))
                 progress(done.rollouts + len(done.problems), len(rows))
     return done
 
 
 def _late_columns(reader: Reader, question: Query) -> dict[str, DataType]:
-    """Return the names of values that came late, and the types of their columns in Parquet."""
+    """Return the names of the late values with the types of their Parquet columns."""
     pl = polars()
     facts = question.limit(0).table().schema
-    found = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
+    types = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
     by_row = late_columns(reader.live.locked, "tokens")
-    found |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
+    types |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
     if both := sorted(facts.keys() & by_row.keys()):
         logger.warning(
             "export: values %s are by row in one rank and one for each trajectory in another, and are left out; export "
             "the ranks one by one to have them",
             ", ".join(both),
         )
-    return {name: kind for name, kind in found.items() if name not in both}
+    return {name: kind for name, kind in types.items() if name not in both}
 
 
 def _read(
     reader: Reader, rows: Sequence[Mapping[str, Any]], late: Collection[str], done: Exported
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of rollouts; what cannot be read is noted."""
+    """Yield the fields of rollouts; record unreadable ones in ``done``."""
     for row in rows:
         name = shown_id(row["trajectory_id"])
         try:
@@ -159,8 +159,8 @@ def _read(
             done.problems[name] = "it is a step trajectory by now"
             continue
         done.rollouts += 1
-        given = {one: row[one] for one in late if row.get(one) is not None}
-        given |= {one: _list(one, rows) for one, rows in rollout.notes.items() if one in late}
+        given = {late_name: row[late_name] for late_name in late if row.get(late_name) is not None}
+        given |= {late_name: _list(late_name, rows) for late_name, rows in rollout.notes.items() if late_name in late}
         yield {
             "trajectory_id": written_id(row["trajectory_id"]),
             "committed": row["committed"],
@@ -184,7 +184,7 @@ def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:
 
 
 def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
-    """Return what appends rollouts to a file of JSON lines."""
+    """Return a function that appends rollouts to a file of JSON lines."""
     path.touch()
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
@@ -197,7 +197,7 @@ def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
 
 
 def _parts(path: Path, late: Mapping[str, DataType], is_run: bool) -> Callable[[Sequence[dict[str, Any]]], None]:
-    """Return what writes rollouts to the next file of a folder."""
+    """Return a function that writes rollouts to the next file of a folder."""
     pl = polars()
     path.mkdir()
     texts = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
@@ -240,7 +240,7 @@ def _row(rollout: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """Give a folder in which the target is made; it gets its place at the end, and is not there before."""
+    """Yield a hidden folder for building the target, then rename the target into place."""
     prefix = f".{target.name}.exporting."
     for left in target.parent.glob(f"{prefix}*"):
         with _locked(left) as mine:
@@ -254,7 +254,7 @@ def _appearing(target: Path) -> Iterator[Path]:
             made = folder / target.name
             if made.is_dir():
                 _sync(made)
-            # Without replacing anything: a folder is not put in the place of a file or of a folder with content.
+            # Never replaces a file or a folder with content.
             if target.exists():
                 raise ConfigurationError(f"export: {target} has come into being meanwhile; nothing was replaced")
             made.rename(target)
@@ -265,7 +265,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, if it is free; say whether it was."""
+    """Try to lock a folder; yield whether that succeeded."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

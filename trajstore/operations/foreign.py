@@ -29,9 +29,9 @@ MISSING = "named by the index, but missing"
 
 
 def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None) -> Report:
-    """Return the report of :func:`trajstore.operations.inspect.inspect` on a directory that RLinf wrote."""
-    found = RLinfSource.open(directory, strict=False)
-    readable, missing = found.entries, found.missing
+    """Return the report of :func:`trajstore.operations.inspect.inspect` on a directory of RLinf."""
+    source = RLinfSource.open(directory, strict=False)
+    readable, missing = source.entries, source.missing
     entries = sorted([*readable, *missing], key=lambda entry: entry.trajectory_id)
     present = directory.sizes()
     count = len(readable) if measure == 0 else min(measure, len(readable))
@@ -44,25 +44,25 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
         "samples": sum(entry.num_samples for entry in entries),
         "files": len(present),
         "size_on_disk": sum(present.values()),
-        "format": found.metadata.get("trajectory_format"),
-        "next_id": found.metadata.get("trajectory_counter"),
+        "format": source.metadata.get("trajectory_format"),
+        "next_id": source.metadata.get("trajectory_counter"),
         "steps": range_of(steps),
         "batch": range_of(batch),
         "max_episode_length": range_of([e.max_episode_length for e in entries if e.max_episode_length > 0]),
         "ids": ids_report(ids, without_file=len(missing)),
         "integrity": {
             "problems": [
-                *(str(damage).removeprefix(f"{directory.url}/") for damage in found.damaged),
-                *(f"{e.file_name(found.suffix)}: {MISSING}" for e in found.gone),
+                *(str(damage).removeprefix(f"{directory.url}/") for damage in source.damaged),
+                *(f"{e.file_name(source.suffix)}: {MISSING}" for e in source.gone),
             ]
         },
     }
     problems = report["integrity"]["problems"]
-    return report | _measure_rlinf(found, range(len(readable) - count, len(readable)), progress, problems)
+    return report | _measure_rlinf(source, range(len(readable) - count, len(readable)), progress, problems)
 
 
 def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, problems: list[str]) -> Report:
-    """Read trajectories whole: RLinf's files have no columns to pick from. Files that cannot be read are problems."""
+    """Measure whole trajectories: RLinf's files have no separate columns. Unreadable files are added to problems."""
     rewards = RewardStatistics(whole=rows.start == 0)
     lows: list[int] = []
     highs: list[int] = []
@@ -114,7 +114,7 @@ def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], number: int) -
 
 
 def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, FlatTrajectory | CorruptStoreError | UnsafeContentError]]:
-    """Yield every file that is there with its trajectory, or with what is wrong with it."""
+    """Yield the name of every present file with its trajectory or its error."""
     for row, entry in enumerate(found.entries):
         name = entry.file_name(found.suffix)
         try:

@@ -1,7 +1,6 @@
-"""Looking into a directory: totals, columns, rewards, policy versions, gaps, integrity at a glance.
+"""Reports on directories: totals, columns, rewards, policy versions, gaps, integrity.
 
-Nothing is written but a reader's lease while a writer has the store open, and no writer is needed. All reports are
-JSON values.
+Needs no writer. Writes nothing except a reader's lease while a writer has the store open. All reports are JSON values.
 """
 
 from __future__ import annotations
@@ -46,38 +45,39 @@ from trajstore.operations.verification import Progress
 Report = dict[str, Any]
 
 MEASURED_AT_MOST = 2_000
-"""Rewards and episodes are read from this many of the newest trajectories unless said otherwise."""
+"""Default number of the newest trajectories whose rewards and episodes are read."""
 
 
 def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
-    """Return a report on a store, a checkpoint, a directory of RLinf, an experience pool, or a folder of these.
+    """Return a report on a store, checkpoint, directory of RLinf, experience pool, or a folder of these.
 
     Args:
         path: local path or URL.
-        measure: rewards and episodes are read from this many of the newest trajectories; 0 = all.
-        progress: told how many of these have been read.
+        measure: number of the newest trajectories whose rewards and episodes are read; 0 = all.
+        progress: called with (done, total) trajectories read.
 
     Returns:
-        ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they are
-        known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or not),
-        ``mirror`` (what its mirror has, None if it has none), ``readers`` (who shows which generation now), ``waiting``
-        (values that came late and are not taken in: ``files`` and ``values`` that wait, a sentence for each file that
-        was ``refused``, and whether the store is ``written`` now; None for none), ``saved_points``, ``aside`` (what
-        rollbacks set aside), ``pins`` (names), ``stores`` (``"shared"``: one store, from which all ranks draw;
-        ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``, ``columns``, ``steps`` (T), ``batch`` (B),
-        ``tokens`` (L) and ``response_tokens`` (R) of agent trajectories, ``response_tokens_known`` (of how many R is
-        known), ``pool`` (of an experience pool's store; then the figures are of its trajectories), ``rewards``,
-        ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not known is None or absent, never 0. A
-        folder has ``parts``, a report each, what they add up to, and ``run_points`` (saved points by step, with the
-        ranks that lack each). One with ``rank_*`` has ``ranks`` (how many), ``opened`` (trajectories that opening it
-        shows) and ``beside`` (folders with stores that this does not show). A part of the kind ``"unreadable"`` has
-        only its files counted.
+        ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where known:
+        ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all shard files, needed or not), ``mirror``
+        (state of the mirror, or None), ``readers`` (open readers and their generations), ``waiting`` (late values not
+        applied yet: numbers of waiting ``files`` and ``values``, a sentence per ``refused`` file, and whether the store
+        is being ``written``; or None), ``saved_points``, ``aside`` (heads set aside by rollbacks), ``pins`` (names),
+        ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
+        stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
+        agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (only for an
+        experience pool's store, whose figures then cover the pool's trajectories), ``rewards``, ``episodes``,
+        ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
+
+        A folder has ``parts`` (one report each), their totals, and ``run_points`` (saved points by step, with the
+        ranks that lack each). A folder with ``rank_*`` also has ``ranks`` (their number), ``opened`` (trajectories
+        shown when it is opened) and ``beside`` (folders with stores that are not shown then). A part of the kind
+        ``"unreadable"`` has only its files counted.
 
     Raises:
-        StoreNotFoundError: nothing there.
-        CorruptStoreError: damaged beyond a report; ``trajstore.operations.verify`` says more.
-        UnsafeContentError: a name leaves the directory, or a pickle would run code; nothing of it was run.
-        UnsupportedVersionError: it has another layout version.
+        StoreNotFoundError: the path has no store.
+        CorruptStoreError: too damaged for a report; ``trajstore.operations.verify`` gives details.
+        UnsafeContentError: a name leaves the directory, or a pickle would run code; none of it was run.
+        UnsupportedVersionError: the store has another layout version.
     """
     return _inspect_place(find_place(path), measure, progress)
 
@@ -86,7 +86,7 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Rep
     if place.kind == "store":
         return _inspect_store(place.directory, measure, progress)
     if place.kind == "rlinf":
-        from trajstore.operations.foreign import inspect_rlinf  # other programs' directories, seldom looked into
+        from trajstore.operations.foreign import inspect_rlinf  # rarely needed
 
         return inspect_rlinf(place.directory, measure, progress)
     if place.kind == "experience_pool":
@@ -96,8 +96,8 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Rep
 
 def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Report:
     parts = [_inspect_part(part, measure, progress) for part in place.parts]
-    said = [points[-1]["ranks"] for part in parts if (points := part.get("saved_points"))]
-    problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent_above(place.rank_names, said))]
+    rank_counts = [points[-1]["ranks"] for part in parts if (points := part.get("saved_points"))]
+    problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent_above(place.rank_names, rank_counts))]
     if place.mixed:
         problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
     for part, report in zip(place.parts, parts, strict=True):
@@ -133,17 +133,20 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
 
 
 def _waiting(place: Place, parts: Sequence[Report]) -> Report | None:
-    """Return the values in the inboxes of all parts; the parts are written if each is in whose inbox some wait."""
-    found = {at.name: part["waiting"] for at, part in zip(place.parts, parts, strict=True) if part.get("waiting")}
-    if not found:
+    """Return the sums over the inboxes of all parts; ``written`` if every store with waiting files has a writer."""
+    waiting = {at.name: part["waiting"] for at, part in zip(place.parts, parts, strict=True) if part.get("waiting")}
+    if not waiting:
         return None
-    counts: Report = {name: sum(one[name] for one in found.values()) for name in ("files", "values")}
-    refused = [f"{name}/{text}" for name, one in found.items() for text in one["refused"]]
-    return counts | {"refused": refused, "written": all(one["written"] for one in found.values() if one["files"])}
+    counts: Report = {name: sum(values[name] for values in waiting.values()) for name in ("files", "values")}
+    refused = [f"{name}/{text}" for name, values in waiting.items() for text in values["refused"]]
+    return counts | {
+        "refused": refused,
+        "written": all(values["written"] for values in waiting.values() if values["files"]),
+    }
 
 
 def _shown(place: Place, parts: Sequence[Report]) -> Report:
-    """Return how many ranks a run has, what opening it shows, and the folders that this does not show."""
+    """Return a run's number of ranks, the trajectories shown when it is opened, and the folders not shown."""
     ranks = [part["trajectories"] for part, at in zip(parts, place.parts, strict=True) if is_of_rank(at.name)]
     if not ranks or place.mixed:
         return {}
@@ -151,7 +154,7 @@ def _shown(place: Place, parts: Sequence[Report]) -> Report:
 
 
 def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Report:
-    """Return the report on a part of a run; one that cannot be read does not hide the others."""
+    """Return the report on a part of a run; an unreadable part does not hide the others."""
     try:
         return _inspect_place(place, measure, progress)
     except (StoreError, OSError) as error:
@@ -178,21 +181,21 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
 
 
 def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.NDArray[np.bool_]]:
-    """Return what the pool of a store holds, and which entries of the index the figures are of.
+    """Return the report on a store's pool, and a mask of the index entries that the figures cover.
 
-    Of a pool's store these are its trajectories. Damage to its journal is added to ``damage``.
+    For a pool's store, the mask selects the pool's trajectories. Damage to its journal is added to ``damage``.
     """
     support = pool_support()
     try:
-        found = None if support is None else support.report(catalog)
+        pool = None if support is None else support.report(catalog)
     except CorruptStoreError as error:
         damage.append(Damage(str(error)))
-        found = None
-    return (None, np.ones(len(catalog.index), np.bool_)) if found is None else found
+        pool = None
+    return (None, np.ones(len(catalog.index), np.bool_)) if pool is None else pool
 
 
 def _readers(directory: Directory) -> list[Reader] | None:
-    """Return who shows a store now; None where another user's leases may not be read."""
+    """Return a store's readers; None if another user's leases are not readable."""
     try:
         return directory.readers()
     except PermissionError:
@@ -200,18 +203,18 @@ def _readers(directory: Directory) -> list[Reader] | None:
 
 
 def _sizes(directory: Directory) -> dict[str, int]:
-    """Return the sizes of all files but leases, which come and go and may be another user's."""
+    """Return the sizes of all files except leases, which are short-lived and may belong to another user."""
     above = f"{READERS_FOLDER}/"
     try:
         return {name: size for name, size in directory.sizes().items() if not name.startswith(above)}
     except PermissionError:
         files, folders = directory.listing()
         sizes = directory.sizes_of(files, "").tolist()
-        found = {name: size for name, size in zip(files, sizes, strict=True) if size >= 0}
+        by_name = {name: size for name, size in zip(files, sizes, strict=True) if size >= 0}
         for folder in folders:
             if folder != READERS_FOLDER:
-                found |= directory.sizes(folder)
-        return found
+                by_name |= directory.sizes(folder)
+        return by_name
 
 
 def _report(
@@ -222,7 +225,7 @@ def _report(
     response_lengths: npt.NDArray[np.int64],
     counted: npt.NDArray[np.bool_],
 ) -> Report:
-    """Return what the index and the sizes of the files tell."""
+    """Return the report derived from the index and the file sizes."""
     directory, index = catalog.directory, catalog.index
     metadata = catalog.metadata()
     of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
@@ -230,10 +233,10 @@ def _report(
         counted & ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
         for axis in (Axis.SAMPLES, Axis.RESPONSE)
     )
-    # What has no column along the response tells its length all the same, where it was read.
+    # Rollouts without a column along the response still have a known length if they were read.
     responses = np.concatenate([index["extra"][with_response], response_lengths])
     integrity = _integrity(catalog, sizes)
-    integrity["problems"][:0] = [str(one).removeprefix(f"{directory.url}/") for one in damage]
+    integrity["problems"][:0] = [str(problem).removeprefix(f"{directory.url}/") for problem in damage]
     late = waiting_values(catalog)
     integrity["problems"] += [f"{name}: {text}" for name, text in late.problems()]
     return {
@@ -306,7 +309,7 @@ def _policy(index: TrajectoryIndex, counted: npt.NDArray[np.bool_]) -> Report:
 
 
 def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
-    """Return what names and sizes tell; checksums are left to ``verify``."""
+    """Compare the names and sizes of files; ``verify`` compares checksums."""
     problems: list[str] = []
     missing: list[str] = []
     needed = np.flatnonzero(catalog.needed_shards())
@@ -318,7 +321,7 @@ def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
                 missing.append(name)
             elif sizes[name] != size:
                 problems.append(f"{name}: has {sizes[name]:,} bytes, must have {size:,}")
-    if missing:  # without a lease, what was evicted since is gone as well
+    if missing:  # without a lease, files evicted since are missing too
         _, still = needed_now(catalog.directory)
         problems += [f"{name}: missing" for name in missing if name in still]
     unnamed = [name for name in sizes if name.startswith(SHARDS_FOLDER + "/") and name not in expected]

@@ -1,4 +1,4 @@
-"""Values in a store's inbox: given by other processes, and not taken in by a writer yet, or refused by it."""
+"""Late values in a store's inbox that a writer has not applied yet or has refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trajstore.errors import CorruptStoreError
 
 @dataclass(frozen=True, slots=True)
 class WaitingValues:
-    """What an inbox has.
+    """The contents of an inbox.
 
     Attributes:
-        files: whose values are not in the store yet.
-        values: in them.
-        refused: files whose values contradict the store, which no writer takes in; each with what is in it, and why.
-        damaged: files that cannot be read, and why.
+        files: number of files with values not applied yet.
+        values: number of values in these files.
+        refused: (file, reason) for files whose values contradict the store; no writer applies them.
+        damaged: (file, reason) for unreadable files.
         written: whether a writer has the store open now.
     """
 
@@ -32,66 +32,66 @@ class WaitingValues:
     written: bool
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the numbers as JSON values; None if there are no values."""
+        """Return the report as JSON values; None if the inbox is empty."""
         if not self.files and not self.refused:
             return None
         refused = [f"{name}: {text}" for name, text in self.notes()]
         return {"files": self.files, "values": self.values, "refused": refused, "written": self.written}
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return the files whose values are refused, each with a sentence."""
+        """Return (file, sentence) for each refused file."""
         remedy = "the file has them, and may be deleted"
         return [(name, f"{text}; {remedy}") for name, text in self.refused]
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return the damaged files, each with what is wrong and what helps."""
+        """Return (file, damage and remedy) for each damaged file."""
         remedy = "give its values anew with `trajstore annotate`, then delete the file"
         return [(name, f"{reason}; its values reach no trajectory: {remedy}") for name, reason in self.damaged]
 
 
 def waiting_values(catalog: Catalog) -> WaitingValues:
-    """Return what the inbox of a store has that is not in the catalog; what is taken in meanwhile does not count.
+    """Return the inbox files of a store that the catalog does not include; skips those applied meanwhile.
 
     Raises:
         OSError: the inbox cannot be listed.
     """
     directory = catalog.directory
-    found: list[Said] = []
+    entries: list[Said] = []
     damaged: list[tuple[str, str]] = []
     for name in waiting_or_refused(directory):
         if name in catalog.notes.sources:
-            continue  # taken in, and only not deleted yet
+            continue  # applied, but not deleted yet
         try:
-            found.append(said_in(directory, name, catalog.store_id))
+            entries.append(said_in(directory, name, catalog.store_id))
         except FileNotFoundError:
             continue
         except (CorruptStoreError, OSError) as error:
             damaged.append((name, str(error).removeprefix(f"{directory.url}/{name}: ")))
-    refused = _refused(catalog, found)
-    if any(not said.refused for said in refused):  # by names that came since the catalog was read, perhaps
+    refused = _refused(catalog, entries)
+    if any(not entry.refused for entry in refused):  # the contradicted ids may be newer than the catalog
         catalog, _ = open_leniently(directory)
-        found = [said for said in found if said.source not in catalog.notes.sources]
-        refused = _refused(catalog, found)
-    names = {said.source for said in refused}
-    waits = [said for said in found if said.source not in names]
-    values = sum(len(said.ids) * len(said.values) for said in waits)
-    told = tuple((said.source, refused_in_words(said)) for said in refused)
-    return WaitingValues(len(waits), values, told, tuple(damaged), directory.is_written())
+        entries = [entry for entry in entries if entry.source not in catalog.notes.sources]
+        refused = _refused(catalog, entries)
+    names = {entry.source for entry in refused}
+    waiting = [entry for entry in entries if entry.source not in names]
+    values = sum(len(entry.ids) * len(entry.values) for entry in waiting)
+    reasons = tuple((entry.source, refused_in_words(entry)) for entry in refused)
+    return WaitingValues(len(waiting), values, reasons, tuple(damaged), directory.is_written())
 
 
 def _refused(catalog: Catalog, found: list[Said]) -> list[Said]:
-    """Return what contradicts the store, and why, of what waits or is set aside."""
-    left = [said.without(catalog.unknown(said.ids)) for said in found if not said.refused]
-    _, why = catalog.notes.foreseen(said for said in left if said.ids)
-    told = [replace(said, refused=said.refused or why.get(said.source, "")) for said in found]
-    return [said for said in told if said.refused]
+    """Return the values that contradict the store, with the reason."""
+    left = [entry.without(catalog.unknown(entry.ids)) for entry in found if not entry.refused]
+    _, why = catalog.notes.foreseen(entry for entry in left if entry.ids)
+    entries = [replace(entry, refused=entry.refused or why.get(entry.source, "")) for entry in found]
+    return [entry for entry in entries if entry.refused]
 
 
 def waiting_in_words(told: Mapping[str, Any]) -> str:
-    """Return how much waits, and who takes it in.
+    """Return a sentence on the waiting values and on who will apply them.
 
     Args:
-        told: what :meth:`WaitingValues.to_json` returns.
+        told: the result of :meth:`WaitingValues.to_json`.
     """
     files, values = told["files"], told["values"]
     many = f"{values:,} value{'s' * (values != 1)} in {files:,} file{'s' * (files != 1)} of inbox/"

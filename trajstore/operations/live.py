@@ -1,4 +1,4 @@
-"""Looking into a store that somebody may be writing: what is evicted meanwhile is no damage."""
+"""Read a store that may have a writer: files evicted meanwhile are not damage."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trajstore.errors import CorruptStoreError, StoreError
 
 @contextmanager
 def announced(directory: Directory) -> Iterator[ReaderLease]:
-    """Announce a reader of a store that has a writer, so that what it evicts stays until the end of this context.
+    """Lease a store that has a writer, so that evicted files stay until this context ends.
 
-    Nothing is written elsewhere: not into a store that nobody writes, nor into a checkpoint. Where nothing can be
-    written (read-only, or another user's), files may disappear meanwhile: :func:`needed_now` tells them from lost ones.
+    Writes nothing to a checkpoint or to a store without a writer. Where no lease can be written (read-only, or another
+    user's store), files may disappear meanwhile; :func:`needed_now` distinguishes these from lost ones.
 
     Args:
-        directory: of the store.
+        directory: directory of the store.
 
     Yields:
-        The lease; settle it at the generation that is looked at.
+        The lease; settle it at the generation that is read.
     """
     lease = directory.announce_reader(oldest_generation(directory)) if directory.is_written() else ReaderLease()
     try:
@@ -35,36 +35,36 @@ def announced(directory: Directory) -> Iterator[ReaderLease]:
 
 
 def needed_files(catalog: Catalog) -> set[str]:
-    """Return the names of the files that live and pinned trajectories need."""
+    """Return the names of the files needed by live and pinned trajectories."""
     rows = np.flatnonzero(catalog.needed_shards())
     return {name for _, names, _ in catalog.shards.file_sizes(rows) for name in names}
 
 
 def needed_now(directory: Directory) -> tuple[Catalog, set[str]]:
-    """Return a store as it is now, and the names of the files of its shards.
+    """Return a store's present catalog and the names of its shard files.
 
-    What is missing and not among them was evicted, or moved to another shard, since it was looked for.
+    A missing file that is not among these names was evicted or moved to another shard meanwhile.
 
     Raises:
-        StoreError: it is gone, or damaged beyond reading.
+        StoreError: the store is gone, or too damaged to read.
     """
     catalog, _ = open_leniently(directory)
     return catalog, needed_files(catalog)
 
 
 def is_absent(directory: Directory, name: str) -> bool:
-    """Return whether a file is not there at this moment."""
+    """Return whether a file is absent now."""
     try:
         directory.size(name)
     except FileNotFoundError:
         return True
-    except CorruptStoreError:  # a folder or pipe in place of it
+    except CorruptStoreError:  # a folder or pipe of this name
         return False
     return False
 
 
 def states_now(directory: Directory) -> set[str] | None:
-    """Return the names of the states and late values of all snapshots as they are now; None if one is damaged."""
+    """Return the names of the state and late-value files of all snapshots now; None if a snapshot is damaged."""
     pins = Pins(directory)
     try:
         pins.load()

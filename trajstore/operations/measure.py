@@ -1,4 +1,4 @@
-"""Reading trajectories for what the index does not tell: rewards, episodes, outcomes, turns."""
+"""Read data from trajectories that the index lacks: rewards, episodes, outcomes, turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trajstore.trajectory import AgentTrajectory
 Report = dict[str, Any]
 
 _SEAM_BYTES = 64 << 10
-"""Of an observation, at most this much is compared."""
+"""Maximum number of bytes of an observation that are compared."""
 
 
 def measure(
@@ -34,13 +34,13 @@ def measure(
     """Read rewards, episodes and outcomes of the newest trajectories.
 
     Args:
-        catalog: of the store.
-        count: how many; 0 = all.
-        progress: told how many of them have been read.
-        counted: which entries of the index count; None = all.
+        catalog: catalog of the store.
+        count: number of trajectories; 0 = all.
+        progress: called with (done, total) trajectories read.
+        counted: mask of the index entries to include; None = all.
 
     Returns:
-        What a report has of them, and ``response_lengths``: R of each rollout that has no column along its response.
+        The measured part of a report, and ``response_lengths``: R of each rollout without a column along its response.
     """
     index = catalog.index
     some = counted is not None and not counted.all()
@@ -54,7 +54,7 @@ def measure(
     first = index.first + int(places[0]) if count else index.end
     for position, number in _alike(catalog, first, index.end):
         if wanted is not None and position - index.first not in wanted:
-            continue  # only agent trajectories, which come singly, are left out
+            continue  # only agent trajectories are left out, and they come singly
         try:
             result.add(access, index, position, number)
         except CorruptStoreError:
@@ -67,7 +67,7 @@ def measure(
 
 
 def _alike(catalog: Catalog, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (position, count) of step trajectories of one shape that lie behind each other; all others singly."""
+    """Yield (position, count) of runs of adjacent step trajectories of one shape; all others singly."""
     if first == end:
         return
     columns = catalog.index.take(slice(first, end))
@@ -84,7 +84,7 @@ def _alike(catalog: Catalog, first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 class _Measurement:
-    """What is read of trajectories of either kind."""
+    """Figures accumulated over trajectories of both kinds."""
 
     def __init__(self, *, whole: bool) -> None:
         self._rewards = RewardStatistics(whole=whole)
@@ -98,18 +98,18 @@ class _Measurement:
         self._experiences = 0
 
     def add(self, access: ShardAccess, index: TrajectoryIndex, position: int, count: int) -> None:
-        """Take trajectories from a position on, which are alike if they are several."""
+        """Add ``count`` trajectories of one shape from ``position`` on."""
         schema = access.schema(index, position)
         if schema.kind == "agent":
             self._add_agent(access, index, position, schema)
             return
         if not index.extent(position).batch:
             return
-        found = access.stacked(index, position, count, ("rewards", "dones"))
-        rewards, dones = found.get("rewards"), found.get("dones")
+        columns = access.stacked(index, position, count, ("rewards", "dones"))
+        rewards, dones = columns.get("rewards"), columns.get("dones")
         if rewards is None:
             return
-        if dones is None or not seam_names(schema):  # then no episode of one goes on in another
+        if dones is None or not seam_names(schema):  # then no episode continues in another trajectory
             self._rewards.add(_side_by_side(rewards), None if dones is None else _side_by_side(dones))
             return
         for at in range(count):
@@ -129,7 +129,7 @@ class _Measurement:
         trajectory = access.trajectory(index, position, (DOCUMENT, "response_mask"))
         if not isinstance(trajectory, AgentTrajectory):
             return
-        if "experience" in trajectory.metadata:  # the store of guided rollouts
+        if "experience" in trajectory.metadata:  # an entry of a store of guided rollouts
             self._experiences += 1
             return
         self._agents += 1
@@ -167,7 +167,7 @@ def _side_by_side(values: torch.Tensor) -> torch.Tensor:
 
 
 def turns_of(trajectory: AgentTrajectory) -> int | None:
-    """Return how often the model spoke: by its messages, else by the runs of its tokens; None if unknown."""
+    """Return the number of the model's turns, by messages or else by runs of its tokens; None if unknown."""
     if trajectory.messages:
         return len([m for m in trajectory.messages if isinstance(m, dict) and m.get("role") == "assistant"])
     mask = trajectory.response_mask
@@ -178,7 +178,7 @@ def turns_of(trajectory: AgentTrajectory) -> int | None:
 
 
 def seam_names(schema: Schema) -> list[str]:
-    """Return the observations, without ``curr_obs.``, that tell whether one trajectory goes on in another."""
+    """Return the observation names (without ``curr_obs.``) used to link trajectories."""
     before = {column.name: column for column in schema.columns if column.axis is Axis.SAMPLES}
     both = [
         (column.row_nbytes, name.removeprefix("curr_obs."))

@@ -1,4 +1,4 @@
-"""Mending stores that nobody writes: trajectories of which a condition holds leave, dead rows leave."""
+"""Prune or compact stores that have no writer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trajstore.operations.points import stores_of
 
 @dataclass(frozen=True)
 class Pruned:
-    """What left a store or a run, or would leave it.
+    """The result of pruning a store or a run, or of a dry run.
 
     Attributes:
-        path: of the store, or of the run.
-        trajectories: how many leave.
-        nbytes: of their columns. Files go when no pin and no reader needs them.
-        kept: how many stay.
-        damage: of the store, by which trajectories were left as they are; None for none.
+        path: path of the store or run.
+        trajectories: number of trajectories evicted.
+        nbytes: bytes of their columns. Files are deleted once no pin and no reader needs them.
+        kept: number of trajectories kept.
+        damage: damage of the store that leaves some trajectories unexamined; None if there is none.
     """
 
     path: str
@@ -34,20 +34,20 @@ class Pruned:
     damage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         names = {"path": self.path, "trajectories": self.trajectories, "bytes": self.nbytes, "kept": self.kept}
         return {**names, "damage": self.damage}
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """What compacting changed.
+    """The result of compacting a store or a run.
 
     Attributes:
-        path: of the store, or of the run.
-        bytes_before: of the shards that the store and its pins needed.
-        bytes_after: of those that they need now.
-        held_bytes: of files that stay only until readers let go of them.
+        path: path of the store or run.
+        bytes_before: bytes of the shards needed by the store and its pins before.
+        bytes_after: bytes of the shards needed now.
+        held_bytes: bytes of files kept only until readers release them.
     """
 
     path: str
@@ -56,35 +56,35 @@ class Compacted:
     held_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
 
 def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
-    """Evict the trajectories of which a condition holds: of a store in one commit, of a run in one for each store.
+    """Evict the trajectories that match a condition, in one commit per store.
 
-    Where that was cut short, calling it again evicts the rest. What pins name stays readable until ``points.remove``.
+    After an interruption, call it again to evict the rest. Pinned trajectories stay readable until ``points.remove``.
 
     Args:
         path: path or URL of a store or a run.
-        where: of facts, as ``query().where`` takes it. Of what is null it does not hold.
-        dry_run: change nothing; a writer may be at work.
+        where: condition on facts, as for ``query().where``. A null fact never matches.
+        dry_run: change nothing; allowed while a writer is active.
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: it is no store of trajstore, or the condition is wrong; says where.
+        ConfigurationError: the path is not a store of trajstore, or the condition is invalid (with the position).
         MissingDependencyError: Polars is not installed (extra ``query``).
-        StoreLockedError: somebody writes there; nothing was changed.
+        StoreLockedError: a writer is active; nothing was changed.
         CorruptStoreError: a store is damaged.
-        StoreWriteError: it could not be written.
+        StoreWriteError: the store cannot be written.
     """
     place = find_place(path)
     stores = stores_of(place)
     with ExitStack() as held:
         writers = {}
-        for one in () if dry_run else stores:  # all, before any is changed
-            rank = rank_number(one.directory, place.directory) if place.kind == "run" else ALONE
-            writers[rank] = held.enter_context(_written(one))
+        for store in () if dry_run else stores:  # lock all before changing any
+            rank = rank_number(store.directory, place.directory) if place.kind == "run" else ALONE
+            writers[rank] = held.enter_context(_written(store))
         reader, damage = open_readable(path)
         with reader:
             leaving = reader.query().where(where)
@@ -95,21 +95,21 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
 
 
 def compact(path: str | Path) -> Compacted:
-    """Rewrite the shards of a store, or of each store of a run, until no row is dead and no two small ones are left.
+    """Rewrite the shards of a store, or of each store of a run, to remove dead rows and merge small shards.
 
-    Where that was cut short, calling it again does the rest.
+    After an interruption, call it again to do the rest.
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: it is no store of trajstore.
-        StoreLockedError: somebody writes there, who may call ``buffer.compact()``.
+        ConfigurationError: the path is not a store of trajstore.
+        StoreLockedError: a writer is active; it can call ``buffer.compact()`` itself.
         CorruptStoreError: a store is damaged.
-        StoreWriteError: it could not be written.
+        StoreWriteError: the store cannot be written.
     """
     place = find_place(path)
     before = after = held = 0.0
-    for one in stores_of(place):
-        with _written(one) as writer:
+    for store in stores_of(place):
+        with _written(store) as writer:
             before += writer.get_stats()["shard_bytes"]
             writer.compact()
             stats = writer.get_stats()
@@ -119,7 +119,7 @@ def compact(path: str | Path) -> Compacted:
 
 @contextmanager
 def _written(place: Place) -> Iterator[TrajectoryReplayBuffer]:
-    """Yield a buffer that writes to a store, and leaves its seed and format as they are."""
+    """Yield a buffer that writes to a store and keeps its seed and format."""
     reader, _ = open_readable(place.url)
     with reader:
         seed, trajectory_format = reader.seed, reader.trajectory_format

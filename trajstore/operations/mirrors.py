@@ -1,4 +1,4 @@
-"""What a store's directory says of its mirror."""
+"""The mirror's state as recorded in a store's directory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trajstore.remote.mirror.options import MIRRORED_NAME
 
 
 def mirror_report(directory: Directory, ids: npt.NDArray[np.int64]) -> dict[str, Any] | None:
-    """Return what the writer last wrote down of the mirror; None if the store has none, or it cannot be read.
+    """Return the writer's last record on the mirror; None if there is none or it is unreadable.
 
     Args:
-        directory: the store's.
-        ids: of its live trajectories, ascending.
+        directory: directory of the store.
+        ids: ascending ids of its live trajectories.
 
     Returns:
-        ``url``, ``generation`` and ``newest_id`` of what is there, ``behind`` (live trajectories that are not), ``at``
-        (Unix time of the last publication, or None), ``error`` (of the last attempt, or None).
+        ``url``, ``generation`` and ``newest_id`` of the mirror, ``behind`` (number of live trajectories missing there),
+        ``at`` (Unix time of the last publication, or None), ``error`` (of the last attempt, or None).
     """
     try:
-        said = orjson.loads(directory.read(MIRRORED_NAME))
-        newest = int(said["newest_id"])
-        values = {name: said[name] for name in ("url", "generation", "newest_id", "at", "error")}
+        record = orjson.loads(directory.read(MIRRORED_NAME))
+        newest = int(record["newest_id"])
+        values = {name: record[name] for name in ("url", "generation", "newest_id", "at", "error")}
     except (OSError, CorruptStoreError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
     return values | {"behind": int((ids > newest).sum())}

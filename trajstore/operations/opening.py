@@ -1,4 +1,4 @@
-"""Readers of directories that may be damaged: they show what is whole."""
+"""Open possibly damaged directories and show their intact part."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from trajstore.core.store.sealed import without_advice
 from trajstore.errors import StoreError, StoreNotFoundError, UnsupportedVersionError
 
 _ADVICE = re.compile(r"[,;] (or )?load with strict=False[^;]*")
-"""What only code can do."""
+"""Advice that applies only to code."""
 
 
 def open_readable(
     path: str | Path, pin: str | None = None, *, verify_shards: bool = False
 ) -> tuple[Reader, str | None]:
-    """Return a reader of what is whole in a directory, and what is damaged; None if nothing is.
+    """Return a reader of a directory's intact part, and a sentence on the damage or None.
 
-    Warnings name what is left out.
+    Warnings name the parts left out.
 
     Args:
         path: directory or URL.
-        pin: name of a pin, whose trajectories are shown.
-        verify_shards: compare the checksums of each shard when it is read for the first time.
+        pin: show the trajectories of this pin.
+        verify_shards: compare the checksums of each shard on its first read.
 
     Raises:
-        StoreNotFoundError: there is nothing that can be read.
+        StoreNotFoundError: the directory has no readable store.
         CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
     """
     try:

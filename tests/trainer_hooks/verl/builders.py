@@ -1,4 +1,4 @@
-"""Rows as verl's agent loop writes them, and micro-batches as verl's engine hands them to a loss."""
+"""Rows in the format of verl's agent loop, and micro-batches in that of verl's engine."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def fresh_row(
     log_probs: bool = True,
     output: int = 0,
 ) -> Row:
-    """Return what verl's agent loop puts into the data plane for one output of a session, before anything rates it.
+    """Return the row that verl's agent loop writes for one output of a session, before scoring.
 
     Args:
         uid: of the prompt.
         session: number of the rollout.
         prompt: tokens.
-        response: tokens; of more than two, the second is not the model's.
-        score: of the reward; stands at the last token.
+        response: tokens; if more than two, the second is not the model's.
+        score: of the reward; stored at the last token.
         index: of the task.
         seed: of tokens and log-probs.
-        log_probs: whether the rollout engine gave any.
+        log_probs: whether the rollout engine returned any.
         output: number of the output in the session.
     """
     random = np.random.default_rng([seed, session, prompt, response])
@@ -87,7 +87,7 @@ def fresh_row(
 
 
 def rated(row: Row, seed: int = 0) -> Row:
-    """Return a row with what a pass of the policy adds to it."""
+    """Return a row with the columns that a policy pass adds."""
     random = torch.Generator().manual_seed(seed)
     length = len(row.columns["responses"])
     added = {
@@ -99,7 +99,7 @@ def rated(row: Row, seed: int = 0) -> Row:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What a micro-batch knows of the batch that it is a part of; verl divides losses by it."""
+    """Totals of the global batch, by which verl divides micro-batch losses."""
 
     dp_size: int = 1
     tokens: int | None = None
@@ -109,7 +109,7 @@ class GlobalBatch:
 def loss_rows(
     seed: int, lengths: Sequence[tuple[int, int]], *, spread: float = 0.5, replayed: Sequence[int] = ()
 ) -> list[dict[str, Tensor]]:
-    """Return rows of these (prompt, response) lengths with all columns that a policy loss may want.
+    """Return rows of these (prompt, response) lengths with all columns that a policy loss may read.
 
     Args:
         seed: of every number.
@@ -123,7 +123,7 @@ def loss_rows(
         mask = (torch.rand(response, generator=random) > 0.3).long()
         mask[0] = 1
         whole = -torch.rand(prompt + response, generator=random)
-        # The log-prob of a token stands at the token before it.
+        # A token's log-prob is stored at the previous token.
         current = whole[prompt - 1 : -1]
         rows.append(
             {
@@ -145,12 +145,12 @@ def loss_rows(
 def micro_batch(
     rows: Sequence[Mapping[str, Tensor]], whole: GlobalBatch, columns: Sequence[str] = ()
 ) -> tuple[TensorDict, dict[str, Tensor], dict[str, Tensor]]:
-    """Return verl's micro-batch, what its model gives for it, and the tensors by which a loss may be derived.
+    """Return verl's micro-batch, its model output, and the tensors to differentiate a loss by.
 
     Args:
         rows: of :func:`loss_rows`.
-        whole: the batch that they are a part of.
-        columns: which columns to include beside those that every batch has.
+        whole: the batch that contains them.
+        columns: columns to include beside those of every batch.
     """
     always = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
     data = tu.get_tensordict({name: jagged([row[name] for row in rows]) for name in (*always, *columns)})
@@ -164,5 +164,5 @@ def micro_batch(
 
 
 def jagged(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows of different lengths as one nested tensor."""
+    """Return rows of different lengths as a nested tensor."""
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)

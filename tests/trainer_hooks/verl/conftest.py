@@ -1,4 +1,4 @@
-"""What the tests of the verl plugin share."""
+"""Fixtures of the verl plugin's tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Compose = Callable[[Sequence[str]], Any]
 
 @pytest.fixture(scope="session")
 def compose_verl() -> Compose:
-    """Return what composes verl's own configuration with overrides, as its command line does."""
+    """Return a function that composes verl's configuration with overrides, like its command line."""
     from hydra import compose, initialize_config_module
 
     def composed(overrides: Sequence[str]) -> Any:
@@ -34,7 +34,7 @@ def compose_verl() -> Compose:
 
 @pytest.fixture(scope="session")
 def override_verl(compose_verl: Compose) -> Compose:
-    """Return what does the same in a tenth of the time: Hydra composes once, its overrides are applied to copies."""
+    """Like ``compose_verl``, ten times faster: composes once and applies overrides to copies."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 

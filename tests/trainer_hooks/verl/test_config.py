@@ -233,7 +233,7 @@ def test_the_file_is_understood_names_every_option_and_says_the_defaults(project
     assert block == ReplayBlock.from_config(config)
 
 
-# -- Options of guidance: what they mean, and what is refused because it could have no effect --
+# -- Guidance options: their meaning, and combinations refused as having no effect --
 
 
 SHOWS = ("+experience_maker.enable_context_generator=true", "+exp_manager.rollout_expratio=0.5")

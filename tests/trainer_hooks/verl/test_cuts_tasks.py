@@ -109,8 +109,8 @@ def test_cuts_below_are_in_the_order_of_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("step", "expected"), [(9, 9), (10, 10), (12, 10), (8, None), (99, 10), (100, 100)])
 def test_the_cut_of_a_step_is_its_own_or_the_newest_before(step: int, expected: int | None, tmp_path: Path) -> None:
     write(tmp_path, 9, 10, 100)
-    found = find_cut(checkpoint_folder(tmp_path, step), step)
-    assert (None if found is None else found.step) == expected
+    cut = find_cut(checkpoint_folder(tmp_path, step), step)
+    assert (None if cut is None else cut.step) == expected
 
 
 def test_a_checkpoint_s_own_cut_counts_wherever_the_checkpoint_lies(tmp_path: Path) -> None:

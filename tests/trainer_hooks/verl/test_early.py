@@ -1,4 +1,4 @@
-"""Options that cannot take effect, told before anything is started."""
+"""Options without effect are reported before anything starts."""
 
 from __future__ import annotations
 

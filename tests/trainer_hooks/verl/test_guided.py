@@ -1,4 +1,4 @@
-"""What the trainer's process offers prompts: who is guided, with what, and what a service that fails does to a step."""
+"""Choice of guided prompts and their experience in the trainer, also with a failing service."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_the_loops_of_the_data_and_the_rollouts_of_replay_are_respected(opened: 
     learnt(guided)
     result = guided.offered(prompts_of(agent_name=["tools", "tools", "search"], **{ROLLOUTS_WANTED: [4, 2, 1]}))
     offers = offers_of(result)
-    assert [None if one is None else len(one.sessions) for one in offers] == [2, 1, None], "half of 1 is 0"
-    assert [None if one is None else one.loop for one in offers] == ["tools", "tools", None]
+    assert [None if offer is None else len(offer.sessions) for offer in offers] == [2, 1, None], "half of 1 is 0"
+    assert [None if offer is None else offer.loop for offer in offers] == ["tools", "tools", None]
     assert list(result["agent_name"]) == [GUIDED_LOOP, GUIDED_LOOP, "search"]
     assert list(result[OFFER])[2] == "", "a column that one row lacks is lost for all"
 
@@ -135,7 +135,7 @@ def test_columns_are_read_in_every_form_that_verl_gives_them(opened: Opened) -> 
     tu.assign_non_tensor_data(prompts, "agent_name", "tools")
     prompts[ROLLOUTS_WANTED] = torch.tensor([2, 2, 2])
     offers = offers_of(guided.offered(prompts))
-    assert [None if one is None else (one.loop, len(one.sessions)) for one in offers] == [("tools", 1)] * 3
+    assert [None if offer is None else (offer.loop, len(offer.sessions)) for offer in offers] == [("tools", 1)] * 3
 
 
 def test_validation_is_shown_nothing_unless_configured(opened: Opened) -> None:
@@ -146,7 +146,7 @@ def test_validation_is_shown_nothing_unless_configured(opened: Opened) -> None:
     assert guided.offered(prompts) is prompts
     guided.close()
     guided = opened(*SHOWS, *MAKES, "+exp_manager.val_rollout_expmode=all")
-    assert [one.sessions for one in offers_of(guided.offered(prompts)) if one] == [(0, 1)] * 3
+    assert [offer.sessions for offer in offers_of(guided.offered(prompts)) if offer] == [(0, 1)] * 3
 
 
 def test_off_is_off(opened: Opened) -> None:
@@ -180,7 +180,7 @@ def test_the_same_state_gives_the_same_choices(opened: Opened) -> None:
     guided.offered(prompts_of())
     state = json.loads(json.dumps(guided.state()))
     first = [list(guided.offered(prompts_of())[OFFER]) for _ in range(3)]
-    assert len({tuple(one) for one in first}) > 1
+    assert len({tuple(offer) for offer in first}) > 1
     guided.load_state(state)
     validation = prompts_of()
     tu.assign_non_tensor_data(validation, "validate", True)
@@ -205,8 +205,8 @@ def test_rollouts_of_dropped_groups_count_too(opened: Opened) -> None:
 def test_what_was_not_shown_is_counted_and_told_once(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     guided = opened(*SHOWS, *MAKES)
     made = [rollout(0, 1.0, number) for number in range(3)]
-    for one in made[:2]:
-        one.metadata["not_guided"] = "too_long"
+    for row in made[:2]:
+        row.metadata["not_guided"] = "too_long"
     guided.finished(made)
     assert guided.step_done(made, 1)["guidance/rollouts/too_long"] == 2.0
     assert caplog.text.count("raise it, or lower") == 1
@@ -235,7 +235,7 @@ def test_validations_before_training_become_experience_once(opened: Opened) -> N
     guided.validations.add([rollout(0, 1.0)])
     guided.validations.add([rollout(1, 1.0)])
     guided.validations.done(0)
-    assert len([one for one in offers_of(guided.offered(prompts_of())) if one is not None]) >= 2
+    assert len([offer for offer in offers_of(guided.offered(prompts_of())) if offer is not None]) >= 2
     assert not guided.validations.wanted, "val_summarizer_save is not set"
 
 
@@ -243,17 +243,17 @@ def test_validations_before_training_become_experience_once(opened: Opened) -> N
 
 
 def asking(opened: Opened, url: str, seconds: float, *more: str) -> GuidedRollouts:
-    """Open guidance that asks a service and waits so long for each answer."""
+    """Open guidance that queries a service with this timeout per answer."""
     maker = ["dialect='0.2'", "enable_summarizer=true", "updated_freq=1", f"base_url={url}"]
     maker += [f"{name}={seconds}" for name in ("retrieve_timeout", "summary_timeout")]
-    return opened(*SHOWS, *(f"+experience_maker.{one}" for one in maker), *more)
+    return opened(*SHOWS, *(f"+experience_maker.{option}" for option in maker), *more)
 
 
 @pytest.mark.parametrize(("mode", "kind", "seconds"), [("hang", "timeout", 0.3), ("503", "server", 60.0)])
 def test_a_service_in_trouble_is_counted_and_told_once(
     opened: Opened, caplog: pytest.LogCaptureFixture, mode: str, kind: str, seconds: float
 ) -> None:
-    """Sixty prompts in each step: asked one after the other, a service that hangs would take all of their time."""
+    """Sixty prompts per step: sequential queries to a hanging service would add up sixty timeouts."""
     caplog.set_level(logging.WARNING)
     with FakeReMe(mode=mode) as service:
         guided = asking(opened, service.url, seconds)
@@ -263,16 +263,16 @@ def test_a_service_in_trouble_is_counted_and_told_once(
         guided.step_done([rollout(0, 1.0)], 1)
         assert guided._hook.wait(60)
         while (figures := guided.step_done([], 2)).get(f"guidance/retrieve/failed/{kind}", 0.0) == 0.0:
-            time.sleep(0.05)  # calls that the step did not wait for end by themselves
+            time.sleep(0.05)  # calls that the step abandoned end by themselves
         failed = {name: value for name, value in figures.items() if name.startswith("guidance/retrieve/failed/")}
         assert sum(failed.values()) + figures["guidance/rollouts/late"] >= 3 * 60
         assert sum(figures[name] for name in figures if name.startswith("guidance/update/failed/")) == 1.0
-        told = [one.getMessage() for one in caplog.records if "retrieving experience" in one.getMessage()]
-        assert len(told) == 1
+        warnings = [record.getMessage() for record in caplog.records if "retrieving experience" in record.getMessage()]
+        assert len(warnings) == 1
 
 
 def test_a_service_that_answers_slowly_holds_a_step_no_longer_than_said(opened: Opened) -> None:
-    """Each answer comes in time, but there are too many questions: what is late is not shown, and counted."""
+    """Each answer is in time, but there are too many questions; late answers are counted and not shown."""
 
     class Slow:
         def __init__(self) -> None:
@@ -295,6 +295,6 @@ def test_a_service_is_asked_once_for_each_prompt(opened: Opened) -> None:
     with FakeReMe() as service:
         guided = asking(opened, service.url, 60, "+exp_manager.train_rollout_expmode=all")
         offers = offers_of(guided.offered(prompts_of()))
-        assert [one.sessions for one in offers if one is not None] == [tuple(range(N))] * 3
-        assert all(one is not None and one.names == ("m1", "m2") for one in offers)
+        assert [offer.sessions for offer in offers if offer is not None] == [tuple(range(N))] * 3
+        assert all(offer is not None and offer.names == ("m1", "m2") for offer in offers)
         assert len(service.calls) == 3

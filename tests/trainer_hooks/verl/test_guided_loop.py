@@ -1,4 +1,4 @@
-"""The agent loop of guided rollouts, around loops that make prompts in several ways, with the tokenizing of verl."""
+"""The guided agent loop around loops that build prompts in several ways, with verl's tokenization."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROLLED: list[list[int]] = []
 
 
 class Loop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
-    """As verl's loop of a single turn, without an engine."""
+    """Like verl's single-turn loop, without an engine."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(await self.ct_build_initial_tokens(list(named["raw_prompt"])))
@@ -53,7 +53,7 @@ class Loop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
 
 
 class Twice(Loop):
-    """Two outputs: the second one begins with the first one's prompt and answer, as a context that grows."""
+    """Two outputs; the second continues the first one's prompt and answer (growing context)."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         first = await super().run(sampling_params, **named)
@@ -61,7 +61,7 @@ class Twice(Loop):
 
 
 class Cut(Loop):
-    """Two outputs: the second one's context has lost what stood before, and with it the experience."""
+    """Two outputs; the second one's context was cut and lacks the experience."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         first = await super().run(sampling_params, **named)
@@ -70,12 +70,12 @@ class Cut(Loop):
 
 
 class Wrapping(Loop):
-    """Builds the message that it sends around the one that it is given, and changes its list afterwards."""
+    """Wraps the given message in its own and mutates its list afterwards."""
 
     form = "task: {}"
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
-        messages = [dict(one) for one in named["raw_prompt"]]
+        messages = [dict(message) for message in named["raw_prompt"]]
         messages[-1]["content"] = self.form.format(messages[-1]["content"])
         prompt = await self.ct_build_initial_tokens(messages)
         messages.clear()
@@ -83,27 +83,27 @@ class Wrapping(Loop):
 
 
 class Adding(Wrapping):
-    """Adds to the end of the message that it is given."""
+    """Appends to the given message."""
 
     form = "{}. go"
 
 
 class Unheard(Loop):
-    """Makes tokens by itself."""
+    """Tokenizes by itself."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(tokens(list(named["raw_prompt"])))
 
 
 class Deaf(Loop):
-    """Reads the task elsewhere."""
+    """Reads the task from another column."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(await self.ct_build_initial_tokens([{"role": "user", "content": "other"}]))
 
 
 class Routed(Loop):
-    """Has a row of experts for each token, of the prompt too."""
+    """Returns routed experts for each token, including the prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         return self.answer(await self.ct_build_initial_tokens(list(named["raw_prompt"])), routed_experts=[[0]])
@@ -140,11 +140,11 @@ def rolled_out(
     session: int = 1,
     most: int = 4000,
 ) -> list[AgentLoopOutput]:
-    """Return the outputs of a session, of which session 1 is to be guided."""
+    """Return a session's outputs; session 1 is guided."""
     _agent_loop_registry["under_test"] = {"_target_": f"{__name__}.{kind.__name__}"}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": most}}, "data": {}})
     offer = Offer("under_test", (1,), mode, Insertion(len(plain) - 1, text), ("4", "2"))
-    before = [dict(one) for one in plain]
+    before = [dict(row) for row in plain]
     named = {"raw_prompt": plain, "session_id": session, OFFER: offer.to_text(), "index": 3}
 
     async def go() -> Any:
@@ -168,32 +168,32 @@ def test_it_is_registered_where_verl_looks() -> None:
 
 
 def test_discarded_rows_have_the_prompt_without_and_the_response_as_sampled() -> None:
-    (one,) = rolled_out(Loop, "discard")
+    (row,) = rolled_out(Loop, "discard")
     assert [tokens(guided())] == ROLLED
-    assert one.prompt_ids == tokens(PLAIN)
-    assert one.response_ids == [7, 8, 1]
-    report = told(one)
+    assert row.prompt_ids == tokens(PLAIN)
+    assert row.response_ids == [7, 8, 1]
+    report = told(row)
     assert report.exchanged
     assert report.guidance.taken_out
     assert report.guidance.experiences == ("4", "2")
     assert report.guidance.insertions == (Insertion(1, TIP),)
-    assert one.extra_fields["of the loop"] == 1
+    assert row.extra_fields["of the loop"] == 1
 
 
 @pytest.mark.parametrize("kind", [Loop, Wrapping, Unheard])
 def test_kept_rows_are_as_sampled(kind: type[Loop]) -> None:
-    (one,) = rolled_out(kind, "keep")
-    assert [one.prompt_ids] == ROLLED
-    assert TIP in TOKENIZER.decode(one.prompt_ids)
-    report = told(one)
+    (row,) = rolled_out(kind, "keep")
+    assert [row.prompt_ids] == ROLLED
+    assert TIP in TOKENIZER.decode(row.prompt_ids)
+    report = told(row)
     assert not report.exchanged
     assert not report.guidance.taken_out
 
 
 def test_other_sessions_of_the_prompt_are_left_alone() -> None:
-    (one,) = rolled_out(Loop, "discard", session=0)
-    assert one.prompt_ids == tokens(PLAIN)
-    assert OFFER not in one.extra_fields
+    (row,) = rolled_out(Loop, "discard", session=0)
+    assert row.prompt_ids == tokens(PLAIN)
+    assert OFFER not in row.extra_fields
 
 
 def test_every_output_is_looked_at_by_itself() -> None:
@@ -211,22 +211,22 @@ def test_every_output_is_looked_at_by_itself() -> None:
 
 
 def test_what_a_loop_adds_behind_stays() -> None:
-    (one,) = rolled_out(Adding, "discard")
-    assert one.prompt_ids == tokens([PLAIN[0], {"role": "user", "content": "say 1. go"}])
-    assert told(one).exchanged
+    (row,) = rolled_out(Adding, "discard")
+    assert row.prompt_ids == tokens([PLAIN[0], {"role": "user", "content": "say 1. go"}])
+    assert told(row).exchanged
 
 
 @pytest.mark.parametrize("kind", [Wrapping, Unheard, Routed])
 def test_what_cannot_be_taken_out_is_rolled_out_again_without(kind: type[Loop]) -> None:
-    (one,) = rolled_out(kind, "discard")
+    (row,) = rolled_out(kind, "discard")
     assert len(ROLLED) == 2
-    assert told(one) == Report(trouble="not_taken_out")
-    assert one.prompt_ids == ROLLED[-1]
-    assert TIP not in TOKENIZER.decode(one.prompt_ids)
+    assert told(row) == Report(trouble="not_taken_out")
+    assert row.prompt_ids == ROLLED[-1]
+    assert TIP not in TOKENIZER.decode(row.prompt_ids)
 
 
 class Engine:
-    """A rollout engine that answers without a model, and keeps the prompts."""
+    """A rollout engine without a model that records prompts."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **more: Any) -> TokenOutput:
         ROLLED.append(list(prompt_ids))
@@ -237,32 +237,32 @@ class Engine:
 def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
     config = compose_verl(["data.max_prompt_length=200"])
     offer = Offer(name, (0,), "discard", Insertion(1, TIP), ("4",))
-    plain = [dict(one) for one in PLAIN]
+    plain = [dict(output) for output in PLAIN]
 
     async def go() -> Any:
         return await loop_of(config, Engine()).run({}, raw_prompt=plain, session_id=0, **{OFFER: offer.to_text()})
 
-    one = asyncio.run(go())
+    output = asyncio.run(go())
     assert plain == PLAIN
     assert [tokens(guided())] == ROLLED
-    assert one.prompt_ids == tokens(PLAIN)
-    assert one.response_ids == [7, 8, 1]
-    assert told(one).exchanged
+    assert output.prompt_ids == tokens(PLAIN)
+    assert output.response_ids == [7, 8, 1]
+    assert told(output).exchanged
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])
 def test_a_loop_that_reads_the_task_elsewhere_was_shown_nothing(mode: TrainMode) -> None:
-    (one,) = rolled_out(Deaf, mode)
-    assert told(one) == Report(trouble="not_seen")
+    (row,) = rolled_out(Deaf, mode)
+    assert told(row) == Report(trouble="not_seen")
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])
 def test_a_prompt_without_room_is_rolled_out_without(mode: TrainMode) -> None:
-    (one,) = rolled_out(Loop, mode, most=len(tokens(guided())))
-    assert told(one) == Report(trouble="too_long")
-    assert ROLLED == [tokens(PLAIN)] == [one.prompt_ids]
-    (one,) = rolled_out(Loop, mode, most=len(tokens(guided())) + 1)
-    assert told(one).guidance is not None
+    (row,) = rolled_out(Loop, mode, most=len(tokens(guided())))
+    assert told(row) == Report(trouble="too_long")
+    assert ROLLED == [tokens(PLAIN)] == [row.prompt_ids]
+    (row,) = rolled_out(Loop, mode, most=len(tokens(guided())) + 1)
+    assert told(row).guidance is not None
 
 
 TEXT = st.text(alphabet=" :.say1{}<>EXP\n", max_size=12)
@@ -271,15 +271,15 @@ TEXT = st.text(alphabet=" :.say1{}<>EXP\n", max_size=12)
 @settings(max_examples=40, deadline=None)
 @given(experience=TEXT, task=TEXT)
 def test_put_in_and_taken_out_gives_the_tokens_of_the_prompt(experience: str, task: str) -> None:
-    """Whatever the texts: also an experience that the task says itself, and one that is nothing but spaces."""
+    """Also for experience that the task contains, and for experience made of spaces."""
     ROLLED.clear()
     plain: list[dict[str, Any]] = [{"role": "user", "content": task}]
     text = f"<EXP>{experience}</EXP>"
-    (one,) = rolled_out(Loop, "discard", plain=plain, text=text)
-    assert one.prompt_ids == tokens(plain)
-    assert told(one).exchanged
-    (one,) = rolled_out(Loop, "discard", plain=guided(plain, text), text=text)
-    assert one.prompt_ids == tokens(guided(plain, text)), "a task that looks as if experience had been put in"
+    (row,) = rolled_out(Loop, "discard", plain=plain, text=text)
+    assert row.prompt_ids == tokens(plain)
+    assert told(row).exchanged
+    (row,) = rolled_out(Loop, "discard", plain=guided(plain, text), text=text)
+    assert row.prompt_ids == tokens(guided(plain, text)), "a task that looks as if experience had been put in"
 
 
 def test_offers_and_reports_are_text_and_json() -> None:

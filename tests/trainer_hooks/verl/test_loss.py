@@ -1,4 +1,4 @@
-"""The loss ``het`` inside verl's own ``ppo_loss``: no replay is verl's loss, replay is ours, figures add up."""
+"""The loss ``het`` in verl's ``ppo_loss``: equals verl's without replay and ours with it; figures add up."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_with_replay_it_is_the_het_loss(
     valid, off = padded(rows, "response_mask").bool(), padded(rows, EXP_MASK).bool()
     ratio, advantages = (log_probs.detach() - padded(rows, "old_log_probs")).exp(), padded(rows, "advantages")
     high = torch.where(off, options["off_cliprange_high"], HIGH)
-    if options == {**PLAIN, "off_cliprange_high": options["off_cliprange_high"]}:  # else other tokens are clipped
+    if options == {**PLAIN, "off_cliprange_high": options["off_cliprange_high"]}:  # otherwise other tokens are clipped
         clipped = valid & (((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - LOW)))
         share = clipped.sum().item() / valid.sum().item()
         assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(share, abs=1e-6)
@@ -229,7 +229,7 @@ def test_a_ratio_that_overflows_counts_as_the_largest() -> None:
     assert figures[f"{PREFIX}off_ratio_max"] == torch.finfo(torch.float32).max
 
 
-# ---- what is missing ----
+# ---- missing columns ----
 
 
 def test_a_micro_batch_without_the_mask_is_refused() -> None:
@@ -262,7 +262,7 @@ def test_a_call_that_fails_leaves_no_mask_behind() -> None:
 
 
 def test_the_wrapper_goes_to_the_workers() -> None:
-    """verl pickles the loss function that a trainer installs."""
+    """verl pickles the trainer's loss function."""
     rows = loss_rows(5, LENGTHS, replayed=[1])
     installed = partial(het_ppo_loss, config=actor("het"), options=PLAIN)
     values = []
@@ -291,7 +291,7 @@ def test_align_keeps_to_each_rows_response(lengths: list[tuple[int, int]], neste
 
 
 def test_padding_rows_do_not_count() -> None:
-    """Rows that fill up a batch have one response token that does not count, and the whole mask of the first row."""
+    """Padding rows have one uncounted response token and the first row's whole mask."""
     rows = loss_rows(7, LENGTHS, spread=1.0, replayed=[0, 2])
     (padding,) = loss_rows(8, [(6, 1)])
     padding |= {"response_mask": torch.zeros(1, dtype=torch.int64), EXP_MASK: rows[0][EXP_MASK]}
@@ -312,7 +312,7 @@ def test_padding_rows_do_not_count() -> None:
 def through_verl(
     mini_batches: Sequence[Sequence[Sequence[tuple[TensorDict, dict[str, Tensor]]]]], options: LossOptions = PLAIN
 ) -> dict[str, Any]:
-    """Return the metrics of an actor update as verl's engine, worker and trainer combine them.
+    """Return an actor update's metrics, combined like verl's engine, worker and trainer do.
 
     Args:
         mini_batches: of each, the micro-batches of every rank.
@@ -388,7 +388,7 @@ def test_two_threads_do_not_mix_their_masks(monkeypatch: pytest.MonkeyPatch) -> 
     both_inside = threading.Barrier(2, timeout=300)
 
     def waiting(*arguments: Any) -> Any:
-        both_inside.wait()  # now both threads have handed over their masks
+        both_inside.wait()  # both threads have set their masks
         return ppo_loss(*arguments)
 
     monkeypatch.setattr(module, "ppo_loss", waiting)
@@ -401,7 +401,7 @@ def test_two_threads_do_not_mix_their_masks(monkeypatch: pytest.MonkeyPatch) -> 
             _, metrics = het_ppo_loss(config, output, data, options=PLAIN)
             tokens.setdefault(name, []).append(metrics[f"{FIGURES}off_tokens"].aggregate())
 
-    threads = [threading.Thread(target=work, args=one) for one in (("none", rows), ("all", all_replayed))]
+    threads = [threading.Thread(target=work, args=case) for case in (("none", rows), ("all", all_replayed))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""How verl finds the plugin, and which verl the plugin accepts."""
+"""Discovery of the plugin by verl, and accepted versions of verl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trajstore.errors import ConfigurationError, MissingDependencyError
 
 MODES = {"sync_replay", "colocate_async_replay"}
 
-# Collects what is logged, imports verl and nothing else, then tells what is registered.
+# Collects log records, imports only verl, then prints the registered names.
 LOOK = """
 import json, logging
 
@@ -69,11 +69,11 @@ def test_another_verl_gets_one_warning_and_nothing_registered(
     monkeypatch.setattr("trainer_hooks.verl.versions.version", lambda name: "0.10.3")
     monkeypatch.setattr("trainer_hooks.verl.plugin.importlib", SimpleNamespace(import_module=registered.append))
     with pytest.raises(ConfigurationError, match=r"0\.10\.3"):
-        plugin.register()  # verl goes on after that
+        plugin.register()  # must not raise
     assert registered == []
-    (told,) = caplog.records
-    assert (told.name, told.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
-    assert SUPPORTED in told.getMessage()
+    (records,) = caplog.records
+    assert (records.name, records.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
+    assert SUPPORTED in records.getMessage()
 
 
 # ---- versions ----

@@ -1,4 +1,4 @@
-"""What people read of a recorded rollout: turns as messages, query and tokenizer, and what a token costs on disk."""
+"""Readable parts of a recorded rollout (messages, query, tokenizer) and its bytes per token on disk."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trajstore.trajectory import AgentTrajectory
 
 
 def conversation(tokenizer: Any) -> Row:
-    """Return the row of a rollout in which the model wrote twice and was told something in between."""
+    """Return a row of two model turns with an environment message in between."""
     parts = [("say 1<eos>", 1), ("<user>go on<eos><assistant>", 0), ("1<eos>", 1)]
     spoken = [(tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in parts]
-    response = torch.tensor([one for ids, _ in spoken for one in ids])
+    response = torch.tensor([part for ids, _ in spoken for part in ids])
     mask = torch.tensor([mask for ids, mask in spoken for _ in ids])
     row = rated(fresh_row("u1", response=len(response), index=17))
     columns = {**row.columns, "responses": response, "response_mask": mask, "loss_mask": mask}
@@ -43,47 +43,47 @@ def made_of(row: Row, tokenizer: RunTokenizer, *, text: bool = True) -> AgentTra
 def test_inspect_shows_what_an_agent_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decoder = make_tokenizer()
     decoder.save_pretrained(tmp_path / "model")
-    one = made_of(conversation(decoder), RunTokenizer("f1", str(tmp_path / "model"), decoder))
-    assert [(said["role"], said["content"]) for said in one.messages] == [
+    rollout = made_of(conversation(decoder), RunTokenizer("f1", str(tmp_path / "model"), decoder))
+    assert [(message["role"], message["content"]) for message in rollout.messages] == [
         ("user", "task 17"),
         ("assistant", "say 1"),
         ("environment", "<user>go on<eos><assistant>"),
         ("assistant", "1"),
     ]
-    assert [said.get("author") for said in one.messages] == [None, "llm", "env", "llm"]
+    assert [message.get("author") for message in rollout.messages] == [None, "llm", "env", "llm"]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        (number,) = buffer.add_trajectories([one])
+        (number,) = buffer.add_trajectories([rollout])
     assert main(["inspect", str(tmp_path / "store"), "--trajectory", str(number)]) == 0
     shown = capsys.readouterr().out
-    for told in ("sums:17", "task 17", "outcome", "step", "assistant (llm)", "say 1", "go on", "ground_truth"):
-        assert told in shown, told
+    for expected in ("sums:17", "task 17", "outcome", "step", "assistant (llm)", "say 1", "go on", "ground_truth"):
+        assert expected in shown, expected
     assert "the model wrote, tokens 3 to 8" in shown, "the tokenizer is found where the rollout says"
 
 
 def test_text_can_be_left_out(tmp_path: Path) -> None:
     decoder = make_tokenizer()
-    one = made_of(conversation(decoder), RunTokenizer("f1", "hub/model", decoder), text=False)
-    assert one.messages == [{"role": "user", "content": "task 17"}]
-    assert (one.query, one.metadata["tokenizer"]) == ("task 17", "hub/model")
+    rollout = made_of(conversation(decoder), RunTokenizer("f1", "hub/model", decoder), text=False)
+    assert rollout.messages == [{"role": "user", "content": "task 17"}]
+    assert (rollout.query, rollout.metadata["tokenizer"]) == ("task 17", "hub/model")
     with pytest.raises(ConfigurationError, match=r"recording: text: 'no' is a str, must be true or false"):
         RecordingConfig(text="no")  # type: ignore[arg-type]
 
 
 class GaveUpError(BaseException):
-    """What compiled code throws when it gives up: no ``Exception``."""
+    """Panic of compiled code: not an ``Exception``."""
 
 
 class Broken:
-    """Fails for some tokens, as tokenizers do whose vocabulary is smaller than the model's."""
+    """Fails for some tokens, like a tokenizer with a smaller vocabulary than the model's."""
 
     def __init__(self, bad: int, error: BaseException) -> None:
         self._bad = bad
         self._error = error
 
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        if any(self._bad in one for one in ids):
+        if any(self._bad in row_ids for row_ids in ids):
             raise self._error
-        return [" ".join(map(str, one)) for one in ids]
+        return [" ".join(map(str, row_ids)) for row_ids in ids]
 
 
 @pytest.mark.parametrize("error", [IndexError("token 99"), GaveUpError("token 99")], ids=["Exception", "panic"])
@@ -100,11 +100,11 @@ def test_a_tokenizer_that_fails_costs_the_text_of_that_rollout_only(
     assert [message for message in caplog.messages if "u1_1_0 is recorded without text" in message] == caplog.messages
     assert len(caplog.messages) == 1
     assert scribe.without_text == 2
-    assert [len(one.messages) for one in made] == [4, 1, 4]
+    assert [len(rollout.messages) for rollout in made] == [4, 1, 4]
 
 
 def test_a_tokenizer_is_not_used_by_two_threads() -> None:
-    """Fast tokenizers fail in one thread while another one is in them: the scribe has one of its own."""
+    """Fast tokenizers are not thread-safe, so the scribe has its own."""
     used: list[object] = []
 
     class Noting(Broken):
@@ -122,7 +122,7 @@ def test_a_tokenizer_is_not_used_by_two_threads() -> None:
 
 
 def test_text_is_what_the_tokenizer_makes_whichever_way_it_is_decoded() -> None:
-    """A fast tokenizer without the interpreter's lock, one that does more than it by itself."""
+    """Fast tokenizers decode without the GIL; subclasses that override decoding use their own."""
 
     class Loud(type(make_tokenizer())):  # type: ignore[misc]
         def _decode(self, *given: Any, **named: Any) -> str:
@@ -132,8 +132,8 @@ def test_text_is_what_the_tokenizer_makes_whichever_way_it_is_decoded() -> None:
     loud.__class__ = Loud
     row = conversation(decoder)
     texts = [
-        [said["content"] for said in made_of(row, RunTokenizer("f1", decoder=one)).messages[1:]]
-        for one in (decoder, loud)
+        [message["content"] for message in made_of(row, RunTokenizer("f1", decoder=tokenizer)).messages[1:]]
+        for tokenizer in (decoder, loud)
     ]
     assert texts[0] == ["say 1", "<user>go on<eos><assistant>", "1"]
     assert texts[1] == [text.upper() for text in texts[0]]
@@ -146,8 +146,8 @@ def test_a_tokenizer_that_cannot_be_copied_is_left_alone(caplog: pytest.LogCaptu
         def __deepcopy__(self, memo: Any) -> Single:
             raise TypeError("cannot pickle")
 
-    one = made_of(conversation(make_tokenizer()), RunTokenizer("f1", decoder=Single(99, IndexError())))
-    assert one.messages == [{"role": "user", "content": "task 17"}]
+    rollout = made_of(conversation(make_tokenizer()), RunTokenizer("f1", decoder=Single(99, IndexError())))
+    assert rollout.messages == [{"role": "user", "content": "task 17"}]
     assert "the tokenizer cannot be copied" in caplog.text
 
 
@@ -175,7 +175,7 @@ def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int =
 
 
 def test_what_a_token_costs_on_disk(tmp_path: Path) -> None:
-    """The figures of the how-to."""
+    """Checks the how-to's figures."""
     size = bytes_of_a_rollout(tmp_path / "a", 300, 700)
     assert bytes_of_a_rollout(tmp_path / "b", 1300, 700) - size == pytest.approx(5 * 1000, rel=0.02)
     assert bytes_of_a_rollout(tmp_path / "c", 300, 1700) - size == pytest.approx(18 * 1000, rel=0.02)

@@ -1,4 +1,4 @@
-"""Rollouts on their way to disk, beside the training: nothing is lost, and whoever must know of a failure is told."""
+"""Background recording of rollouts: nothing is lost, and failures reach the caller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore.trajectory import AgentTrajectory
 
 
 class Words:
-    """A tokenizer; waits for its gate if it has one."""
+    """A tokenizer that optionally waits for a gate."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self._gate = gate
@@ -38,7 +38,7 @@ class Words:
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         if self._gate is not None:
             assert self._gate.wait(60)
-        return ["".join(map(chr, one)) for one in ids]
+        return ["".join(map(chr, row_ids)) for row_ids in ids]
 
 
 def made(uid: str, count: int) -> list[AgentTrajectory]:
@@ -52,8 +52,8 @@ def recorder(path: Path, on_error: OnError = "raise", gate: threading.Event | No
 
 def on_disk(path: Path) -> list[AgentTrajectory]:
     with TrajectoryReplayBuffer.open(path) as buffer:
-        found = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
-    return [one for one in found if isinstance(one, AgentTrajectory)]
+        rollouts = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
+    return [rollout for rollout in rollouts if isinstance(rollout, AgentTrajectory)]
 
 
 def test_a_step_waits_neither_for_text_nor_for_the_disk_and_a_flush_for_both(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_step_waits_neither_for_text_nor_for_the_disk_and_a_flush_for_both(tmp
     recording.flush()
     assert recording.buffer.points.committed == 199
     assert recording.record([])["recording/waiting"] == 0
-    found = on_disk(tmp_path)
+    stored = on_disk(tmp_path)
     recording.close()
-    assert [one.rollout_id for one in found] == [one.rollout_id for one in [*first, *second]]
-    assert {len(one.messages) for one in found} == {4}
-    assert {len(one.messages) for one in first} == {1}, "the trainer goes on with its own"
+    assert [rollout.rollout_id for rollout in stored] == [rollout.rollout_id for rollout in [*first, *second]]
+    assert {len(rollout.messages) for rollout in stored} == {4}
+    assert {len(rollout.messages) for rollout in first} == {1}, "the trainer goes on with its own"
 
 
 def test_closing_writes_everything(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def _child(recording: RolloutRecorder, told: Any) -> None:
 
 
 def test_a_forked_child_records_nothing_and_ends(tmp_path: Path) -> None:
-    """Workers of a data loader are such children, and the interpreter's end waits for what is not written."""
+    """Data loader workers are such children, and interpreter exit waits for pending writes."""
     gate = threading.Event()
     recording = recorder(tmp_path, gate=gate)
     recording.record(made("a", 3))
@@ -169,9 +169,9 @@ recording.record([AgentTrajectory(input_ids=ids, response_start=2, response_mask
         [sys.executable, "-c", program], cwd=project_root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = on_disk(tmp_path)
-    assert len(found) == 200
-    assert {len(one.messages) for one in found} == {1}
+    stored = on_disk(tmp_path)
+    assert len(stored) == 200
+    assert {len(rollout.messages) for rollout in stored} == {1}
 
 
 def test_who_interrupts_closing_is_told_what_is_left_out(
@@ -192,7 +192,7 @@ def test_who_interrupts_closing_is_told_what_is_left_out(
     assert on_disk(tmp_path) == []
 
 
-# -- Work beside a training step: in order, bounded, errors told once, safe to interrupt and to fork --
+# -- Background work: in order, bounded, errors raised once, safe to interrupt and to fork --
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_who_submits_waits_for_room(background: Background) -> None:
     assert not submitted.wait(0.2), "more waits than may"
     gate.set()
     thread.join()
-    background.submit(lambda: None, 1000)  # heavier than all that may wait: alone
+    background.submit(lambda: None, 1000)  # heavier than the limit: runs alone
     background.wait()
 
 

@@ -1,4 +1,4 @@
-"""A row of verl's data plane becomes a trajectory, goes through a store, and comes back as a row of another group."""
+"""A row of verl's data plane survives the way through a store into another group."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def step_of(rows: list[Row], outcome: OutcomeRule = RULE) -> list[AgentTrajector
 
 
 def through_a_store(trajectories: list[AgentTrajectory], folder: Path) -> list[AgentTrajectory]:
-    """Return the trajectories as another process would find them."""
+    """Return the trajectories as read back by another process."""
     ids: list[int] = []
-    found: list[AnyTrajectory] = []
+    stored: list[AnyTrajectory] = []
     for opened in ("to write", "to read"):
         with TrajectoryReplayBuffer(
             auto_save=True, auto_save_path=folder, trajectory_format="pt", enable_cache=False
@@ -65,9 +65,9 @@ def through_a_store(trajectories: list[AgentTrajectory], folder: Path) -> list[A
             if opened == "to write":
                 ids = buffer.add_trajectories(trajectories)
             else:
-                found = [buffer.get(number) for number in ids]
-    agents = [one for one in found if isinstance(one, AgentTrajectory)]
-    assert len(agents) == len(found) == len(trajectories)
+                stored = [buffer.get(number) for number in ids]
+    agents = [trajectory for trajectory in stored if isinstance(trajectory, AgentTrajectory)]
+    assert len(agents) == len(stored) == len(trajectories)
     return agents
 
 
@@ -112,7 +112,7 @@ def test_a_row_comes_back_as_it_was(
 
 
 def test_a_loss_mask_alone_says_which_tokens_are_replayed() -> None:
-    """Rollouts of another loop, imported into the run's pool, may have no ``response_mask``."""
+    """Imported rollouts of another loop may lack ``response_mask``."""
     row = rated(fresh_row("old", response=4))
     imported = dataclasses.replace(recorded(row), response_mask=None)
     back = replayed_row(fresh_row("new"), imported, 0, own_group=False)
@@ -182,8 +182,8 @@ def test_scores_are_shown_in_the_units_of_the_reward() -> None:
     fresh = [recorded(rated(fresh_row("u", number, score=score)), rule) for number, score in enumerate((0.1, 0.3))]
     replayed = [recorded(rated(fresh_row("old", score=0.8)), rule), demonstration()]
     figures = rollout_metrics(fresh, replayed, 1.0)
-    found = [figures[f"experience_replay/{side}_score_mean"] for side in ("fresh", "replayed", "mixed")]
-    assert found == pytest.approx([0.2, 0.9, 0.55])
+    score_means = [figures[f"experience_replay/{side}_score_mean"] for side in ("fresh", "replayed", "mixed")]
+    assert score_means == pytest.approx([0.2, 0.9, 0.55])
 
 
 def with_extra(row: Row, num_turns: int, **extra: Any) -> Row:
@@ -196,8 +196,10 @@ def test_what_the_agent_loop_tells_is_recorded_and_stays_with_its_rollout(tmp_pa
         rated(fresh_row("old")), 6, turn_scores=[0.5, np.float32(1.0)], tool_rewards=[0.25], preempted=1, nothing=None
     )
     (held,) = through_a_store([recorded(row)], tmp_path)
-    told = {name: held.metadata[name] for name in ("num_turns", "turn_scores", "tool_rewards", "extra_fields")}
-    assert told == {
+    recorded_values = {
+        name: held.metadata[name] for name in ("num_turns", "turn_scores", "tool_rewards", "extra_fields")
+    }
+    assert recorded_values == {
         "num_turns": 6,
         "turn_scores": [0.5, 1.0],
         "tool_rewards": [0.25],
@@ -303,8 +305,8 @@ def test_versions_of_an_earlier_run_are_no_tags_of_this_one(tmp_path: Path) -> N
     (held,) = through_a_store([recorded(Row(row.key, tag, row.columns))], tmp_path)
     template = fresh_row("new")
     names = ("min_global_steps", "max_global_steps")
-    for one, expected in ((held, (300, 301)), (of_earlier_run(held), tuple(template.tag[name] for name in names))):
-        back = replayed_row(template, one, 0, own_group=False)
+    for rollout, expected in ((held, (300, 301)), (of_earlier_run(held), tuple(template.tag[name] for name in names))):
+        back = replayed_row(template, rollout, 0, own_group=False)
         assert tuple(back.tag[name] for name in names) == expected
         assert tuple(back.columns["extra_fields"][name] for name in names) == expected
 
@@ -363,7 +365,7 @@ def test_other_keys_are_refused(key: str) -> None:
 
 
 def made_in_a_step() -> list[AgentTrajectory]:
-    """Two prompts of one task and one of another; session 1 of the first has two outputs."""
+    """Two prompts of one task and one of another; session 1 of the first prompt has two outputs."""
     places = [("b", 1, 0, 1), ("a", 10, 0, 1), ("a", 1, 1, 1), ("a", 0, 0, 1), ("a", 1, 0, 1), ("c", 0, 0, 2)]
     return step_of(
         [rated(fresh_row(uid, session, output=output, index=index)) for uid, session, output, index in places]
@@ -371,9 +373,9 @@ def made_in_a_step() -> list[AgentTrajectory]:
 
 
 def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> None:
-    """Whose outputs come in any order; ``plane/test_unusual_groups.py`` has its rows replayed."""
+    """Outputs arrive in any order; ``plane/test_unusual_groups.py`` replays the rows."""
     made = made_in_a_step()
-    assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
+    assert [rollout.rollout_id for rollout in replayable(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
     assert replayable([]) == []
     outputs = [rated(fresh_row("u", output=output)) for output in (1, 0)]
     scored = [with_scores(row, torch.full((4,), 0.2 - number / 10)) for number, row in enumerate(outputs)]
@@ -384,16 +386,16 @@ def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> 
 
 
 def test_outputs_that_were_recorded_one_by_one_are_not_replayed() -> None:
-    one = recorded(rated(fresh_row("a", 1)))
-    one.metadata["outputs"] = 2  # as earlier versions did
-    assert replayable([one]) == []
+    rollout = recorded(rated(fresh_row("a", 1)))
+    rollout.metadata["outputs"] = 2  # as earlier versions did
+    assert replayable([rollout]) == []
 
 
 def test_what_a_crash_took_of_a_group_was_asked_for_too() -> None:
-    found = replayable(made_in_a_step())
-    whole = dict(Counter(one.task_id for one in found))
-    assert asked_for(found) == whole
-    assert asked_for([one for one in found if one.rollout_id != "a_0_0"]) == whole
+    sessions = replayable(made_in_a_step())
+    whole = dict(Counter(session.task_id for session in sessions))
+    assert asked_for(sessions) == whole
+    assert asked_for([session for session in sessions if session.rollout_id != "a_0_0"]) == whole
     assert asked_for([]) == {}
     assert asked_for([AgentTrajectory(task_id="sums:1")]) == {}, "recorded by somebody who does not say how many"
 
@@ -431,10 +433,10 @@ def test_plain() -> None:
 @pytest.mark.parametrize("value", [np.array([1.0, np.nan]), torch.tensor([[float("inf")]])])
 def test_plain_arrays_have_no_value_that_json_lacks(value: Any) -> None:
     flat = np.asarray(plain(value), dtype=object).ravel().tolist()
-    assert all(isinstance(one, str) or np.isfinite(one) for one in flat)
+    assert all(isinstance(item, str) or np.isfinite(item) for item in flat)
 
 
-# -- Token columns of many rows at once are those of each row by itself --
+# -- Token columns of many rows equal those of each row alone --
 
 
 OPTIONAL = ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
@@ -465,10 +467,10 @@ def test_rows_together_are_rows_alone(columns: list[Mapping[str, Any]], at_once:
         patch.setattr(tokens, "_AT_ONCE", at_once)
         made = tokens_of(columns)
     assert len(made) == len(columns)
-    for one, row in zip(made, columns, strict=True):
-        check(one, row)
+    for rollout, row in zip(made, columns, strict=True):
+        check(rollout, row)
         (alone,) = tokens_of([row])
-        assert alone.entropy == one.entropy, "to the last bit: rows come in any order"
+        assert alone.entropy == rollout.entropy, "to the last bit: rows come in any order"
 
 
 def check(one: Tokens, row: Mapping[str, Any]) -> None:
@@ -477,13 +479,13 @@ def check(one: Tokens, row: Mapping[str, Any]) -> None:
     assert torch.equal(one.input_ids.long(), torch.cat([prompt, row["responses"]]))
     assert torch.equal(one.response_mask.long(), mask)
     assert torch.equal(one.loss_mask.long(), torch.cat([torch.zeros_like(prompt), mask]))
-    for found, name in (
+    for values, name in (
         (one.old_log_probs, OPTIONAL[0]),
         (one.rollout_log_probs, OPTIONAL[1]),
         (one.entropys, OPTIONAL[2]),
     ):
-        assert same(found, row.get(name))
-        assert found is None or not found.numel() or found.data_ptr() != row[name].data_ptr()
+        assert same(values, row.get(name))
+        assert values is None or not values.numel() or values.data_ptr() != row[name].data_ptr()
     assert one.entropy == pytest.approx(
         None if "entropy" not in row else mean_entropy(row["entropy"], mask), nan_ok=True
     )
@@ -525,11 +527,11 @@ def test_scores_of_half_precision() -> None:
         "rm_scores": torch.tensor([0.0, 0.5], dtype=torch.bfloat16),
         "entropy": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
     }
-    (one,) = tokens_of([row])
-    assert (one.score, one.scores, one.entropy) == (0.5, [[1, 0.5]], 1.5)
+    (tokens,) = tokens_of([row])
+    assert (tokens.score, tokens.scores, tokens.entropy) == (0.5, [[1, 0.5]], 1.5)
 
 
-# -- Histories that are longer than the run's rows stand beside no rollouts --
+# -- Histories longer than the run's rows are not replayed --
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Feeding a learner: batches drawn and read ahead, exact and elastic resume."""
+"""Feeds a learner: batches drawn and read ahead, exact and elastic resume."""
 
 from __future__ import annotations
 

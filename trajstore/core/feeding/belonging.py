@@ -1,4 +1,4 @@
-"""What the state of a loader belongs to: which trajectories, which batches. Compared before a state is taken up."""
+"""Identity of a loader's state: its trajectories and batches. Compared before a state is loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trajstore.errors import ConfigurationError, listed
 logger = logging.getLogger(__name__)
 
 _WITNESSES = 1024
-"""Trajectories that a state names of each buffer, besides those that batches and samplers name."""
+"""Number of sampled trajectories per buffer in a state, besides those of batches and samplers."""
 
 
 def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
-    """Return what tells a buffer's trajectories from those of another store: names of some, evenly over all."""
+    """Return the identity of a buffer's trajectories: names of an evenly spread sample."""
     if buffer is None:
         return None
     ids = buffer.trajectory_ids
@@ -34,15 +34,15 @@ def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
 
 
 def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
-    """Refuse the state of other trajectories; return a sentence on each thing that is not as it was.
+    """Reject the state of other trajectories; return a sentence for each difference.
 
     Args:
-        what: the buffer is to the loader.
-        buffer: with which the state is to go on.
-        then: what :func:`belonging_of` said when the state was taken.
+        what: role of the buffer in the loader.
+        buffer: buffer to continue with.
+        then: result of :func:`belonging_of` in the state.
 
     Raises:
-        ConfigurationError: an id stands for another trajectory here; or neither it nor the store is here.
+        ConfigurationError: an id refers to another trajectory here, or neither the sample nor the store is here.
     """
     check_state(then, ("stores", "trajectories", "ids", "names"))
     ids, here = np.asarray(then["ids"], np.int64), len(buffer)
@@ -67,10 +67,10 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
 
 
 def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuse the state of a loader of other batches.
+    """Reject the state of a loader with other batches.
 
     Raises:
-        ConfigurationError: says what differs.
+        ConfigurationError: they differ; names the differences.
     """
     differing = [
         f"{name} {value!r} (here {here.get(name)!r})" for name, value in then.items() if here.get(name) != value
@@ -83,13 +83,13 @@ def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def tell(sentences: Sequence[str]) -> None:
-    """Warn of what is not as it was when a state was taken."""
+    """Warn of the differences since a state was saved."""
     for sentence in sentences:
         logger.warning("state of a loader: %s", sentence)
 
 
 def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | None:
-    """Return drawn rows as tensors, with the names of their trajectories; None if there are none."""
+    """Return drawn rows as tensors, with their trajectories' names; None if there are none."""
     if drawn is None or buffer is None:
         return None
     named: dict[str, Any] = {"ids": tensor_of(drawn.ids), "samples": tensor_of(drawn.samples)}
@@ -100,16 +100,16 @@ def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | N
 
 
 def rows_of(state: Mapping[str, Any]) -> Drawn:
-    """Return the rows that :func:`rows_state` described."""
+    """Return the rows of a :func:`rows_state`."""
     weights = None if state.get("weights") is None else state["weights"].numpy()
     return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=state["names"].numpy())
 
 
 def check_rows(state: Any, buffer: Replay) -> None:
-    """Refuse rows of other trajectories.
+    """Reject rows of other trajectories.
 
     Raises:
-        ConfigurationError: an id stands for another trajectory here.
+        ConfigurationError: an id refers to another trajectory here.
     """
     check_state(state, ("ids", "samples", "names"))
     ids: IntArray = np.asarray(state["ids"], np.int64)

@@ -1,4 +1,4 @@
-"""The datasets of RLinf, by its names and arguments: a worker that imports them from here trains as before."""
+"""RLinf's datasets, with its names and arguments; workers only change the import."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from trajstore.core.feeding.source import BatchSource
 from trajstore.errors import StoreClosedError
 
 _LOOK_AGAIN = 0.01
-"""Seconds between two looks at buffers that are not ready."""
+"""Seconds between checks of buffers that are not ready."""
 _LOOK_UP = 0.5
-"""Seconds of waiting for a batch after which the attributes are looked at again."""
+"""Seconds of waiting for a batch between checks of the attributes."""
 
 
 @dataclass(eq=False, repr=False)
 class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
-    """Endless batches, drawn when asked for: half replay and half demonstrations, where there are any.
+    """Endless batches, drawn on demand: half replay and half demonstrations, if given.
 
-    Of both, the columns that they have in common. Attributes may be set at any time, as RLinf's workers do: the next
-    batch goes by them.
+    Batches have the columns common to both buffers. Attributes may be set at any time, as RLinf's workers do; the next
+    batch uses them.
 
     Args:
         replay_buffer: buffer of rollouts.
         demo_buffer: buffer of demonstrations, or None.
-        batch_size: transitions of a batch; with demonstrations ``batch_size // 2`` from each buffer.
-        min_replay_buffer_size: trajectories that ``replay_buffer`` must hold before the first batch.
-        min_demo_buffer_size: the same for ``demo_buffer``.
-        prefetch_size: of no effect here; RLinf's workers give it to whichever dataset they make.
+        batch_size: transitions per batch; with demonstrations, ``batch_size // 2`` from each buffer.
+        min_replay_buffer_size: minimum trajectories in ``replay_buffer`` before the first batch.
+        min_demo_buffer_size: minimum trajectories in ``demo_buffer``.
+        prefetch_size: ignored; RLinf's workers pass it to all their datasets.
         columns: names of the columns to read; None = all.
 
     Raises:
@@ -56,14 +56,14 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         self._up_to_date()
 
     def _up_to_date(self) -> bool:
-        """Make what draws anew if an attribute was set since; return whether none was.
+        """Rebuild the source if an attribute was set; return True if none was.
 
         Raises:
-            ConfigurationError: one is out of range.
+            ConfigurationError: an attribute is out of range.
         """
         sizes = (self.batch_size, self.min_replay_buffer_size, self.min_demo_buffer_size, self.prefetch_size)
-        told = (self.replay_buffer, self.demo_buffer, *sizes, self.columns)
-        if told == self._made_of:
+        arguments = (self.replay_buffer, self.demo_buffer, *sizes, self.columns)
+        if arguments == self._made_of:
             return True
         size = whole("batch_size", self.batch_size, 1)
         options: BatchOptions = {"columns": self.columns}
@@ -74,16 +74,16 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
             options |= {"demos": self.demo_buffer, "min_demo_size": least, "common_columns": True}
             size = 2 * (size // 2)  # RLinf draws the same number from both
         self._draws = self._begin(size, options)
-        self._made_of = told
+        self._made_of = arguments
         return False
 
     def _begin(self, batch_size: int, options: BatchOptions) -> BatchSource | ReplayLoader:
-        """Return what draws from now on."""
+        """Return a new source with the current attributes."""
         self._source = BatchSource(self.replay_buffer, batch_size, **options)
         return self._source
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield batches, from when both buffers hold as much as they must until :meth:`close`.
+        """Yield batches once both buffers are filled, until :meth:`close`.
 
         Raises:
             StoreClosedError: a buffer was closed.
@@ -98,24 +98,24 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
                 time.sleep(_LOOK_AGAIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of what draws: generators; with a thread also the rows of batches made ahead."""
+        """Return the source's state: generators, and with a thread also the rows of prefetched batches."""
         self._up_to_date()
         return self._draws.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Load a :meth:`state_dict`."""
         self._up_to_date()
         self._draws.load_state_dict(state)
 
     def close(self) -> None:
-        """Yield no more; the buffers stay open."""
+        """Stop yielding; the buffers stay open."""
         self._closed = True
 
 
 class PreloadReplayBufferDataset(ReplayBufferDataset):
-    """The same, but ``prefetch_size`` batches are made ahead by a thread.
+    """As :class:`ReplayBufferDataset`, with ``prefetch_size`` batches made ahead by a thread.
 
-    Batches that were made ahead when an attribute is set are given first, unless it is one of the buffers.
+    Setting an attribute does not discard batches made ahead, unless it is a buffer.
     """
 
     _loader: ReplayLoader
@@ -136,15 +136,15 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
             self._up_to_date()
             try:
                 yield next(self._loader)
-            except TimeoutError:  # an attribute may have been set meanwhile
+            except TimeoutError:  # check the attributes again
                 continue
 
     def close(self) -> None:
-        """End the thread; the buffers stay open."""
+        """Stop the thread; the buffers stay open."""
         super().close()
         self._loader.close()
 
 
 def replay_buffer_collate_fn(batch: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the one batch that a DataLoader of these datasets wraps into a list."""
+    """Unwrap the batch from the one-element list that a DataLoader of these datasets makes."""
     return batch[0]

@@ -1,4 +1,4 @@
-"""The edge to a CUDA device: pinned memory, a stream of its own, events. All that cannot be tested without one."""
+"""CUDA transfers: pinned memory, a separate stream, events. Everything that needs a GPU to test."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 
 class Arrival(Protocol):
-    """A copy to a device that is under way."""
+    """A running copy to a device."""
 
     def done(self) -> bool:
-        """Return whether it has ended; does not wait."""
+        """Return whether it has finished, without waiting."""
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until it has finished."""
 
     def use(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let what comes next on the current stream wait for the copy; the host does not."""
+        """Make the current stream, not the host, wait for the copy."""
 
 
 class Device(Protocol):
-    """Where batches are copied to."""
+    """Target device of batches."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory that the device can read by itself."""
+        """Return a copy in memory that the device can read directly."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Arrival]:
-        """Begin to copy pinned tensors; they must stay as they are until the copy has ended."""
+        """Start copying pinned tensors, which must not change until the copy has finished."""
 
 
 class CudaArrival:
-    """An event after copies on a CUDA stream."""
+    """A CUDA event after copies on a stream."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -52,7 +52,7 @@ class CudaArrival:
 
 
 class CudaDevice:
-    """A CUDA device, to which a stream of its own copies."""
+    """A CUDA device with a separate copy stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Loaders: batches for a learner, made while it computes."""
+"""Loaders: batches for a learner, prepared while it computes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class Loader(IterableDataset[T], Closing, Generic[D, T]):
-    """An iterator of batches that a thread draws and reads ahead; it ends only where its sampler's epochs do.
+    """An iterator of batches that a thread draws and reads ahead; endless unless its sampler has epochs.
 
-    The sequence of batches is that of the draws alone: prefetching, reused memory and ranks change when and where a
-    batch is read, never what is in it. Iterate it in the process that trains; it needs no DataLoader. Inside one with
-    ``batch_size=None`` and n workers, each reads every n-th batch of the same sequence.
+    The sequence of batches depends on the draws alone: prefetching, reused memory and ranks change when and where a
+    batch is read, never its content. Iterate it in the training process; a DataLoader is unnecessary. In a DataLoader
+    with ``batch_size=None`` and n workers, each worker reads every n-th batch of the same sequence.
     """
 
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
@@ -44,7 +44,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         sampler = options.get("sampler")
         stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
-        """What the sequence of batches depends on: of ranks on one store, on nothing but the store."""
+        """Values that determine the sequence of batches; for ranks on one store, the store alone."""
         if isinstance(sampler, WeightedSampler) and sampler.priorities and rank[1] > 1 and stores == "shared":
             raise ConfigurationError(
                 "rank: ranks draw the same batches each by itself, and priorities that training changes would differ "
@@ -54,10 +54,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._device = device_of(options.get("device"))
         self._reuse, self._even = reuse, even
         self._timeout = options.get("timeout")
-        self._memory()  # refuses now what could not work later
+        self._memory()  # raises early on invalid options
         self._running: Prefetcher[D, Ready | None] | None = None
         self._dropped: weakref.finalize[..., Any] | None = None
-        """Ends the thread where nobody holds this loader any more."""
+        """Stops the thread once this loader is unreferenced."""
         self._pid = 0
         self._state: Mapping[str, Any] | None = None
         self._closed = False
@@ -67,7 +67,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     @abstractmethod
     def _batch(self, values: Any, drawn: D) -> T:
-        """Return a batch that was read as users get it."""
+        """Convert a batch that was read to the form that users get."""
 
     def __iter__(self) -> Self:
         """Return the iterator; all iterators of a loader share one sequence of batches."""
@@ -77,18 +77,18 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         """Return the next batch.
 
         Raises:
-            StopIteration: all epochs of the sampler have been drawn.
-            TimeoutError: none was ready in time; says what is waited for.
-            EmptyBufferError: the sampler has nothing left to draw, and no trajectories can come: of a saved point that
-                was opened to read, and in a worker of a DataLoader. Elsewhere they are waited for.
-            StoreClosedError: the loader, or a buffer, was closed; batches that were ready are not given any more.
-            StoreError: reading failed; every further call raises the same.
+            StopIteration: all epochs of the sampler are over.
+            TimeoutError: no batch was ready in time; gives the reason.
+            EmptyBufferError: the sampler is exhausted and no trajectories can arrive: for saved points opened
+                read-only, and in DataLoader workers. Otherwise the loader waits.
+            StoreClosedError: the loader or a buffer was closed; ready batches are discarded.
+            StoreError: reading failed; every further call raises the same error.
         """
         running = self._start()
         try:
             while True:
                 drawn, ready = running.next(self._timeout)
-                if ready is not None:  # else it is another worker's
+                if ready is not None:  # else another worker's batch
                     return self._batch(ready.take(), drawn)
         except EpochsEndedError:
             raise StopIteration from None
@@ -110,10 +110,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         return running
 
     def _mine(self) -> Prefetcher[D, Ready | None] | None:
-        """Return what makes batches in this process; None before that.
+        """Return this process's prefetcher, or None if not started.
 
         Raises:
-            ConfigurationError: the process that forked this one makes them, and no state has been loaded since.
+            ConfigurationError: started in the parent process, and no state was loaded since the fork.
         """
         if self._running is None or self._pid == os.getpid():
             return self._running
@@ -127,10 +127,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     def _end(self) -> None:
         if self._running is not None and self._dropped is not None and self._pid == os.getpid():
             self._running.close()
-            self._dropped.detach()  # else it would keep the batches that were ready until this loader goes
+            self._dropped.detach()  # else it would keep ready batches until this loader is released
 
     def _prefetcher(self) -> Prefetcher[D, Ready | None]:
-        memory, source = self._memory(), self._source  # not this loader: the thread must not keep it
+        memory, source = self._memory(), self._source  # not ``self``: the thread must not keep it alive
         worker = get_worker_info()
 
         def make(drawn: D, number: int) -> tuple[Ready | None, int]:
@@ -139,23 +139,23 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
             ready = memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
             return ready, nbytes_of(ready.values)
 
-        waits = source.grows and worker is None  # nobody adds or refreshes in a worker
+        waits = source.grows and worker is None  # nothing adds or refreshes in a worker
         return Prefetcher(source, make, self._prefetch, self._prefetch_bytes, waits=waits)
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the batch that ``next`` gave last: generators, samplers, rows of batches under way.
+        """Return the state after the last batch returned: generators, samplers, rows of batches under way.
 
-        Plain containers, numbers and tensors: ``torch.load`` reads it with ``weights_only=True``.
+        Plain containers, numbers and tensors, readable by ``torch.load`` with ``weights_only=True``.
 
         Raises:
-            ConfigurationError: it has begun in the process that forked this one.
+            ConfigurationError: the loader was started in the parent process.
         """
         running = self._mine()
         if running is not None:
             state = {**running.state_dict(), "ranks": self._ranks}
-            # Workers alone count, each from where all began: the first worker has the first batch.
+            # Only workers count, each from the start: the first worker has the first batch.
             return state if get_worker_info() is not None else {**state, "handed_out": 0}
         if self._state is not None:
             return dict(self._state)
@@ -163,21 +163,21 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         return {**begun, "ranks": self._ranks}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: bool = False) -> None:
-        """Go on after the batch at which a state was taken, with any number of ranks.
+        """Continue after the batch at which a state was saved, with any number of ranks.
 
-        The buffers must show the trajectories that they showed then: the same store, or a copy of it. Where some have
-        come or gone since, batches go on, and a warning says that they are not those of a run without a break. A loader
-        that has begun begins anew.
+        The buffers must show the same trajectories: those of the same store, or of a copy. If some were added or
+        evicted since, batches continue, with a warning that they differ from those of an uninterrupted run. A started
+        loader restarts.
 
         Args:
-            state: what :meth:`state_dict` returned.
-            changed: go on although the loader was made for other batches (of another size, say). Batches that were
-                under way come as they were drawn.
+            state: result of :meth:`state_dict`.
+            changed: continue although the loader is configured for other batches (e.g. of another size). Batches under
+                way are returned as drawn.
 
         Raises:
-            ConfigurationError: it is no state of such a loader; it is of other trajectories, other batches, or another
-                sampler (the last may also be said by ``next``); it is of ranks with stores of another kind, or, of
-                ranks with a store each, of another rank. Nothing was changed.
+            ConfigurationError: the state is invalid, or of other trajectories, batches or samplers (the last may only
+                be raised by ``next``); or it is of ranks with another kind of stores or, with a store per rank, of
+                another rank. Nothing was changed.
         """
         check_state(state, ("source", "under_way", "handed_out", "redrawn", "ranks"))
         if state["ranks"] != self._ranks:
@@ -188,10 +188,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         check_state(state["source"], ())
         if truth("changed", changed):
             state = {**state, "source": self._source.changed(state["source"])}
-        told = self._source.check(state["source"])
+        differences = self._source.check(state["source"])
         for rows in state["under_way"]:
             self._source.check_rows(rows)
-        tell(told)
+        tell(differences)
         self._end()
         self._running = None
         self._state = state
@@ -199,8 +199,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     def figures(self) -> dict[str, float]:
         """Return flat numbers for metrics.
 
-        ``batches_ready``: made and not handed out. ``batches_redrawn``: drawn anew because a trajectory of theirs was
-        evicted before it was read; the log tells of the first only. Further ones are the source's.
+        ``batches_ready``: number of prefetched batches. ``batches_redrawn``: number of batches redrawn because a
+        trajectory was evicted before it was read; only the first is logged. The source adds more.
         """
         running = self._running
         return {
@@ -212,12 +212,12 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the thread; the buffers stay open. Closing again does nothing."""
+        """Stop the thread; the buffers stay open. Idempotent."""
         self._closed = True
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        # As bytes: torch would send a tensor as an open file, of which there are few.
+        # As bytes: torch would send a tensor as an open file, and file descriptors are scarce.
         state = pickle.dumps(self.state_dict())
         return {**self.__dict__, "_running": None, "_dropped": None, "_pid": 0, "_state": state}
 
@@ -226,14 +226,14 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
 
 class ReplayLoader(Loader[DrawnBatch, Batch]):
-    """An iterator of batches of transitions from a replay buffer, or from one and a buffer of demonstrations.
+    """An iterator of transition batches from a replay buffer, optionally mixed with demonstrations.
 
-    A batch is a nested dict of tensors ``[n, ...]``; ``batch.drawn`` says which rows of ``replay`` it holds (they come
-    before the demonstrations), and ``batch.weights`` how much each of these counts, where the sampler says so.
+    A batch is a nested dict of tensors ``[n, ...]``. ``batch.drawn`` has its rows of ``replay`` (which precede the
+    demonstrations), and ``batch.weights`` their weights, if the sampler has any.
 
     Args:
         replay: buffer of rollouts.
-        batch_size: transitions of a global batch.
+        batch_size: transitions per global batch.
         options: see :class:`~trajstore.core.feeding.options.BatchOptions` and
             :class:`~trajstore.core.feeding.options.LoaderOptions`.
 
@@ -250,14 +250,14 @@ class ReplayLoader(Loader[DrawnBatch, Batch]):
 
 
 class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
-    """An iterator of batches of whole agent trajectories, packed or padded to a budget of tokens.
+    """An iterator of batches of whole agent trajectories, packed or padded to a token budget.
 
-    A batch is a list of packs: this rank's share of ``batch_size`` of them, each a micro-batch of at most ``tokens``
-    tokens. What a pack holds says :func:`~trajstore.core.feeding.packing.lay_out`. Nothing is ever cut.
+    A batch is a list of packs: this rank's share of ``batch_size`` packs, each a micro-batch of at most ``tokens``
+    tokens. See :func:`~trajstore.core.feeding.packing.lay_out` for their content. Trajectories are never cut.
 
     Args:
-        buffer: of agent trajectories.
-        tokens: most tokens of a pack; of a padded one, with what it is filled up with.
+        buffer: buffer of agent trajectories.
+        tokens: maximum tokens per pack; with padding included.
         options: see :class:`~trajstore.core.feeding.options.TokenOptions` and
             :class:`~trajstore.core.feeding.options.LoaderOptions`.
 

@@ -1,4 +1,4 @@
-"""Memory that batches are read into: fresh, used again, or pinned and copied to a device on a stream of its own."""
+"""Batch memory: fresh, reused, or pinned and copied to a device on a separate stream."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from trajstore.errors import ConfigurationError
 
 Tensors = dict[str, torch.Tensor]
 Reader = Callable[[Mapping[str, torch.Tensor] | None], Any]
-"""Reads a batch into the tensors given, by dotted name, or into fresh ones."""
+"""Reads a batch into given tensors by dotted name, or into fresh ones."""
 
 
 @dataclass(slots=True)
 class Ready:
-    """A batch, and what says that it has arrived where it is to be.
+    """A batch, and the completion of its copy.
 
     Attributes:
-        values: the batch: dicts and lists of tensors and of other values.
-        arrival: of the copy to the device; None where there was none.
+        values: the batch: nested dicts and lists of tensors and other values.
+        arrival: the copy to the device; None if there was none.
     """
 
     values: Any
     arrival: Arrival | None = None
 
     def take(self) -> Any:
-        """Return the batch for use on the current stream, which waits for the copy; the host does not."""
+        """Return the batch for the current stream, which waits for the copy; the host does not."""
         if self.arrival is not None:
             self.arrival.use(list(tensors_of(self.values)))
         return self.values
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors of nested dicts and lists, always in the same order."""
+    """Yield all tensors of nested dicts and lists, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -50,7 +50,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return nested dicts and lists with other tensors, given in the order of :func:`tensors_of`."""
+    """Replace the tensors in nested dicts and lists, in the order of :func:`tensors_of`."""
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if isinstance(value, Mapping):
@@ -59,23 +59,23 @@ def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def nbytes_of(values: Any) -> int:
-    """Return the bytes of all tensors of a batch."""
+    """Return the total bytes of a batch's tensors."""
     return sum(tensor.nbytes for tensor in tensors_of(values))
 
 
 class FreshMemory:
-    """Each batch has memory of its own, which the consumer may keep."""
+    """Allocates fresh memory for each batch, which the consumer may keep."""
 
     def read(self, reader: Reader, count: int) -> Ready:
-        """Return the batch that ``reader`` reads, ``count`` rows."""
+        """Return the batch read by ``reader``, ``count`` rows."""
         return Ready(reader(None))
 
 
 class ReusedMemory:
-    """Batches take turns in the same memory: one is valid until the next one is asked for.
+    """Batches rotate through the same memory; each is valid until the next is requested.
 
     Args:
-        batches: how many may exist at a time: those finished, the one being read, the one in use.
+        batches: maximum number at a time: finished ones, the one being read, and the one in use.
     """
 
     def __init__(self, batches: int) -> None:
@@ -83,14 +83,14 @@ class ReusedMemory:
         self._turns: deque[Tensors] = deque()
 
     def read(self, reader: Reader, count: int) -> Ready:
-        """Return the batch that ``reader`` reads, ``count`` rows, in the memory whose turn it is."""
+        """Return the batch read by ``reader``, ``count`` rows, in the memory next in rotation."""
         if len(self._turns) < self._batches:
             values = reader(None)
             self._turns.append(unnest(values))
             return Ready(values)
         target = self._turns.popleft()
         filled = _read_into(reader, target, count)
-        if filled is None:  # the columns have changed: the memory of the old ones goes
+        if filled is None:  # columns changed: free the old memory
             self._turns.clear()
             return self.read(reader, count)
         self._turns.append(target)
@@ -98,14 +98,14 @@ class ReusedMemory:
 
 
 class DeviceMemory:
-    """Batches are read into pinned memory, and copied from there to a device.
+    """Reads batches into pinned memory and copies them to a device.
 
-    The pinned memory of a batch is used again when its copy has ended; nobody waits for that unless all of it is busy.
+    Pinned memory is reused once its copy has finished; waits only if all of it is busy.
 
     Args:
-        device: where batches go.
-        batches: how many copies may be under way.
-        reuse: batches have the same columns and at most as many rows, so that one's memory fits another.
+        device: target device of the batches.
+        batches: maximum number of running copies.
+        reuse: whether batches have the same columns and no more rows than the first, so that memory fits others.
     """
 
     def __init__(self, device: Device, batches: int, *, reuse: bool = True) -> None:
@@ -115,7 +115,7 @@ class DeviceMemory:
         self._busy: deque[tuple[Arrival, Any]] = deque()
 
     def read(self, reader: Reader, count: int) -> Ready:
-        """Return the batch that ``reader`` reads, ``count`` rows, on its way to the device."""
+        """Return the batch read by ``reader``, ``count`` rows, with its copy started."""
         free = self._free()
         values = None if free is None or not self._reuse else _read_into(reader, free, count)
         pinned = free
@@ -128,7 +128,7 @@ class DeviceMemory:
         return Ready(with_tensors(values, iter(moved)), arrival)
 
     def _free(self) -> Any:
-        """Return pinned memory whose copy has ended; None while there is none and more may be made."""
+        """Return pinned memory with a finished copy, or None if there is none and more may be allocated."""
         if not self._busy or (len(self._busy) < self._batches and not self._busy[0][0].done()):
             return None
         arrival, pinned = self._busy.popleft()
@@ -140,16 +140,16 @@ Memory = FreshMemory | ReusedMemory | DeviceMemory
 
 
 def memory_for(device: torch.device | None, depth: int, *, reuse: bool, even: bool) -> Memory:
-    """Return the memory for batches of a loader that keeps ``depth`` of them ready.
+    """Return the memory of a loader that keeps ``depth`` batches ready.
 
     Args:
-        device: where batches go; None = the CPU.
-        depth: how many are kept ready.
-        reuse: batches on the CPU take turns.
-        even: batches have the same columns and at most as many rows as the first.
+        device: target device; None = the CPU.
+        depth: number of batches kept ready.
+        reuse: whether CPU batches share rotating memory.
+        even: whether batches have the same columns and no more rows than the first.
 
     Raises:
-        ConfigurationError: the device is neither the CPU nor a CUDA device that is there.
+        ConfigurationError: the device is neither the CPU nor an available CUDA device.
     """
     if device is None or device.type == "cpu":
         return ReusedMemory(depth + 2) if reuse else FreshMemory()
@@ -159,11 +159,11 @@ def memory_for(device: torch.device | None, depth: int, *, reuse: bool, even: bo
 
 
 def _read_into(reader: Reader, target: Tensors, count: int) -> dict[str, Any] | None:
-    """Read into tensors that fit; None where the batch has other columns, or more rows."""
+    """Read into tensors that fit; None if the batch has other columns or more rows."""
     if not target or any(len(tensor) < count for tensor in target.values()):
         return None
     try:
         values: dict[str, Any] = reader(target)
-    except ConfigurationError:  # a column that the target lacks, or has in another shape
+    except ConfigurationError:  # a column is absent in the target, or has another shape
         return None
     return values if unnest(values).keys() == target.keys() else None

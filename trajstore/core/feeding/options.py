@@ -1,4 +1,4 @@
-"""What loaders can be told, each option in one place."""
+"""Options of loaders, each defined once."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ LongTrajectories = Literal["refuse", "skip", "alone"]
 
 
 Stores = Literal["shared", "per_rank"]
-"""What W ranks draw from: one store, or each from its own."""
+"""Stores of W ranks: one for all, or one per rank."""
 
 
 class ByIds(Protocol):
-    """Facts of trajectories by arrays of ids: see :class:`trajstore.core.buffer.sampling.Sampling`."""
+    """Facts of trajectories by id arrays, see :class:`trajstore.core.buffer.sampling.Sampling`."""
 
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]: ...
 
 
 class Replay(Protocol):
-    """What batches of transitions are drawn from.
+    """Source of transition batches.
 
-    A :class:`~trajstore.TrajectoryReplayBuffer`, or a :class:`~trajstore.distributed.DistributedReplayBuffer`. A
-    loader's thread calls it while others do, so it guards itself.
+    A :class:`~trajstore.TrajectoryReplayBuffer` or a :class:`~trajstore.distributed.DistributedReplayBuffer`. It must
+    be thread-safe, because a loader's thread uses it too.
     """
 
     @property
@@ -78,17 +78,17 @@ class LoaderOptions(TypedDict, total=False):
     """Options of every loader.
 
     Attributes:
-        sampler: chooses instead of the buffer's uniform draws.
-        min_size: trajectories that the buffer must hold before the first batch (1).
+        sampler: sampler to use instead of the buffer's uniform draws.
+        min_size: minimum trajectories in the buffer before the first batch (1).
         columns: names of the columns to read; None = all.
-        rank: (r, W): this is rank r of W, and gets its part of every global batch; all ranks draw the same batches,
-            and their parts together are that batch, whatever W is ((0, 1)).
-        stores: ``"shared"``: all ranks read one store, or copies of it, and so draw the same batches; ``"per_rank"``:
-            each rank has a store of its own, and draws its part of ``batch_size`` from that (``"shared"``).
-        prefetch: batches that are kept ready (4).
-        prefetch_bytes: bytes of batches that are kept ready; None = no bound.
-        device: where batches go; a CUDA device gets them through pinned memory, on a stream of its own (CPU).
-        timeout: seconds after which ``next`` raises TimeoutError; None waits for as long as it takes.
+        rank: (r, W): rank r of W, which gets its part of every global batch. All ranks draw the same batches; their
+            parts add up to the whole batch for any W ((0, 1)).
+        stores: ``"shared"``: all ranks read one store, or copies of it, and draw the same batches; ``"per_rank"``: each
+            rank draws its part of ``batch_size`` from its own store (``"shared"``).
+        prefetch: number of batches kept ready (4).
+        prefetch_bytes: maximum bytes of batches kept ready; None = no limit.
+        device: target device of batches; CUDA uses pinned memory and a separate stream (CPU).
+        timeout: seconds until ``next`` raises TimeoutError; None = wait forever.
     """
 
     sampler: Sampler | None
@@ -106,13 +106,13 @@ class BatchOptions(LoaderOptions, total=False):
     """Options of :class:`~trajstore.core.feeding.ReplayLoader`, beside those of every loader.
 
     Attributes:
-        demos: buffer of demonstrations that are mixed into each batch.
-        demo_share: which part of a batch they are, rounded down to whole transitions (0.5).
-        min_demo_size: trajectories that ``demos`` must hold before the first batch (1).
-        demo_sampler: chooses from ``demos`` instead of its uniform draws.
-        common_columns: batches have the columns that rollouts and demonstrations both have, in the wider dtype, and a
-            warning names the others; else both must have the same (False).
-        reuse: batches on the CPU take turns in the same memory; each is valid until the next one is asked for (False).
+        demos: buffer of demonstrations to mix into each batch.
+        demo_share: their share of a batch, rounded down to whole transitions (0.5).
+        min_demo_size: minimum trajectories in ``demos`` before the first batch (1).
+        demo_sampler: sampler for ``demos`` instead of uniform draws.
+        common_columns: batches have only the columns common to rollouts and demonstrations, in the wider dtype; a
+            warning names the others. If False, both must have the same columns (False).
+        reuse: CPU batches share rotating memory; each is valid until the next is requested (False).
     """
 
     demos: Replay | None
@@ -127,14 +127,13 @@ class TokenOptions(LoaderOptions, total=False):
     """Options of :class:`~trajstore.core.feeding.TokenLoader`, beside those of every loader.
 
     Attributes:
-        layout: ``"packed"``: trajectories stand one after the other; ``"padded"``: below each other, each filled up to
-            the longest ("packed").
-        batch_size: packs of a global batch; ranks share them out (1).
-        lookahead: trajectories that are drawn ahead, among which a pack finds those that still fit (32).
-        long: what becomes of a trajectory that is longer than the budget, or has no tokens: ``"refuse"`` is an error,
-            ``"skip"`` leaves it out and counts it, ``"alone"`` gives a long one a pack of its own beyond the budget
-            ("refuse").
-        pad_id: token with which padded rows are filled up (0).
+        layout: ``"packed"``: trajectories are concatenated; ``"padded"``: one per row, padded to the longest
+            ("packed").
+        batch_size: packs per global batch, divided among ranks (1).
+        lookahead: number of trajectories drawn ahead to fill packs with (32).
+        long: treatment of trajectories that exceed the budget or have no tokens: ``"refuse"`` raises, ``"skip"`` drops
+            and counts them, ``"alone"`` puts a long one in a pack of its own beyond the budget ("refuse").
+        pad_id: padding token (0).
     """
 
     layout: Layout
@@ -145,15 +144,15 @@ class TokenOptions(LoaderOptions, total=False):
 
 
 def check_options(who: str, options: Mapping[str, Any], known: type[Any]) -> None:
-    """Refuse options that there are not.
+    """Reject unknown options.
 
     Args:
-        who: takes them.
+        who: receiver of the options.
         options: by name.
-        known: the TypedDict that names them.
+        known: TypedDict of the known options.
 
     Raises:
-        ConfigurationError: names the unknown one, and those that there are.
+        ConfigurationError: an option is unknown; names it and the known ones.
     """
     check_values(options)
     unknown = sorted(options.keys() - known.__annotations__.keys() - LoaderOptions.__annotations__.keys())
@@ -162,10 +161,10 @@ def check_options(who: str, options: Mapping[str, Any], known: type[Any]) -> Non
 
 
 def check_replay(name: str, value: Any) -> None:
-    """Refuse what batches cannot be drawn from.
+    """Reject objects that cannot be sampled.
 
     Raises:
-        ConfigurationError: it is no buffer, and no handle of stores.
+        ConfigurationError: it is neither a buffer nor a handle of stores.
     """
     if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "sampling")):
         raise ConfigurationError(
@@ -174,10 +173,10 @@ def check_replay(name: str, value: Any) -> None:
 
 
 def check_values(options: Mapping[str, Any]) -> None:
-    """Refuse values of options that are of no use, whichever loader takes them.
+    """Reject invalid values of options shared by all loaders.
 
     Raises:
-        ConfigurationError: names the option.
+        ConfigurationError: a value is invalid; names the option.
     """
     for name, value in options.items():
         if name in _CHECKS and not (value is None and name in _OR_NONE):
@@ -203,16 +202,16 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "layout": partial(one_of, known=get_args(Layout)),
     "long": partial(one_of, known=get_args(LongTrajectories)),
 }
-"""What looks at the value of each option, by its name."""
+"""Check for each option's value, by name."""
 
 _OR_NONE = ("prefetch_bytes", "min_demo_size", "demos", "demo_share")
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the device that an option names; None for the CPU.
+    """Return the device named by an option; None for the CPU.
 
     Raises:
-        ConfigurationError: it names none.
+        ConfigurationError: the device is invalid.
     """
     if value is None or isinstance(value, torch.device):
         return value
@@ -223,10 +222,10 @@ def device_of(value: Any) -> torch.device | None:
 
 
 def check_rank(rank: tuple[int, int], batch_size: int) -> None:
-    """Refuse a rank that is none of its world, and more ranks than a batch has parts.
+    """Reject ranks outside the world, and more ranks than parts of a batch.
 
     Raises:
-        ConfigurationError: says which.
+        ConfigurationError: the rank is invalid; gives the reason.
     """
     whole("batch_size", batch_size, 1)
     rank_of_ranks("rank", rank)
@@ -235,16 +234,16 @@ def check_rank(rank: tuple[int, int], batch_size: int) -> None:
 
 
 def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> tuple[tuple[int, int], int]:
-    """Return which part of each batch that it draws a loader reads, and how large that batch is.
+    """Return the part of each drawn batch that a loader reads, and the drawn batch's size.
 
     Args:
-        options: the loader's.
-        batch_size: of the global batch.
-        buffer: from which it draws.
+        options: options of the loader.
+        batch_size: size of the global batch.
+        buffer: buffer to draw from.
 
     Raises:
-        ConfigurationError: rank or stores are none, or the buffer shows one rank's share of a store that ranks are to
-            read as a whole, or has no seed.
+        ConfigurationError: rank or stores are invalid; the buffer shows one rank's share of a store that ranks must
+            read whole; or it has no seed.
     """
     rank, stores = options.get("rank", (0, 1)), options.get("stores", "shared")
     check_rank(rank, batch_size)
@@ -266,10 +265,10 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
 
 
 def check_sampler(name: str, sampler: Sampler | None, unit: Unit) -> None:
-    """Refuse a sampler that draws something else.
+    """Reject a sampler with another unit.
 
     Raises:
-        ConfigurationError: says what it draws.
+        ConfigurationError: the unit differs; names it.
     """
     if sampler is not None and sampler.unit != unit:
         drawn = {"sample": "transitions", "trajectory": "whole trajectories"}

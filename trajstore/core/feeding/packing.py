@@ -1,4 +1,4 @@
-"""Which trajectories go into a pack of tokens, and where each of them stands in it. Arithmetic only."""
+"""Selection of trajectories for a pack of tokens, and their layout in it. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Room:
-    """How much of a pack is taken. The first trajectory always has room, so that none waits for ever.
+    """The filling of a pack. The first trajectory always fits, so that none waits forever.
 
     Args:
-        tokens: most tokens of the pack; padded, its trajectories times the longest of them.
-        layout: how they are laid out.
+        tokens: maximum tokens of the pack; for padded ones, the trajectory count times the longest.
+        layout: layout of the pack.
     """
 
     def __init__(self, tokens: int, layout: Layout) -> None:
@@ -45,34 +45,33 @@ class Room:
 
     @property
     def full(self) -> bool:
-        """Whether not even a trajectory of one token fits."""
+        """True if not even a one-token trajectory fits."""
         return self._count > 0 and self._size(1) > self._tokens
 
 
 def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[np.float32] | None) -> dict[str, Any]:
-    """Return a pack of n trajectories with N tokens in all, the longest of K.
+    """Return a pack of n trajectories with N tokens in total and at most K each.
 
-    Columns of tokens are ``[N]`` packed, ``[n, K]`` padded at the right. Columns of the response (``old_log_probs``,
-    ...) stand at its tokens. Where there is no value, in the prompt and at the right, they are 0 (``input_ids``:
-    ``pad_id``).
+    Token columns are ``[N]`` packed, ``[n, K]`` right-padded. Response columns (``old_log_probs``, ...) are aligned
+    with the response tokens. Prompt and padding positions without values are 0 (``input_ids``: ``pad_id``).
 
     ========================== ============================ ==================================================
-    key                        packed, padded               what it is
+    key                        packed, padded               meaning
     ========================== ============================ ==================================================
     each column                [N], [n, K]                  as stored; of several dtypes the widest
     ``position_ids``           int64 [N], [n, K]            place within its trajectory; 0 at the right
     ``response``               bool [N], [n, K]             token of the response
-    ``cu_seqlens``             int32 [n + 1], absent        where each trajectory begins, and N
-    ``sequence_ids``           int64 [N], absent            which of the n trajectories
+    ``cu_seqlens``             int32 [n + 1], absent        start of each trajectory, and N
+    ``sequence_ids``           int64 [N], absent            index of the trajectory, below n
     ``max_seqlen``             int, absent                  K
-    ``mask``                   absent, bool [n, K]          token, not filled up
+    ``mask``                   absent, bool [n, K]          token rather than padding
     ``lengths``                int64 [n]                    tokens of each
     ``trajectory_ids``         int64 [n]                    id of each in the store
-    ``outcomes``               float64 [n]                  ``Reward.outcome``, or the one given late; NaN = unknown
-    ``notes``                  dict of float64 [n]          values given late, of ``notes.NAME`` among the columns; of
-                                                            values by row [N], [n, K] as given, NaN where none were
+    ``outcomes``               float64 [n]                  ``Reward.outcome``, or a late one; NaN = unknown
+    ``notes``                  dict of float64 [n]          late values of columns ``notes.NAME``;
+                                                            per-row ones [N], [n, K] as given; NaN if none
     ``policy_versions``        int64 [n]                    -1 = unknown
-    ``weights``                float32 [n], or absent       of the sampler, relative to one draw
+    ``weights``                float32 [n], or absent       the sampler's, relative to one draw
     ``task_ids``               list of n strings            task of each
     ========================== ============================ ==================================================
 
@@ -111,8 +110,8 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
         pack["sequence_ids"] = torch.from_numpy(np.repeat(np.arange(count), lengths))
         pack["max_seqlen"] = longest
     rewards = [document.get("reward") or {} for document in documents]
-    said = [reward.get("outcome") if isinstance(reward, dict) else reward for reward in rewards]
-    outcomes = np.array([np.nan if one is None else float(one) for one in said], np.float64)
+    rewards_or_outcomes = [reward.get("outcome") if isinstance(reward, dict) else reward for reward in rewards]
+    outcomes = np.array([np.nan if outcome is None else float(outcome) for outcome in rewards_or_outcomes], np.float64)
     pack |= {
         "lengths": torch.from_numpy(lengths.copy()),
         "trajectory_ids": torch.from_numpy(rows.ids.copy()),
@@ -129,15 +128,15 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
 
 
 def _counted(lengths: IntArray) -> IntArray:
-    """Return 0, 1, ... up to each length, one after the other."""
+    """Return 0, 1, ... up to each length, concatenated."""
     ends = np.cumsum(lengths)
     counted: IntArray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
     return counted
 
 
 def _response_start(length: int, response: int, document: dict[str, Any]) -> int:
-    """Return where the response begins: by its columns, else by what the trajectory says, else nowhere."""
+    """Return the start of the response: from its columns, else as recorded in the trajectory, else none."""
     if response:
         return int(length - response)
-    said = document.get("response_start")
-    return int(length if said is None else said)
+    recorded_start = document.get("response_start")
+    return int(length if recorded_start is None else recorded_start)

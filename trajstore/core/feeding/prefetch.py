@@ -1,4 +1,4 @@
-"""Batches made ahead of their use by a thread: a bounded queue, errors that reach the consumer, an orderly end."""
+"""Batches made ahead by a thread: a bounded queue, with errors passed to the consumer and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ D = TypeVar("D")
 T = TypeVar("T")
 
 _LOOK_AGAIN = 0.01
-"""Seconds between two looks at buffers that are not ready."""
+"""Seconds between checks of buffers that are not ready."""
 
 _BUFFER_CLOSED = "the buffer of this loader was closed, and its files may go; open it again, and make a loader of that"
 
 _NOT_FILLED = "are the buffers filled as far as they must be?"
 
 _SAYS_AFTER = 10.0
-"""Seconds of waiting without a timeout, after which it is said that a batch is waited for."""
+"""Seconds of waiting without a timeout before a log message."""
 
 _HAND_OVER = 0.001
-"""Seconds that the thread leaves to its consumer after a batch was taken, if another one is finished."""
+"""Seconds that the thread yields to its consumer after a batch was taken, if another is finished."""
 
 _LONGEST = 1.0
-"""Seconds after which the thread looks at the latest whether it is still wanted, and whether there is more to draw."""
+"""Maximum seconds between the thread's checks for shutdown and for more rows to draw."""
 
 _REDRAWS = 100
-"""Batches drawn anew in a row, because trajectories were evicted between draw and read, before that is an error."""
+"""Maximum consecutive redraws due to evictions between draw and read; more are an error."""
 
 
 @dataclass(slots=True)
@@ -48,17 +48,17 @@ class _Made(Generic[D, T]):
 
 
 class Prefetcher(Generic[D, T]):
-    """A thread that draws and reads batches while earlier ones are used.
+    """Draws and reads batches in a thread while earlier ones are used.
 
-    A batch that is drawn but not yet handed out is *under way*; the state names these by their rows, so that a resumed
-    run hands out the same batches. Safe to use from one consuming thread; the state can be asked for from any.
+    A batch that is drawn but not yet returned is *under way*. The state lists the rows of these, so that a resumed run
+    returns the same batches. Only one thread may consume; any may read the state.
 
     Args:
-        source: draws; called by the thread alone while it runs.
-        make: reads a drawn batch, given its number in the sequence, and returns it with its number of bytes.
-        depth: most batches under way.
-        max_bytes: most bytes of finished ones; None = no bound. One batch is always allowed.
-        waits: where a sampler has nothing left to draw, wait for more trajectories; else that is an error.
+        source: draws batches; used only by the thread while it runs.
+        make: reads a drawn batch, given its sequence number, and returns it with its size in bytes.
+        depth: maximum batches under way.
+        max_bytes: maximum bytes of finished ones; None = no limit. One batch is always allowed.
+        waits: whether to wait for more trajectories once a sampler is exhausted, instead of raising.
     """
 
     def __init__(
@@ -86,31 +86,31 @@ class Prefetcher(Generic[D, T]):
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.redrawn = 0
-        """Batches that were drawn anew, because a trajectory of theirs was evicted before it was read."""
+        """Number of batches redrawn because a trajectory was evicted before it was read."""
 
     def start(self) -> None:
-        """Begin to make batches. Starting again does nothing."""
+        """Start making batches. Idempotent."""
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="trajstore-prefetch", daemon=True)
             start_thread(self._thread)
 
     def next(self, timeout: float | None = None) -> tuple[D, T]:
-        """Return the rows of the next batch and the batch, waiting for it.
+        """Return the rows of the next batch and the batch itself; blocks.
 
         Raises:
-            TimeoutError: none was finished within ``timeout`` seconds.
-            StoreClosedError: the prefetcher, or a buffer, was closed; batches that were ready are not given any more.
-            Exception: whatever ended the thread; the same one at every further call.
+            TimeoutError: no batch was finished within ``timeout`` seconds.
+            StoreClosedError: the prefetcher or a buffer was closed; ready batches are discarded.
+            Exception: the error that ended the thread; repeated by every further call.
         """
         with self._changed:
-            there = self._wait(_SAYS_AFTER if timeout is None else timeout)
-            if not there and timeout is None:
+            has_result = self._wait(_SAYS_AFTER if timeout is None else timeout)
+            if not has_result and timeout is None:
                 logger.warning(
                     "no batch for %g s; %s next() waits for as long as it takes; with timeout=... it raises",
                     _SAYS_AFTER,
                     self._waits_for,
                 )
-                there = self._wait(None)
+                has_result = self._wait(None)
             if self._source.closed and not self._stopping and (self._made or self._error is None):
                 raise StoreClosedError(_BUFFER_CLOSED)
             if self._made and not self._stopping:
@@ -123,16 +123,16 @@ class Prefetcher(Generic[D, T]):
                 raise self._error
             if self._stopping:
                 raise StoreClosedError("the loader was closed")
-            if not there:
+            if not has_result:
                 raise TimeoutError(f"no batch within {timeout} s; {self._waits_for}")
         raise AssertionError("unreachable")
 
     def _wait(self, timeout: float | None) -> bool:
-        """Wait, with the condition held, until there is something to tell; return whether there is."""
+        """Wait, with the condition held, for a batch, an error or shutdown; return False on timeout."""
         return self._changed.wait_for(lambda: bool(self._made) or self._error is not None or self._stopping, timeout)
 
     def close(self) -> None:
-        """End the thread and wait for it. Closing again does nothing."""
+        """Stop the thread and wait for it. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -140,7 +140,7 @@ class Prefetcher(Generic[D, T]):
             self._thread.join()
 
     def stop(self) -> None:
-        """Let the thread end within a second or so. Takes no lock: a loader that nobody holds calls this."""
+        """Stop the thread within about a second. Takes no lock, because finalizers call this."""
         self._stopping = True
 
     @property
@@ -151,7 +151,7 @@ class Prefetcher(Generic[D, T]):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the source's state and the rows of the batches under way, oldest first."""
+        """Return the source's state and the rows of batches under way, oldest first."""
         with self._changed:
             under_way = [made.drawn for made in self._made]
             if self._making is not None:
@@ -164,7 +164,7 @@ class Prefetcher(Generic[D, T]):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state; before :meth:`start`."""
+        """Load a state; before :meth:`start`."""
         self._source.load_state_dict(state["source"])
         self._resumed = deque(map(self._source.drawn_of, state["under_way"]))
         self._handed_out = int(state["handed_out"])
@@ -192,7 +192,7 @@ class Prefetcher(Generic[D, T]):
                     self._making = None
                     self._nbytes += nbytes
                     self._changed.notify_all()
-        except Exception as error:  # whatever ends the thread must reach who waits for batches
+        except Exception as error:  # the consumer must see any error that ends the thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -211,10 +211,10 @@ class Prefetcher(Generic[D, T]):
             )
 
     def _await_room(self) -> None:
-        """Wait until there is room; then let the consumer, who has just made it, go on with its batch undisturbed.
+        """Wait until there is room; then yield briefly to the consumer, which has just made it.
 
-        Both need the interpreter: a thread that begins at once would make its consumer wait for what it has taken, and
-        there is time as long as another batch is finished.
+        Both need the interpreter: starting at once would delay the consumer's work on its batch, and there is time as
+        long as another batch is finished.
         """
         with self._changed:
             if self._stopping or self._has_room():
@@ -226,7 +226,7 @@ class Prefetcher(Generic[D, T]):
             time.sleep(_HAND_OVER)
 
     def _next_drawn(self) -> D | None:
-        """Wait until there is room and something to draw; None at the end."""
+        """Wait until there is room and something to draw; None on shutdown."""
         pause = _LOOK_AGAIN
         while True:
             self._await_room()
@@ -246,11 +246,11 @@ class Prefetcher(Generic[D, T]):
                     except EpochsEndedError:
                         raise
                     except EmptyBufferError as error:
-                        if self._source.ready():  # else emptied between look and draw
+                        if self._source.ready():  # else emptied since the check
                             if not self._waits:
                                 raise
                             self._waits_for = f"{error}; more can be drawn once trajectories are added."
-                            pause = min(2 * pause, _LONGEST)  # a sampler may look at all trajectories in vain
+                            pause = min(2 * pause, _LONGEST)  # a sampler may search all trajectories in vain
                 self._changed.wait(pause)
 
     def _has_room(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where batches come from: a replay buffer, or one beside a buffer of demonstrations."""
+"""Sources of batches: a replay buffer, optionally with a buffer of demonstrations."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ D = TypeVar("D")
 
 
 class Source(ABC, Generic[D]):
-    """Draws batches and reads them, two steps that may lie far apart. ``D`` says which rows a batch has."""
+    """Draws batches and reads them later. ``D`` describes the rows of a batch."""
 
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Whether a buffer was closed."""
+        """True if a buffer was closed."""
 
     @property
     @abstractmethod
     def grows(self) -> bool:
-        """Whether a buffer may come to show more trajectories."""
+        """True if a buffer may still receive trajectories."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Return whether every buffer holds as many trajectories as it must."""
+        """Return whether every buffer has its minimum number of trajectories."""
 
     @abstractmethod
     def draw(self) -> D:
@@ -64,14 +64,14 @@ class Source(ABC, Generic[D]):
 
     @abstractmethod
     def mend(self, drawn: D) -> D | None:
-        """Return a batch with other rows in place of those whose trajectories were evicted; None if none is left."""
+        """Replace a batch's rows of evicted trajectories; None if no rows are left."""
 
     @abstractmethod
     def read(self, drawn: D, out: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return this rank's part of a batch.
 
         Args:
-            drawn: the rows of the global batch.
+            drawn: rows of the global batch.
             out: tensors to fill, by dotted name; None = fresh ones.
 
         Raises:
@@ -80,7 +80,7 @@ class Source(ABC, Generic[D]):
 
     @abstractmethod
     def rows(self, drawn: D) -> int:
-        """Return how many rows this rank's part of a batch has."""
+        """Return the number of rows in this rank's part of a batch."""
 
     @abstractmethod
     def state_of(self, drawn: D) -> Any:
@@ -88,43 +88,43 @@ class Source(ABC, Generic[D]):
 
     @abstractmethod
     def drawn_of(self, state: Any) -> D:
-        """Return the rows that :meth:`state_of` described."""
+        """Return the rows of a :meth:`state_of`."""
 
     @abstractmethod
     def check_rows(self, state: Any) -> None:
-        """Refuse what :meth:`state_of` described if its ids stand for other trajectories here.
+        """Reject a :meth:`state_of` whose ids refer to other trajectories here.
 
         Raises:
-            ConfigurationError: they do; says which.
+            ConfigurationError: an id does; names it.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return generators and samplers, as they are after the last draw; and what they belong to."""
+        """Return generators and samplers as of the last draw, and the source's identity."""
 
     @abstractmethod
     def check(self, state: Any) -> list[str]:
-        """Refuse a state that is not of this source; return a sentence on each thing that is not as it was.
+        """Reject the state of another source; return a sentence for each difference.
 
         Raises:
-            ConfigurationError: it is no state, or of a source with other parts, of other batches or other trajectories.
+            ConfigurationError: it is invalid, or of a source with other parts, batches or trajectories.
         """
 
     @property
     @abstractmethod
     def told(self) -> dict[str, Any]:
-        """What the sequence of batches depends on besides the draws."""
+        """Values besides the draws that determine the sequence of batches."""
 
     def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state as if it were of batches as these are."""
+        """Return a state relabelled as one of this source's batches."""
         return {**state, "batches": self.told}
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` said, once it was checked.
+        """Load a :meth:`state_dict` that was checked.
 
         Raises:
-            ConfigurationError: as by :meth:`check`, or it is the state of other samplers.
+            ConfigurationError: as in :meth:`check`, or the samplers differ.
         """
 
     def figures(self) -> dict[str, float]:
@@ -134,7 +134,7 @@ class Source(ABC, Generic[D]):
 
 @dataclass(frozen=True, slots=True)
 class DrawnBatch:
-    """The rows of one batch: those of the replay buffer, then those of the demonstrations."""
+    """Rows of a batch: of the replay buffer, then of the demonstrations."""
 
     replay: Drawn
     demos: Drawn | None = None
@@ -148,8 +148,8 @@ class BatchSource(Source[DrawnBatch]):
 
     Args:
         replay: buffer of rollouts.
-        batch_size: transitions of a global batch.
-        options: those of :class:`BatchOptions` that say what a batch is.
+        batch_size: transitions per global batch.
+        options: options of :class:`BatchOptions` that determine a batch.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -167,7 +167,7 @@ class BatchSource(Source[DrawnBatch]):
             if demos is None and value is not None and value is not False:
                 raise ConfigurationError(f"{name}: has no effect without demos")
         if demos is not None:
-            share_of_batch(options, batch_size, demos)  # refuses what ranks would not draw alike from
+            share_of_batch(options, batch_size, demos)  # rejects options that ranks would not draw alike from
         self._rank, batch_size = share_of_batch(options, batch_size, replay)
         self.replay, self.demos = replay, demos
         self.batch_size = batch_size
@@ -189,7 +189,7 @@ class BatchSource(Source[DrawnBatch]):
 
     @property
     def told(self) -> dict[str, Any]:
-        windows = [None if one is None else one.sample_window_size for one in (self.replay, self.demos)]
+        windows = [None if buffer is None else buffer.sample_window_size for buffer in (self.replay, self.demos)]
         return {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
 
     @property
@@ -217,7 +217,7 @@ class BatchSource(Source[DrawnBatch]):
                 len(demos),
                 self._demo_count,
             )
-        self._drawn_demos = demos  # until there are rows of the replay buffer: the next draw begins with them
+        self._drawn_demos = demos  # the next draw uses them if the replay draw fails
         batch = DrawnBatch(self.replay.draw(self.batch_size - len(demos), sampler=self._samplers[0]), demos)
         self._drawn_demos = None
         return batch
@@ -234,20 +234,20 @@ class BatchSource(Source[DrawnBatch]):
         lacking = len(drawn) - len(left)
         try:
             return joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
-        except EmptyBufferError:  # the sampler has nothing more, or the buffer was emptied
+        except EmptyBufferError:  # the sampler is exhausted, or the buffer was emptied
             return left
 
     def rows(self, drawn: DrawnBatch) -> int:
         return len(self.part(drawn))
 
     def part(self, drawn: DrawnBatch) -> DrawnBatch:
-        """Return this rank's part of a global batch: as many rows as any other's, and of both buffers its share."""
+        """Return this rank's part of a global batch: equally many rows per rank, with its share of both buffers."""
         if self._rank[1] == 1:
             return drawn
         low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
         if drawn.demos is None:
             return DrawnBatch(drawn.replay.at(slice(low, high)))
-        # Rows of both in one order, the rows of each evenly spread over it.
+        # One order of both buffers' rows, each evenly spread over it.
         places = [(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in (drawn.replay, drawn.demos)]
         order = np.argsort(np.concatenate(places), kind="stable")
         first, last = (int(np.count_nonzero(order[:end] < len(drawn.replay))) for end in (low, high))
@@ -257,19 +257,19 @@ class BatchSource(Source[DrawnBatch]):
         """Return this rank's part of a batch as a nested dict of tensors ``[n, ...]``.
 
         Args:
-            drawn: the rows of the global batch.
+            drawn: rows of the global batch.
             out: tensors to fill, by dotted name, ``[>= n, ...]``.
 
         Raises:
             TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
-            SchemaMismatchError: both buffers differ in their columns.
+            SchemaMismatchError: the buffers' columns differ.
         """
         part = self.part(drawn)
         if self.demos is None or drawn.demos is None or part.demos is None:
             return nest(self._rows(self.replay, part.replay, drawn.replay, out))
         count = len(part.replay)
         if self._common or not count or not len(part.demos):
-            out = None  # which columns there are is known only when both were read
+            out = None  # columns are known only after reading both
         rest = None if out is None else {name: tensor[count:] for name, tensor in out.items()}
         first = self._rows(self.replay, part.replay, drawn.replay, out)
         second = self._rows(self.demos, part.demos, drawn.demos, rest)
@@ -281,28 +281,28 @@ class BatchSource(Source[DrawnBatch]):
     def _rows(
         self, buffer: Replay, mine: Drawn, whole: Drawn, out: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
-        """Return rows of one buffer by dotted name; where this rank has none of them, no rows of the same columns."""
+        """Return rows of one buffer by dotted name; for a rank without rows, empty tensors of the same columns."""
         if len(mine):
             return unnest(buffer.read(mine, columns=self._columns, out=out))
-        one = buffer.read(whole.at(slice(1)), columns=self._columns)
-        return {name: tensor[:0] for name, tensor in unnest(one).items()}
+        row = buffer.read(whole.at(slice(1)), columns=self._columns)
+        return {name: tensor[:0] for name, tensor in unnest(row).items()}
 
     def _agreed(self, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the columns of a batch with rows of both buffers.
 
         Raises:
-            SchemaMismatchError: they differ in their columns, and those in common were not asked for.
+            SchemaMismatchError: they differ, and ``common_columns`` was not set.
         """
         both = [name for name in first if name in second and first[name].shape[1:] == second[name].shape[1:]]
         names = both if self._common else [name for name in both if first[name].dtype == second[name].dtype]
         differing = sorted((first.keys() | second.keys()) - set(names))
         if not differing or (self._common and self._told_differing == differing):
             return names
-        what = f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape)"
+        difference = f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape)"
         if not self._common:
-            raise SchemaMismatchError(f"{what}; name the columns to read, or say common_columns=True")
+            raise SchemaMismatchError(f"{difference}; name the columns to read, or say common_columns=True")
         self._told_differing = differing
-        logger.warning("%s; batches are without", what)
+        logger.warning("%s; batches are without", difference)
         return names
 
     # -- state ------------------------------------------------------------------------------------
@@ -341,11 +341,15 @@ class BatchSource(Source[DrawnBatch]):
         if state.get("drawn_demos") is not None and self.demos is not None:
             check_rows(state["drawn_demos"], self.demos)
         check_batches(state["batches"], self.told)
-        told = check_belonging("replay buffer", self.replay, state["of"][0])
-        return told if self.demos is None else told + check_belonging("demonstrations", self.demos, state["of"][1])
+        differences = check_belonging("replay buffer", self.replay, state["of"][0])
+        return (
+            differences
+            if self.demos is None
+            else differences + check_belonging("demonstrations", self.demos, state["of"][1])
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.check(state)  # once more: it is taken up later, in another process maybe
+        self.check(state)  # again: it may be loaded later, perhaps in another process
         drawn = state.get("drawn_demos")
         self._drawn_demos = None if drawn is None else rows_of(drawn)
         buffers = (self.replay, self.demos)
@@ -360,13 +364,13 @@ class BatchSource(Source[DrawnBatch]):
 
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
-    """Return the rows whose trajectories can still be read."""
-    there = buffer.sampling.readable(drawn)
-    return drawn if there.all() else drawn.at(there)
+    """Return the rows whose trajectories are still readable."""
+    readable = buffer.sampling.readable(drawn)
+    return drawn if readable.all() else drawn.at(readable)
 
 
 def joined(first: Drawn, second: Drawn) -> Drawn:
-    """Return the rows of both; what only one of them says is not said of all."""
+    """Concatenate the rows of both; fields that one lacks are dropped."""
     ids, samples = np.concatenate([first.ids, second.ids]), np.concatenate([first.samples, second.samples])
     weights = None if first.weights is None or second.weights is None else np.append(first.weights, second.weights)
     names = None if first.names is None or second.names is None else np.append(first.names, second.names)

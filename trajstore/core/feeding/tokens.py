@@ -1,4 +1,4 @@
-"""Where batches of tokens come from: whole agent trajectories, put together to packs of a wanted size."""
+"""Sources of token batches: whole agent trajectories, combined into packs of a given size."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUna
 logger = logging.getLogger(__name__)
 
 _IN_VAIN = 10_000
-"""Trajectories skipped in a row before that is an error."""
+"""Maximum consecutive skipped trajectories; more are an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A trajectory that was drawn and is in no pack yet."""
+    """A drawn trajectory that is in no pack yet."""
 
     number: int
     tokens: int
@@ -54,16 +54,16 @@ class _Waiting:
 
 
 class TokenSource(Source[tuple[Drawn, ...]]):
-    """Draws whole trajectories one after the other; a global batch is some packs of them.
+    """Draws whole trajectories one by one; a global batch is a number of packs.
 
-    What was drawn waits until it fits. A pack takes the oldest that waits, then every other one that still fits, and is
-    closed when ``lookahead`` trajectories wait and none of them fits. So each drawn trajectory comes once, in nearly
-    the order of the draws.
+    Drawn trajectories wait until they fit. A pack takes the oldest waiting one, then every other that still fits, and
+    is closed when ``lookahead`` trajectories wait and none fits. So each drawn trajectory is used once, in almost the
+    order of the draws.
 
     Args:
-        buffer: of agent trajectories.
-        tokens: most tokens of a pack.
-        options: those of :class:`TokenOptions` that say what a batch is.
+        buffer: buffer of agent trajectories.
+        tokens: maximum tokens of a pack.
+        options: options of :class:`TokenOptions` that determine a batch.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -113,11 +113,11 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     # -- drawing ----------------------------------------------------------------------------------
 
     def draw(self) -> tuple[Drawn, ...]:
-        """Return the packs of the next global batch, each with the rows of its trajectories; fewer at the very end.
+        """Return the packs of the next global batch as rows; fewer at the very end.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
-            ConfigurationError: a trajectory is longer than the budget, or has no tokens (``long="refuse"``).
+            ConfigurationError: a trajectory exceeds the budget or has no tokens (``long="refuse"``).
         """
         packs: list[Drawn] = []
         try:
@@ -134,14 +134,14 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         exhausted = False
         while True:
             still: list[_Waiting] = []
-            for one in self._waiting:
-                (pack if room.take(one.tokens) else still).append(one)
+            for trajectory in self._waiting:
+                (pack if room.take(trajectory.tokens) else still).append(trajectory)
             self._waiting = still
             if room.full or len(still) >= self._lookahead or exhausted:
                 return _rows(pack)
             try:
                 self._draw_ahead()
-            except EmptyBufferError:  # the end of the last epoch, say
+            except EmptyBufferError:  # for example the end of the last epoch
                 if not pack and not self._waiting:
                     raise
                 exhausted = True
@@ -154,7 +154,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             drawn = still_there(self._buffer, drawn)
             try:
                 lengths = self._buffer.sampling.extents(drawn.ids)[0].tolist()
-            except TrajectoryUnavailableError:  # evicted in this very moment: others are drawn
+            except TrajectoryUnavailableError:  # just evicted: draw others
                 continue
             weights = [None] * len(drawn) if drawn.weights is None else drawn.weights.tolist()
             good = [self._is_fit(number, length) for number, length in zip(drawn.ids.tolist(), lengths, strict=True)]
@@ -169,21 +169,21 @@ class TokenSource(Source[tuple[Drawn, ...]]):
                 )
 
     def _is_fit(self, number: int, length: int) -> bool:
-        """Return whether a trajectory can be in a pack.
+        """Return whether a trajectory may go into a pack.
 
         Raises:
-            ConfigurationError: it cannot, and is not to be skipped.
+            ConfigurationError: it may not, and ``long`` is not ``"skip"``.
         """
         if 0 < length <= self._tokens or (length and self._long == "alone"):
             return True
-        what = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
+        problem = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
         if self._long != "skip":
             raise ConfigurationError(
-                f"trajectory {shown_id(number)}: {what}; allow more tokens, evict it, or say long='skip'"
+                f"trajectory {shown_id(number)}: {problem}; allow more tokens, evict it, or say long='skip'"
                 + (" or long='alone'" if length else "")
             )
         if not self._skipped:
-            logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), what)
+            logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), problem)
         self._skipped += 1
         return False
 
@@ -201,7 +201,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         return drawn[low:high]
 
     def read(self, drawn: tuple[Drawn, ...], out: Mapping[str, torch.Tensor] | None = None) -> list[dict[str, Any]]:
-        """Return this rank's packs, see :func:`~trajstore.core.feeding.packing.lay_out`; ``out`` is of no account."""
+        """Return this rank's packs, see :func:`~trajstore.core.feeding.packing.lay_out`; ignores ``out``."""
         packs = []
         for pack in self._part(drawn):
             rows = self._buffer.sampling.token_rows(pack.ids, self._columns)
@@ -228,10 +228,10 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def state_dict(self) -> dict[str, Any]:
         return {
             "of": belonging_of(self._buffer),
-            "waiting_names": tensor_of(np.array([one.name for one in self._waiting], np.int64)),
+            "waiting_names": tensor_of(np.array([trajectory.name for trajectory in self._waiting], np.int64)),
             "buffer": self._buffer.state_dict(),
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
-            "waiting": [[one.number, one.tokens, one.weight] for one in self._waiting],
+            "waiting": [[trajectory.number, trajectory.tokens, trajectory.weight] for trajectory in self._waiting],
             "skipped": self._skipped,
             "batches": self.told,
         }
@@ -252,7 +252,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         return check_belonging("buffer", self._buffer, state["of"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.check(state)  # once more: it is taken up later, in another process maybe
+        self.check(state)  # again: it may be loaded later, perhaps in another process
         if self._sampler is not None:
             self._buffer.follow(self._sampler)
             self._sampler.load_state_dict(state["sampler"])
@@ -261,7 +261,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         names = array_in(state, "waiting_names", np.int64, len(state["waiting"])).tolist()
         rows = zip(state["waiting"], names, strict=True)
         waiting = [_Waiting(int(number), int(tokens), weight, name, None) for (number, tokens, weight), name in rows]
-        self._waiting = [one for one in waiting if self._is_fit(one.number, one.tokens)]
+        self._waiting = [trajectory for trajectory in waiting if self._is_fit(trajectory.number, trajectory.tokens)]
 
     def figures(self) -> dict[str, float]:
         """Return ``skipped_trajectories`` (``long="skip"``) and ``waiting_trajectories`` (drawn, in no pack yet)."""
@@ -272,9 +272,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
 
 def _rows(pack: list[_Waiting]) -> Drawn:
-    ids = np.array([one.number for one in pack], np.int64)
-    known = [one.weight for one in pack if one.weight is not None]
+    ids = np.array([trajectory.number for trajectory in pack], np.int64)
+    known = [trajectory.weight for trajectory in pack if trajectory.weight is not None]
     weights = np.array(known, np.float32) if len(known) == len(pack) else None
-    names = np.array([one.name for one in pack], np.int64)
-    # Of several buffers the one that was shown first: whoever is not of it has a name.
+    names = np.array([trajectory.name for trajectory in pack], np.int64)
+    # With several buffers, the one of the first trajectory: the others have names.
     return Drawn(ids, np.zeros(len(ids), np.int64), weights, pack[0].buffer if pack else None, names)

@@ -1,1 +1,1 @@
-"""Durable files: published whole, or appended to; the writer and readers of a directory. No trajectories here."""
+"""Durable files, written atomically or appended; writer locks and reader leases. Knows nothing of trajectories."""

@@ -1,7 +1,7 @@
-"""Where the files of a store live: what every directory, local or remote, can do.
+"""The interface of a store's directory, local or remote.
 
-Names are relative and ``/``-separated. ``local`` has the durable local directory, ``remote`` the one over fsspec;
-``opening`` chooses.
+Names are relative and ``/``-separated. ``local`` implements the durable local directory, ``remote`` the one over
+fsspec; ``opening`` chooses.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from trajstore.core.files.filemap import FileMap
 from trajstore.errors import UnsafeContentError
 
 READ_LIMIT = 16 << 30
-"""Bytes of the largest file that :meth:`Directory.read` reads: index and log of some hundred million trajectories."""
+"""Largest file in bytes that :meth:`Directory.read` reads: index and log of some hundred million trajectories."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that say that there is no space, or none for a file of this size (``ulimit -f``)."""
+"""Error numbers for a full disk or quota, or a file above the size limit (``ulimit -f``)."""
 
 SEE_VERIFY = "; `trajstore verify` says what else is"
-"""How the error ends that tells readers of a file that is missing."""
+"""Ending of the error that reports a missing file to readers."""
 
 _SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
 
 
 def check_name(name: str, *, one_part: bool = False) -> str:
-    """Return ``name`` if it stays below its directory; with ``one_part``, if it is a file right in it.
+    """Return ``name`` if it stays below its directory; with ``one_part``, if it has no folder.
 
     Raises:
         UnsafeContentError: the name is absolute, has ``..`` or empty parts, or control characters.
@@ -46,7 +46,7 @@ def check_name(name: str, *, one_part: bool = False) -> str:
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether :func:`check_name` takes a name."""
+    """Return whether :func:`check_name` accepts a name."""
     try:
         check_name(name)
     except UnsafeContentError:
@@ -55,12 +55,12 @@ def is_safe_name(name: str) -> bool:
 
 
 Buffer = bytes | bytearray | memoryview
-"""Anything contiguous that can be written."""
+"""Any contiguous bytes that can be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedFile:
-    """A file to be written: its name and its content in order. Pieces may alias memory of the caller's."""
+    """A file to write: its name and its content in order. Pieces may alias the caller's memory."""
 
     name: str
     pieces: Sequence[Buffer]
@@ -72,11 +72,11 @@ class EncodedFile:
 
 
 class WriterLock(ABC):
-    """Held by the one writer of a directory; released by ``release()`` or the holder's death."""
+    """Lock of a directory's only writer; released by ``release()`` or the process's death."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the lock back. Calling it again does nothing."""
+        """Release the lock. Releasing again does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,32 +86,31 @@ class WriterLock(ABC):
 
 
 class ReaderLease:
-    """Tells the writer what somebody reads; this one tells nothing (the directory keeps no list of readers).
+    """Protects the files that a reader needs; this base class protects nothing, for directories without leases.
 
-    A new lease is looking: it holds what is needed at the generation that it was announced with and everything newer,
-    until :meth:`settle`.
+    A new lease is looking: it protects its first generation and all newer ones, until :meth:`settle`.
     """
 
     def look(self) -> None:
-        """Say that a newer generation is about to be read: from now on everything newer stays, too."""
+        """Protect all newer generations too, before reading one."""
 
     def settle(self, generation: int) -> None:
-        """Say that this generation is shown, and that no other is needed."""
+        """Protect only the generation that is shown now."""
 
     def release(self) -> None:
-        """Say that nothing is needed any more. Calling it again does nothing."""
+        """Release all protected files. Releasing again does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader as the writer sees it.
+    """A reader, as its lease describes it to the writer.
 
     Attributes:
         name: of its lease.
-        generation: what it shows.
-        settled: whether it shows that generation alone; otherwise it is about to show a newer one.
-        holder: process, host and since when, for people.
-        process: process and host, the same for all its leases.
+        generation: that it shows.
+        settled: True if it needs only that generation; False while it looks for a newer one.
+        holder: process, host and start time, for error messages.
+        process: process and host, the same for all leases of a process.
     """
 
     name: str
@@ -122,15 +121,15 @@ class Reader:
 
 
 class Directory(ABC):
-    """A directory of files that are published whole and never changed, and of append-only log segments.
+    """A directory of immutable files, published atomically, and of append-only log segments.
 
-    All methods are safe to call from several threads. I/O failures are ``OSError`` whose message names the file;
-    ``FileNotFoundError`` when it is absent. What stands in place of a file and is none (a folder, a pipe, a socket, a
-    device, symbolic links in a circle) is ``CorruptStoreError``; symbolic links to files are followed.
+    All methods are thread-safe. I/O failures are ``OSError`` whose message names the file; ``FileNotFoundError`` when
+    it is absent. A folder, pipe, socket, device or symbolic link in a circle in place of a file is
+    ``CorruptStoreError``; symbolic links to files are followed.
     """
 
     can_append: ClassVar[bool]
-    """Whether ``append`` works; otherwise each commit publishes a log segment of its own."""
+    """Whether ``append`` works; otherwise each commit publishes its own log segment."""
 
     @property
     def reads_ranges(self) -> bool:
@@ -140,7 +139,7 @@ class Directory(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """Path or URL, as it is shown to people."""
+        """Path or URL, for messages."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -148,22 +147,22 @@ class Directory(ABC):
 
     @abstractmethod
     def create(self, folders: Sequence[str] = ()) -> None:
-        """Make the directory, its parents, and folders right in it, if absent; their names survive power loss.
+        """Create the directory, its parents and these folders in it, if absent; their names survive power loss.
 
         Args:
-            folders: these must stay from now on: when one is removed, writing fails and does not make it anew.
+            folders: names; once one of them is removed, writing fails and does not recreate it.
         """
 
     @abstractmethod
     def inner(self, name: str) -> Directory:
-        """Return the directory in this one that has a name; local ones are found where this one is now."""
+        """Return the subdirectory of this name; a local one follows this directory when it is moved."""
 
     @abstractmethod
     def read(self, name: str, offset: int = 0) -> bytes:
         """Return the bytes of a file from ``offset`` to its end.
 
         Raises:
-            CorruptStoreError: it is larger than ``READ_LIMIT``, or (local) large and mostly never written.
+            CorruptStoreError: it is larger than ``READ_LIMIT``, or (local) large and mostly holes.
         """
 
     @abstractmethod
@@ -176,19 +175,19 @@ class Directory(ABC):
 
     @abstractmethod
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of all files that :meth:`names` lists, by name, in one pass over the folder.
+        """Return the sizes in bytes of all files that :meth:`names` lists, by name, from one scan.
 
         A file that is removed meanwhile is left out.
         """
 
     def sizes_of(self, names: Sequence[str], below: str) -> npt.NDArray[np.int64]:
-        """Return the size in bytes of each of some files below a folder, -1 of those that are not there."""
-        found = self.sizes(below)  # of objects one listing costs less than many questions
-        return np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
+        """Return the sizes in bytes of these files below a folder, -1 for absent ones."""
+        sizes = self.sizes(below)  # one listing costs less than many requests
+        return np.fromiter((sizes.get(name, -1) for name in names), np.int64, len(names))
 
     @abstractmethod
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
-        """Return the names of the files and of the folders right in a folder, each sorted; no folder is entered.
+        """Return the names of the files and of the folders directly in a folder, each sorted.
 
         Both are empty if the folder is absent.
         """
@@ -199,86 +198,86 @@ class Directory(ABC):
 
         Args:
             name: of the file.
-            size: what the index says, in bytes; None if it does not.
-            sequential: it will be read from beginning to end, so reading ahead pays.
+            size: expected size in bytes, from the index; None if unknown.
+            sequential: the file will be read from beginning to end, so readahead pays off.
 
         Raises:
-            CorruptStoreError: it is absent, has another size, or is no file.
+            CorruptStoreError: it is absent, has another size, or is not a regular file.
         """
 
     @property
     def copies_files(self) -> bool:
-        """Whether files that are mapped are local copies of what lies elsewhere."""
+        """Whether mapped files are local copies of remote ones."""
         return False
 
     def map_rows(self, name: str, size: int) -> FileMap:
-        """Return a file mapped, of which some rows will be read.
+        """Map a file of which only some rows will be read.
 
-        It may be a :class:`~trajstore.core.files.partial.PartialMap`, of which nothing is there until
-        :func:`~trajstore.core.files.partial.fetched` asks for it.
+        The result may be a :class:`~trajstore.core.files.partial.PartialMap`, which is empty until
+        :func:`~trajstore.core.files.partial.fetched` fetches ranges.
 
         Raises:
-            CorruptStoreError: it is absent, has another size, or is no file (of a partial one, once it is read).
+            CorruptStoreError: it is absent, has another size, or is not a regular file (partial: on reading).
         """
         return self.map(name, size)
 
     def drop_copies(self, names: Iterable[str]) -> bool:
-        """Throw away local copies of files that were mapped, so that they are fetched anew; False: there are none."""
+        """Delete the local copies of these files, so that they are fetched anew; return False if there are none."""
         return False
 
-    def check(self) -> None:  # noqa: B027  # most cannot be taken away
-        """Return if what this writer writes to is still there and still its own.
+    def check(self) -> None:  # noqa: B027  # most directories cannot be lost
+        """Check that the directory still exists and that the writer's lock is still held.
 
         Raises:
-            OSError: the directory or a folder of it was removed; says where it was.
+            OSError: the directory or a folder of it was removed; names the path.
             StoreLockedError: the writer's lock is lost.
         """
 
     def confirm(self) -> None:
-        """As :meth:`check`, but asking whoever knows: an object store for its lock.
+        """Do as :meth:`check`, and ask the object store for its lock.
 
         Raises:
-            OSError: it cannot be asked.
+            OSError: the request failed.
             StoreLockedError: the writer's lock is lost.
         """
         self.check()
 
     @abstractmethod
     def publish(self, files: Sequence[EncodedFile]) -> None:
-        """Write files so that each appears whole or not at all, and all survive power loss on return.
+        """Write files atomically each; all survive power loss on return.
 
         Raises:
             FileNotFoundError: the directory was not created, or was removed.
         """
 
     def bring(self, source: Directory, files: Sequence[tuple[str, str, int]]) -> None:
-        """Bring finished files over from another directory, durably: as links where the system can, else as copies.
+        """Take over finished files from another directory, durably: hard-linked where possible, else copied.
 
         Args:
-            source: has the files.
-            files: (name there, name here, size in bytes) of each.
+            source: the other directory.
+            files: (name in ``source``, name here, size in bytes) of each.
         """
         for old, new, size in files:
             self.publish([EncodedFile(new, [source.map(old, size, sequential=True).view])])
 
     @abstractmethod
     def append(self, name: str, data: Buffer) -> None:
-        """Append to a log segment, durably. After a failure the segment ends where it ended before."""
+        """Append to a log segment, durably. A failure leaves the segment as long as before."""
 
     def cut(self, name: str, end: int) -> None:
-        """Cut a log segment off, durably; this takes no space. Where nothing is appended, no record is ever torn.
+        """Truncate a log segment, durably; needs no disk space. Directories without append never have torn records.
 
         Args:
             name: of the segment.
-            end: bytes that stay.
+            end: size to keep, in bytes.
         """
         raise NotImplementedError(f"{self.url}: segments are published whole")
 
     def clear_failed_appends(self) -> None:  # noqa: B027  # most have none
-        """Cut off what failed appends left behind, where they could not do so themselves."""
+        """Truncate records left by failed appends that could not be undone at the time."""
 
-    def settle(self, folder: str) -> None:  # noqa: B027  # nothing to do where a server keeps the names
-        """Let what was removed from a folder stay removed: who did it may have been killed before it was durable."""
+    def settle(self, folder: str) -> None:  # noqa: B027  # servers keep removals durable
+        """Make removals from a folder durable; their process may have been killed before it did so."""
 
     @abstractmethod
     def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
@@ -286,37 +285,37 @@ class Directory(ABC):
 
         Args:
             names: of the files.
-            durable: they stay removed after power loss. Needed where something else that is removed later must not be
-                outlived by them; what comes back otherwise is named by no record and is removed again.
+            durable: they stay removed after power loss. Needed where files removed later must not be outlived by
+                these; otherwise a file that reappears is in no record and is removed again.
         """
 
     @abstractmethod
     def lock_writer(self) -> WriterLock:
-        """Become the directory's one writer.
+        """Take the directory's writer lock.
 
         Raises:
-            StoreLockedError: somebody else is; names process, host and time.
+            StoreLockedError: another writer holds it; names process, host and time.
         """
 
     def is_written(self) -> bool:
-        """Return whether somebody writes here, as far as the writer's lock tells without being touched.
+        """Return whether the directory has a live writer, without touching its lock.
 
-        A writer that was killed may count as one until its process is known to be gone, or the next one has ended.
+        A killed writer may count as live until its process is known to be dead, or the next writer has closed.
         """
         return False
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
-        """Tell the writer that somebody reads, so that evicted files stay.
+        """Take a reader lease, so that evicted files stay.
 
         Args:
-            generation: nothing older will be read; 0 where nobody can tell.
+            generation: the oldest generation that will be read; 0 if unknown.
         """
         return ReaderLease()
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:
-        """Return who reads, as far as that is known.
+        """Return the known readers.
 
         Args:
-            tidy: remove what dead readers left (for the writer).
+            tidy: remove the leases of dead readers (for the writer).
         """
         return []

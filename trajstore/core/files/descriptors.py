@@ -1,4 +1,4 @@
-"""Descriptors of files and folders that are held open, and what becomes of them in a forked child."""
+"""Open descriptors of files and folders, closed when unreferenced or, for locks, after a fork."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 class Descriptor:
-    """An open file or folder, closed when nobody holds this object any more.
+    """An open file or folder, closed when this object is garbage-collected.
 
     Args:
-        number: the descriptor, which now belongs to this object.
-        of_process: for locks: a forked child closes its copy at once. The system gives a lock back when the last copy
-            of its descriptor is closed, so a child that outlives its parent would hold what it does not know of.
+        number: the descriptor, owned by this object from now on.
+        of_process: for locks: a forked child closes its copy at once. The system releases a lock when the last copy
+            of its descriptor is closed, so a child that outlives its parent would keep the lock.
     """
 
     __slots__ = ("__weakref__", "_number")
@@ -25,14 +25,14 @@ class Descriptor:
 
     @property
     def number(self) -> int:
-        """The descriptor, for calls to the system; only while it is open."""
+        """The descriptor, for system calls; valid only while it is open."""
         if self._number is None:
             raise ValueError("the descriptor was closed")
         return self._number
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed yet."""
+        """True until it is closed."""
         return self._number is not None
 
     def close(self, close: Callable[[int], None] = os.close) -> None:

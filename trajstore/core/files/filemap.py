@@ -1,7 +1,7 @@
-"""Read-only maps of files that keep no descriptor.
+"""Read-only memory maps that keep no descriptor.
 
-``mmap.mmap`` duplicates the descriptor of each file that it maps (``trackfd=False`` exists from Python 3.13 on), so a
-process could map no more files than it may open. The system itself needs none: these maps are made through libc.
+``mmap.mmap`` duplicates the descriptor of each mapped file (``trackfd=False`` needs Python 3.13), which would limit a
+process to as many maps as open files. These maps call libc's ``mmap``, which needs no descriptor afterwards.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _FAILED = 2 * sys.maxsize + 1  # MAP_FAILED, (void *) -1
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
-    """Tell the system what becomes of mapped pages.
+    """Advise the kernel on the use of mapped pages.
 
     Raises:
-        OSError: it does not do that.
+        OSError: the kernel does not support this advice.
     """
     if nbytes and _madvise(address, nbytes, advice):
         number = ctypes.get_errno()
@@ -38,15 +38,15 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
 
 
 def give_back(address: int, nbytes: int, advise: Any = _madvise, advice: int = mmap.MADV_REMOVE) -> None:
-    """Give the disk back what pages hold that are mapped for writing, where the file system can do that.
+    """Free the disk space of pages mapped for writing, where the file system supports it.
 
-    Also while the interpreter ends, when modules are gone.
+    Works during interpreter shutdown too, when modules are gone.
     """
     advise(address, nbytes, advice)
 
 
 def remap(address: int, descriptor: int, nbytes: int, offset: int) -> None:
-    """Put another file, from an offset on, in place of one that is mapped for writing.
+    """Map another file, from an offset on, at the address of one mapped for writing.
 
     Raises:
         OSError: it cannot be mapped.
@@ -54,22 +54,22 @@ def remap(address: int, descriptor: int, nbytes: int, offset: int) -> None:
     if not nbytes:
         return
     flags = mmap.MAP_SHARED | _MAP_FIXED
-    found = _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
-    if found in (None, _FAILED):
+    mapped = _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if mapped in (None, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 class FileMap:
-    """A whole file in memory, read-only. It is unmapped when this object and all its views are gone.
+    """A whole file, mapped read-only, unmapped when this object and all its views are gone.
 
     Args:
         descriptor: of the open file; may be closed afterwards.
         nbytes: size of the file.
-        sequential: the file will be read from beginning to end. Otherwise rows are drawn at random, and reading ahead
-            would read what nobody wants.
-        protection: of the pages, as the system's ``mmap`` takes it.
-        offset: in the file, of the first byte; a whole number of pages.
+        sequential: the file will be read from beginning to end. Otherwise rows are drawn at random, and readahead
+            is switched off.
+        protection: of the pages, as for ``mmap``.
+        offset: of the first byte in the file; a multiple of the page size.
 
     Attributes:
         address: of the first byte; 0 if the file is empty.
@@ -93,7 +93,7 @@ class FileMap:
         self.address = 0
         self.nbytes = nbytes
         if not nbytes:
-            return  # an empty map is an error to the system
+            return  # mmap refuses empty maps
         address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, offset)
         if address in (None, _FAILED):
             number = ctypes.get_errno()
@@ -106,12 +106,12 @@ class FileMap:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """What numpy makes an array of, whose base is this object."""
+        """Numpy's array protocol; the array keeps this object as its base."""
         return {"version": 3, "typestr": "|u1", "shape": (self.nbytes,), "data": (self.address, True)}
 
     @property
     def view(self) -> memoryview:
-        """The bytes, read-only; keeps the map."""
+        """The bytes, read-only; keeps the file mapped."""
         return np.asarray(self).data if self.nbytes else memoryview(b"")
 
     def __del__(self, munmap: Any = _munmap) -> None:

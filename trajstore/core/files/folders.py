@@ -1,4 +1,4 @@
-"""Folders that appear whole: made under another name, put in their place at one stroke."""
+"""Atomic creation of folders: made under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 @contextmanager
 def publish_folder(path: Path) -> Iterator[LocalDirectory]:
-    """Yield an empty directory that stands at ``path``, durably, once the block has ended without an error.
+    """Yield an empty directory that becomes the folder at ``path``, durably, once the block ends without an error.
 
-    What stood there before is exchanged for it at one stroke, and is gone then. Nobody sees a part of it, whenever the
-    process is killed; what it was making is removed by the next one that publishes to the same path.
+    An existing folder at ``path`` is exchanged atomically and then removed. A killed process leaves only a temporary
+    folder, which the next call for the same path removes.
 
     Args:
-        path: of the folder; if it is a symbolic link, the folder behind it is replaced.
+        path: of the folder; if it is a symbolic link, its target is replaced.
 
     Raises:
-        OSError: something could not be written; what was at ``path`` before is still there.
+        OSError: writing failed; an existing folder at ``path`` is unchanged.
     """
     where = Path(os.path.realpath(path))
     parent = HeldFolder(where.parent)
@@ -43,7 +43,7 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
     parent.make_folder(temporary)
     staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary))
     try:
-        # Held while it is being made: another process that publishes to the same path leaves it alone.
+        # Locked while it is being made: another process that publishes to the same path leaves it alone.
         with _held(parent, temporary):
             staged.create()
             yield staged
@@ -53,10 +53,10 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
 
 
 def put_in_place(made: Path, path: Path) -> None:
-    """Let a finished folder stand at ``path``, beside which it lies; what stood there before is gone then.
+    """Move a finished folder to ``path``, in the same parent folder, and remove the one that was there.
 
     Raises:
-        OSError: it could not be; what was at ``path`` before is still there.
+        OSError: the move failed; the folder at ``path`` is unchanged.
     """
     where = Path(os.path.realpath(path))
     parent = HeldFolder(where.parent)
@@ -66,9 +66,9 @@ def put_in_place(made: Path, path: Path) -> None:
 
 
 def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
-    """Put a finished folder in its place, at one stroke; an earlier one is then where it came from.
+    """Move a finished folder to its name atomically; an earlier folder ends up under the temporary name.
 
-    Where two folders cannot be exchanged, the earlier one steps aside for the moment between two renames.
+    Where the system cannot exchange folders, the earlier one is absent between two renames.
     """
     aside = None
     if parent.has_folder(name) and exchange(parent, temporary, name):
@@ -79,7 +79,7 @@ def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
             raise
         return
     try:
-        parent.rename(temporary, name)  # to nowhere, or onto an empty folder
+        parent.rename(temporary, name)  # the target is absent or an empty folder
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -96,7 +96,7 @@ def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
 
 
 def _remove(parent: HeldFolder, name: str) -> None:
-    """Remove a folder that nobody needs. An interrupt within ``rmtree`` would close a descriptor twice."""
+    """Remove an unneeded folder. An interrupt within ``rmtree`` would close a descriptor twice."""
     uninterrupted(partial(shutil.rmtree, name, ignore_errors=True, dir_fd=parent.number))
 
 
@@ -115,7 +115,7 @@ def _step_aside(parent: HeldFolder, name: str, aside: str) -> None:
 
 
 def exchange(parent: HeldFolder, one: str, other: str) -> bool:
-    """Exchange two names in a folder at one stroke; return False where there is no such pair or no such call."""
+    """Exchange two names in a folder atomically; return False where one is absent or the system call is."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
@@ -126,7 +126,7 @@ def exchange(parent: HeldFolder, one: str, other: str) -> bool:
 def _held(parent: HeldFolder, name: str) -> Iterator[None]:
     descriptor = Descriptor(parent.open_folder(name), of_process=True)
     try:
-        with contextlib.suppress(OSError):  # file systems that lock no folders
+        with contextlib.suppress(OSError):  # file systems without locks on folders
             fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -134,7 +134,7 @@ def _held(parent: HeldFolder, name: str) -> Iterator[None]:
 
 
 def _remove_abandoned(parent: HeldFolder, name: str) -> None:
-    """Remove what processes that were killed were making for this name."""
+    """Remove temporary folders that killed processes left for this name."""
     with os.scandir(parent.number) as entries:
         left = [entry.name for entry in entries if entry.name.startswith(f".{name}.") and entry.name.endswith(".tmp")]
     for one in left:
@@ -145,9 +145,9 @@ def _remove_abandoned(parent: HeldFolder, name: str) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # somebody is making it
+            continue  # a live process is making it
         except OSError:
-            pass  # file systems that lock no folders: as it always was, the last one to come has it
+            pass  # file systems without locks on folders: the last process wins
         finally:
             os.close(descriptor)
         _remove(parent, one)

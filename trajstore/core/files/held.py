@@ -1,4 +1,4 @@
-"""A folder held by a descriptor: every call is relative to it, wherever the folder or the process moves."""
+"""A folder held by a descriptor: calls are relative to it, even after it or the process moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trajstore.core.files.descriptors import Descriptor
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
-"""What the system says where a file's name stands for something else; ``ENXIO`` for sockets and pipes."""
+"""Error numbers of the system for a name that is not a regular file; ``ENXIO`` for sockets and pipes."""
 
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -32,16 +32,15 @@ _KINDS = {
 
 
 class HeldFolder:
-    """A folder, opened once and used by its descriptor from then on. Safe to use from several threads.
+    """A folder, opened once and then used by its descriptor. Thread-safe.
 
-    It is opened when this is made, or with the first call that finds it there. A relative path is that of the moment
-    when this is made. All calls raise ``OSError`` with the file's path as it was given; ``StoreNotFoundError`` if the
-    folder itself was removed.
+    It is opened on construction, or by the first call after it exists. A relative path is resolved on construction. All
+    calls raise ``OSError`` with the file's path as given; ``StoreNotFoundError`` if the folder itself was removed.
 
     Args:
-        path: of the folder; it may be absent at first.
-        where: its absolute path, if it is known already.
-        above: the folder that it is in and its name there, if that is held.
+        path: of the folder; may be absent at first.
+        where: its absolute path, if known.
+        above: the held parent folder and the name in it, if there is one.
     """
 
     def __init__(self, path: Path, where: str | None = None, *, above: tuple[HeldFolder, str] | None = None) -> None:
@@ -51,9 +50,9 @@ class HeldFolder:
         self._above = above
         self._mutex = locks.lock("HeldFolder._mutex")
         self._held: Descriptor | None = None
-        self._made = above is not None  # the name of one in another is that one's to make durable
-        self._counted = True  # some file systems count no names of folders
-        with contextlib.suppress(OSError):  # absent, or not to be opened: whoever uses it is told
+        self._made = above is not None  # a held parent makes this name durable
+        self._counted = True  # some file systems do not count links of folders
+        with contextlib.suppress(OSError):  # absent or unreadable: the call that uses it raises
             self._open()
 
     def _open(self) -> Descriptor:
@@ -70,7 +69,7 @@ class HeldFolder:
             return self._held
 
     def inner(self, name: str) -> HeldFolder:
-        """Return a folder in this one, found where this one is now."""
+        """Return a subfolder, relative to this folder's present place."""
         return HeldFolder(self.path / name, os.path.join(self.where, name), above=(self, name))
 
     @property
@@ -78,32 +77,32 @@ class HeldFolder:
         """The folder's descriptor.
 
         Raises:
-            FileNotFoundError, NotADirectoryError: there is no folder; names its path.
+            FileNotFoundError, NotADirectoryError: the folder is absent; names its path.
         """
         if self._held is not None:
             return self._held.number
         try:
             return self._open().number
         except OSError as error:
-            number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno  # links in a circle are no folder
+            number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno  # links in a circle
             raise OSError(number, error.strerror, str(self.path)) from None
 
     def is_there(self) -> bool:
-        """Return whether the folder is there, and was not removed since it was opened."""
+        """Return whether the folder exists and was not removed since it was opened."""
         try:
             return os.fstat(self.number).st_nlink > 0 or not self._counted
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            if error.errno != errno.ESTALE:  # what network file systems say of it
+            if error.errno != errno.ESTALE:  # from network file systems, for a removed folder
                 raise
             return False
 
     def make(self) -> None:
-        """Make the folder and its absent parents, so that their names survive power loss.
+        """Create the folder and its absent parents, durably.
 
         Raises:
-            FileNotFoundError: it was open already, and has been removed.
+            FileNotFoundError: it was opened before, and has been removed.
         """
         if self._held is None:
             make_path(self.where)
@@ -118,7 +117,7 @@ class HeldFolder:
             self._made = True
 
     def check(self) -> None:
-        """Return if the folder is still a part of the file system.
+        """Check that the folder was not removed.
 
         Raises:
             FileNotFoundError: it was removed.
@@ -132,14 +131,14 @@ class HeldFolder:
         )
 
     def fate(self) -> str | None:
-        """Return what became of the folder since it was opened, in words; None if it is where it was."""
+        """Describe what happened to the folder since it was opened; None if it is in its place."""
         try:
             if not self.is_there():
                 return f"{self.path} was removed or replaced while it was open (it was {self.where})"
-            mine, found = os.fstat(self.number), os.stat(self.where)
+            mine, present = os.fstat(self.number), os.stat(self.where)
         except OSError:
             return None
-        if (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
+        if (present.st_dev, present.st_ino) != (mine.st_dev, mine.st_ino):
             return f"another directory has replaced the one that was opened at {self.where}"
         return None
 
@@ -147,7 +146,7 @@ class HeldFolder:
 
     @contextmanager
     def naming(self, name: str) -> Iterator[int]:
-        """Give the folder's descriptor; failures have the path of a file in them, which calls by it do not know."""
+        """Yield the folder's descriptor; add the file's path to errors, which relative calls do not know."""
         number = self.number
         try:
             yield number
@@ -155,31 +154,31 @@ class HeldFolder:
             raise self.named(error, name) from error
 
     def named(self, error: OSError, name: str) -> OSError:
-        """Return an error with the path of the file that it is about."""
+        """Return an error with the path of its file."""
         number, text = error.errno or errno.EIO, error.strerror or str(error)
         if number == errno.ENAMETOOLONG:
-            number = errno.ENOENT  # no file can be called so: a damaged index names anything
+            number = errno.ENOENT  # no file can have this name: a damaged index names anything
         if number == errno.ENOENT and not self.is_there():
             return self._removed()
         return OSError(number, text, str(self.path / name) if name else str(self.path))
 
     def open(self, name: str, flags: int) -> int:
-        """Return a descriptor of a file, whoever may be at the other end of it: nothing is waited for.
+        """Open a file and return its descriptor, without blocking on pipes or devices.
 
         Raises:
             CorruptStoreError: it is a folder, a pipe, a socket, a device or a symbolic link in a circle.
         """
         with self._naming_file(name) as root:
-            found = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644, dir_fd=root)
-        mode = os.fstat(found).st_mode
+            descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644, dir_fd=root)
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            os.close(found)
+            os.close(descriptor)
             raise self._no_file(name, _KINDS.get(stat.S_IFMT(mode), "no file"))
-        return found
+        return descriptor
 
     @contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
-        """Give a descriptor as :meth:`open` does, closed when the block ends; failures in it name the file."""
+        """Yield a descriptor as from :meth:`open` and close it after the block; errors in the block name the file."""
         descriptor = self.open(name, flags)
         try:
             with self.naming(name):
@@ -189,7 +188,7 @@ class HeldFolder:
 
     @contextmanager
     def _naming_file(self, name: str) -> Iterator[int]:
-        """Do as :meth:`naming`, where the name must be that of a file."""
+        """Do as :meth:`naming`, for names that must be regular files."""
         with self.naming(name) as number:
             try:
                 yield number
@@ -202,19 +201,19 @@ class HeldFolder:
         return CorruptStoreError(f"{self.path / name}: not a file ({what}); restore it from a copy")
 
     def stat(self, name: str) -> os.stat_result:
-        """Return what the system says of a file; symbolic links are followed.
+        """Return a file's status; symbolic links are followed.
 
         Raises:
-            CorruptStoreError: it is none.
+            CorruptStoreError: it is not a regular file.
         """
         with self._naming_file(name) as root:
-            found = os.stat(name, dir_fd=root)
-        if not stat.S_ISREG(found.st_mode):
-            raise self._no_file(name, _KINDS.get(stat.S_IFMT(found.st_mode), "no file"))
-        return found
+            status = os.stat(name, dir_fd=root)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._no_file(name, _KINDS.get(stat.S_IFMT(status.st_mode), "no file"))
+        return status
 
     def sizes(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return the sizes of some files, -1 of those that are not there; symbolic links are followed."""
+        """Return the sizes of these files, -1 for absent ones; symbolic links are followed."""
         sizes = np.full(len(names), -1, np.int64)
         try:
             root = self.number
@@ -222,17 +221,17 @@ class HeldFolder:
             return sizes
         for at, name in enumerate(names):
             try:
-                told = os.stat(name, dir_fd=root)
+                status = os.stat(name, dir_fd=root)
             except OSError as error:
                 if error.errno in _NO_SUCH_FILE:
                     continue
                 raise self.named(error, name) from error
-            if not stat.S_ISDIR(told.st_mode):
-                sizes[at] = told.st_size
+            if not stat.S_ISDIR(status.st_mode):
+                sizes[at] = status.st_size
         return sizes
 
     def has_folder(self, name: str) -> bool:
-        """Return whether there is a folder of this name."""
+        """Return whether there is a folder with this name."""
         with self.naming(name) as root:
             try:
                 return stat.S_ISDIR(os.stat(name, dir_fd=root).st_mode)
@@ -240,16 +239,16 @@ class HeldFolder:
                 return False
 
     def open_folder(self, name: str = "") -> int:
-        """Return a descriptor of a folder in it, or one of its own."""
+        """Open a subfolder, or the folder itself, and return the descriptor."""
         with self.naming(name) as root:
             return os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
 
     def make_folder(self, name: str, *, shared: bool = False) -> None:
-        """Make a folder in it, if absent; its name is not durable before :meth:`sync` of the one above.
+        """Create a subfolder, if absent; its name is durable after :meth:`sync` of the parent.
 
         Args:
             name: of the folder.
-            shared: a new one belongs to whom this one belongs, and may be used by whoever may use this one.
+            shared: a new folder gets the owner and permissions of this one.
         """
         with self.naming(name) as root:
             try:
@@ -260,18 +259,18 @@ class HeldFolder:
                 return
             if shared:
                 mine = os.fstat(root)
-                with contextlib.suppress(OSError):  # only root gives away, and not every file system has owners
+                with contextlib.suppress(OSError):  # only root may change owners, and not every file system has them
                     os.chown(name, mine.st_uid, mine.st_gid, dir_fd=root, follow_symlinks=False)
                 with contextlib.suppress(OSError):
                     os.chmod(name, stat.S_IMODE(mine.st_mode), dir_fd=root)
 
     def rename(self, name: str, new: str) -> None:
-        """Give a file or folder another name."""
+        """Rename a file or folder."""
         with self.naming(name) as root:
             os.rename(name, new, src_dir_fd=root, dst_dir_fd=root)
 
     def unlink(self, name: str) -> None:
-        """Take a file's name away."""
+        """Unlink a file."""
         with self.naming(name) as root:
             os.unlink(name, dir_fd=root)
 
@@ -281,7 +280,7 @@ class HeldFolder:
             os.rmdir(name, dir_fd=root)
 
     def sync(self, name: str = "") -> None:
-        """Make the names in a folder survive power loss."""
+        """Make the names in a folder durable."""
         descriptor = self.open_folder(name)
         try:
             with self.naming(name):
@@ -291,7 +290,7 @@ class HeldFolder:
 
 
 def make_path(where: str) -> None:
-    """Make a folder and its absent parents; :func:`sync_above` makes their names durable."""
+    """Create a folder and its absent parents; :func:`sync_above` makes their names durable."""
     absent = []
     folder = where
     while not os.path.isdir(folder):
@@ -306,15 +305,15 @@ def make_path(where: str) -> None:
 
 
 def sync_above(where: str) -> None:
-    """Make the name of a folder and of all above it survive power loss, whoever has made them.
+    """Make the names of a folder and all its parents durable.
 
-    A process that made them may have been killed before it could do so.
+    A process that created them may have been killed before it did so.
     """
     if not os.path.isdir(where):
         return  # moved meanwhile
     device = os.stat(where).st_dev
     while (folder := os.path.dirname(where)) != where and os.stat(folder).st_dev == device:
-        if os.access(folder, os.R_OK):  # what others own and hide is theirs to make durable
+        if os.access(folder, os.R_OK):  # unreadable folders belong to others, who make them durable
             _sync_path(folder)
         where = folder
 

@@ -1,4 +1,4 @@
-"""What the lock of a directory says about the process that holds it."""
+"""The text in a directory's lock or lease: the process that holds it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LOCK_NAME = "writer.lock"
 
 
 def holder_document() -> dict[str, object]:
-    """Return what a lock says about its holder: process id, host and the Unix time of taking it."""
+    """Return the text's fields: process id, host and the Unix time of locking."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
 
 
 def parse_holder(holder: bytes) -> dict[str, Any]:
-    """Return what a lock or lease says; nothing if it is no JSON object."""
+    """Parse the text of a lock or lease; empty if it is not a JSON object."""
     try:
         document = orjson.loads(holder)
     except orjson.JSONDecodeError:
@@ -28,13 +28,13 @@ def parse_holder(holder: bytes) -> dict[str, Any]:
 
 
 def may_live(holder: bytes) -> bool:
-    """Return whether the process that the lock of a local directory names may live; an empty text names none."""
-    said = parse_holder(holder)
-    return bool(holder) and (said.get("host") != socket.gethostname() or process_may_live(said))
+    """Return whether the process named by a local directory's lock may be alive; False for an empty text."""
+    fields = parse_holder(holder)
+    return bool(holder) and (fields.get("host") != socket.gethostname() or process_may_live(fields))
 
 
 def process_may_live(said: Mapping[str, Any]) -> bool:
-    """Return whether a process of this machine may live; what names none may be of something else that does."""
+    """Return whether a process of this machine may be alive; True if the text names no process."""
     try:
         os.kill(int(said["pid"]), 0)
     except ProcessLookupError:
@@ -45,7 +45,7 @@ def process_may_live(said: Mapping[str, Any]) -> bool:
 
 
 def describe_holder(holder: bytes) -> str:
-    """Return what a lock's text says about its holder, for people."""
+    """Describe the holder of a lock, for messages."""
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(parse_holder(holder)["since"]))
     except (KeyError, TypeError):
@@ -54,6 +54,6 @@ def describe_holder(holder: bytes) -> str:
 
 
 def process_of(holder: bytes) -> str:
-    """Return which process a lock's text names."""
-    said = parse_holder(holder)
-    return f"process {said['pid']} on {said['host']}" if {"pid", "host"} <= said.keys() else "another process"
+    """Return the process and host in a lock's text."""
+    fields = parse_holder(holder)
+    return f"process {fields['pid']} on {fields['host']}" if {"pid", "host"} <= fields.keys() else "another process"

@@ -1,7 +1,6 @@
-"""What the lease of a reader says. Pure; no I/O.
+"""The text of a reader lease. Pure; no I/O.
 
-Its text: 20 digits, the generation that is shown; a space, or ``+`` while a newer one is looked for; JSON that says
-who it is.
+Format: 20 digits, the generation shown; a space, or ``+`` while looking for a newer one; JSON that names the process.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from trajstore.core.files.holder import describe_holder, process_of
 READERS_FOLDER = "readers"
 
 LEASE_DIGITS = 20
-"""Of the generation in a lease."""
+"""Number of digits of the generation in a lease."""
 
 
 def lease_head(generation: int, *, looking: bool) -> bytes:
-    """Return how a lease begins.
+    """Return the beginning of a lease's text.
 
     Args:
         generation: that is shown.
-        looking: a newer one is looked for.
+        looking: the reader looks for a newer one.
     """
     return b"%020d%b" % (generation, b"+" if looking else b" ")
 
 
 def reader_of(name: str, text: bytes) -> Reader:
-    """Return the reader that a lease is of; one whose text is short may read any generation."""
+    """Parse a lease; a truncated text counts as a reader of any generation."""
     known = len(text) >= LEASE_DIGITS and text[:LEASE_DIGITS].isdigit()
     return Reader(
         name=name.rpartition("/")[2],

@@ -41,15 +41,14 @@ _SPARSE_FROM = 64 << 20
 
 
 class LocalDirectory(Directory):
-    """Files are written under a temporary name, fsynced, renamed; then their folders are fsynced.
+    """Files are written under a temporary name, fsynced and renamed; then their folders are fsynced.
 
-    The directory is held by a descriptor from when it is first found there. One that is moved goes on being read and
-    written where it is now; one that is removed is an error and is not made anew, nor is a folder right in it that was
-    there before.
+    The directory is held by a descriptor once it exists. After a move it is read and written at its new place; after
+    removal, calls fail and do not recreate it or a folder in it that existed before.
 
     Args:
-        path: of the directory; a relative one is that of this moment.
-        where: its absolute path, if it is known already.
+        path: of the directory; a relative one is resolved now.
+        where: its absolute path, if known.
         root: the folder, if it is held already.
     """
 
@@ -59,10 +58,10 @@ class LocalDirectory(Directory):
         self.path = path
         self._root = root or HeldFolder(path, where)
         self._mutex = locks.lock("LocalDirectory._mutex")
-        self._known: set[str] = set()  # folders right in it that were there
-        self._durable: set[str] = set()  # those of them whose names are known to be durable
-        self._segments: dict[str, int] = {}  # log segments appended to, whose names are durable: their ends
-        self._uncut: dict[str, int] = {}  # segments with half a record at their end that could not be cut off
+        self._known: set[str] = set()  # subfolders that existed
+        self._durable: set[str] = set()  # those of them whose names are durable
+        self._segments: dict[str, int] = {}  # log segments appended to, with durable names: their ends
+        self._uncut: dict[str, int] = {}  # segments that end in a partial record that could not be truncated
         self._lock: LocalWriterLock | None = None
         self._pid = os.getpid()
 
@@ -97,14 +96,14 @@ class LocalDirectory(Directory):
             return file.readall()
 
     def _check_plausible(self, descriptor: int, name: str) -> None:
-        """Refuse what would fill the memory: files that trajstore reads whole are never as large, nor mostly holes."""
+        """Refuse files that would fill the memory: trajstore's own are neither so large nor mostly holes."""
         size = os.fstat(descriptor).st_size
         if size > READ_LIMIT:
             raise CorruptStoreError(
                 f"{self.url}/{name}: has {size:,} bytes; files of this kind have at most {READ_LIMIT:,}"
             )
         if size >= _SPARSE_FROM:
-            with contextlib.suppress(OSError):  # not every file system tells
+            with contextlib.suppress(OSError):  # not every file system reports holes
                 if os.lseek(descriptor, 0, os.SEEK_HOLE) < size // 2:
                     raise CorruptStoreError(f"{self.url}/{name}: has {size:,} bytes, most of which were never written")
 
@@ -120,7 +119,7 @@ class LocalDirectory(Directory):
     def sizes(self, below: str = "") -> dict[str, int]:
         found: dict[str, int] = {}
         for name, entry in self._files(below):
-            try:  # cheaper than a context for each of what may be a million files
+            try:  # cheaper than a context manager, for a million files
                 found[name] = _size_of(entry)
             except FileNotFoundError:
                 continue
@@ -135,7 +134,7 @@ class LocalDirectory(Directory):
         return sorted(files), sorted(folders)
 
     def _files(self, below: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield every file below a folder with what the system says of it."""
+        """Yield every file below a folder with its directory entry."""
         folders = [check_name(below) + "/" if below else ""]
         while folders:
             folder = folders.pop()
@@ -146,7 +145,7 @@ class LocalDirectory(Directory):
                     yield folder + entry.name, entry
 
     def _entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        """Yield what is right in a folder; nothing if there is no such folder."""
+        """Yield a folder's entries; none if the folder is absent."""
         try:
             descriptor = self._root.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -160,12 +159,12 @@ class LocalDirectory(Directory):
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         try:
             with self._root.opened(check_name(name), os.O_RDONLY) as descriptor:
-                found = os.fstat(descriptor).st_size
-                if size is not None and found != size:
+                file_size = os.fstat(descriptor).st_size
+                if size is not None and file_size != size:
                     raise CorruptStoreError(
-                        f"{self.url}/{name}: has {found:,} bytes, the index says {size:,}; restore it from a copy"
+                        f"{self.url}/{name}: has {file_size:,} bytes, the index says {size:,}; restore it from a copy"
                     )
-                return FileMap(descriptor, found, sequential=sequential)
+                return FileMap(descriptor, file_size, sequential=sequential)
         except FileNotFoundError as error:
             fate = self._root.fate()
             if fate is None and os.getpid() != self._pid:
@@ -216,7 +215,7 @@ class LocalDirectory(Directory):
         for old, new, size in files:
             try:
                 os.link(check_name(old), new, src_dir_fd=source._root.number, dst_dir_fd=self._root.number)
-            except OSError:  # another file system, or one without links; if the file is absent, copying says so
+            except OSError:  # another file system, or one without links; copying reports an absent file
                 copies.append((old, new, size))
         super().bring(source, copies)
         self._sync(folders)
@@ -227,10 +226,10 @@ class LocalDirectory(Directory):
             os.fsync(descriptor)
 
     def _make_folders(self, names: Iterable[str]) -> list[str]:
-        """Make the folders of files where they are absent; return all folders whose names are to be synced then.
+        """Create the files' folders where absent; return all folders that must be synced then.
 
         Raises:
-            FileNotFoundError: a folder right in the directory was there before, and was removed.
+            FileNotFoundError: a folder in the directory existed before and was removed.
         """
         changed = dict.fromkeys(name.rpartition("/")[0] for name in names)
         for folder in list(changed):
@@ -242,7 +241,7 @@ class LocalDirectory(Directory):
                     break
                 if not present:
                     absent.append(above)
-                # Also of a folder that is there: whoever made it may have been killed before its name was durable.
+                # An existing folder too: its maker may have been killed before its name was durable.
                 above = above.rpartition("/")[0]
                 changed[above] = None
             for made in reversed(absent):
@@ -255,7 +254,7 @@ class LocalDirectory(Directory):
         return list(changed)
 
     def _sync(self, folders: Iterable[str]) -> None:
-        """Make the names in folders durable, and those of the folders, which :meth:`_make_folders` told."""
+        """Fsync the folders that :meth:`_make_folders` returned, and mark them durable."""
         folders = list(folders)
         for folder in folders:
             self._root.sync(folder)
@@ -268,7 +267,7 @@ class LocalDirectory(Directory):
         check_name(name)
         self.check()
         known = self._segments.get(name)
-        # The name of a segment is made durable by whoever appends first: its maker may have been killed before.
+        # The first append makes the segment's name durable: its maker may have been killed before.
         folders = self._make_folders([name]) if known is None else []
         with self._root.opened(name, os.O_WRONLY | (os.O_CREAT if known is None else 0)) as descriptor:
             self._sync(folders)
@@ -284,8 +283,8 @@ class LocalDirectory(Directory):
                 write_all(descriptor, [memoryview(data)])
                 os.fdatasync(descriptor)
             except OSError:
-                # Nothing may follow a half-written record: cut it off before anybody appends again.
-                with contextlib.suppress(OSError):  # if this fails too, the next append begins with it
+                # Nothing may follow a partial record: truncate it before the next append.
+                with contextlib.suppress(OSError):  # if this fails too, the next append truncates first
                     self._cut(descriptor, name, end)
                 raise
             self._segments[name] = end + memoryview(data).nbytes
@@ -318,10 +317,10 @@ class LocalDirectory(Directory):
         for folder in sorted(folders, reverse=True):  # a zarr group's folder after those of its arrays
             if "/" in folder:
                 with contextlib.suppress(OSError):
-                    self._root.remove_folder(folder)  # of one multi-file shard; fails while it has files
+                    self._root.remove_folder(folder)  # the folder of a multi-file shard; fails while it has files
         if durable:
             for folder in sorted(folders):
-                with contextlib.suppress(FileNotFoundError):  # there was none, or it was removed just now
+                with contextlib.suppress(FileNotFoundError):  # absent, or removed just now
                     self._root.sync(folder)
 
     def settle(self, folder: str) -> None:
@@ -337,7 +336,7 @@ class LocalDirectory(Directory):
 
     def is_written(self) -> bool:
         try:
-            return may_live(self.read(LOCK_NAME))  # never by its flock, which would keep a writer out for a moment
+            return may_live(self.read(LOCK_NAME))  # not with flock, which would keep a writer out for a moment
         except (FileNotFoundError, CorruptStoreError):
             return False
 
@@ -345,20 +344,20 @@ class LocalDirectory(Directory):
         try:
             self._root.stat(LOCK_NAME)
         except (FileNotFoundError, CorruptStoreError):
-            return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
+            return ReaderLease()  # never written in place (a checkpoint, a foreign directory)
         try:
             return LocalReaderLease(self._root, generation)
-        except OSError as error:  # a read-only file system: nobody evicts there either
+        except OSError as error:  # a read-only file system, where no writer evicts either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
             return ReaderLease()
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:
-        found = (read_lease(self._root, name, tidy) for name in self.names(READERS_FOLDER))
-        return [reader for reader in found if reader is not None]
+        readers = (read_lease(self._root, name, tidy) for name in self.names(READERS_FOLDER))
+        return [reader for reader in readers if reader is not None]
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    with contextlib.suppress(OSError):  # links in a circle, which are no folder either
+    with contextlib.suppress(OSError):  # links in a circle are not folders
         return entry.is_dir()
     return False
 
@@ -369,4 +368,4 @@ def _size_of(entry: os.DirEntry[str]) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        return entry.stat(follow_symlinks=False).st_size  # of the link: what it names is nowhere
+        return entry.stat(follow_symlinks=False).st_size  # of the link: its target is absent

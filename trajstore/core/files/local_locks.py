@@ -1,4 +1,4 @@
-"""Who uses a local directory: the lock of its one writer, and what its readers announce; both end with a process."""
+"""The writer lock and reader leases of a local directory; both end with their process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class LocalWriterLock(WriterLock):
-    """Two flocks: of the directory itself, which nobody can take away, and of a file, which says who holds it.
+    """Two flocks: on the directory itself, which cannot be replaced, and on a file that names the holder.
 
-    Versions of trajstore that lock the file only are kept out by it, and keep others out. Network file systems that
-    lock no directories leave the file alone to do it.
+    The file also excludes older versions of trajstore, which lock it only. Network file systems without locks on
+    directories use the file alone.
 
     Raises:
-        StoreLockedError: somebody else holds one of them; names process, host and time.
+        StoreLockedError: another process holds one of them; names process, host and time.
     """
 
     def __init__(self, root: HeldFolder) -> None:
@@ -57,7 +57,7 @@ class LocalWriterLock(WriterLock):
                 try:
                     os.pwrite(file.number, orjson.dumps(holder_document()), 0)
                 except OSError as error:
-                    if error.errno not in FULL:  # its text only: whoever opens a full disk may want to evict
+                    if error.errno not in FULL:  # only its text is missing: a writer on a full disk may want to evict
                         raise
                     logger.warning("%s/%s cannot say who writes here: %s", self._root.path, LOCK_NAME, error.strerror)
                 status = os.fstat(file.number)
@@ -80,21 +80,21 @@ class LocalWriterLock(WriterLock):
         )
 
     def check(self) -> None:
-        """Return if both locks are held still. A lock's file that somebody has removed is made and locked again.
+        """Check that both locks are still held; recreate and lock a removed lock file.
 
         Raises:
-            StoreLockedError: the file was replaced, so somebody else may have written meanwhile.
+            StoreLockedError: the file was replaced, so another process may have written meanwhile.
         """
         with self._mutex:
             if not self._file.is_open:
                 return
             try:
-                found = self._root.stat(LOCK_NAME)
+                status = self._root.stat(LOCK_NAME)
             except FileNotFoundError:
-                self._root.check()  # with the directory gone there is nothing to lock
+                self._root.check()  # without the directory there is nothing to lock
                 self._take_again()
                 return
-            if (found.st_dev, found.st_ino) != self._identity:
+            if (status.st_dev, status.st_ino) != self._identity:
                 raise self._lost()
 
     def _take_again(self) -> None:
@@ -104,7 +104,7 @@ class LocalWriterLock(WriterLock):
             raise self._lost() from None
         except OSError:
             with contextlib.suppress(OSError):
-                self._root.unlink(LOCK_NAME)  # else the next attempt would take it for somebody else's
+                self._root.unlink(LOCK_NAME)  # else the next attempt would see another writer's file
             raise
         self._file.close()
         self._file = file
@@ -123,7 +123,7 @@ class LocalWriterLock(WriterLock):
         with self._mutex:
             if not self._file.is_open:
                 return  # released, or in a forked child, which never held it
-            with contextlib.suppress(OSError):  # its text only; what counts is the flock
+            with contextlib.suppress(OSError):  # only the text; the flock is the lock
                 os.ftruncate(self._file.number, 0)
             for held in (self._file, self._folder):
                 with contextlib.suppress(OSError):  # not every file system locks folders
@@ -132,9 +132,9 @@ class LocalWriterLock(WriterLock):
 
 
 class LocalReaderLease(ReaderLease):
-    """A file that says what is being read, under an flock that ends with the reader.
+    """A file that names what is being read, under an flock that ends with the reader.
 
-    Its text is that of ``leases``. An empty file is one that is looking for its first generation, and may read any. A
+    ``leases`` defines its text. An empty file is a reader that looks for its first generation and may read any. A
     forked child reads under its parent's lease, as long as the parent lives and keeps it.
     """
 
@@ -147,10 +147,10 @@ class LocalReaderLease(ReaderLease):
             self._file = Descriptor(root.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL), of_process=True)
             fcntl.flock(self._file.number, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
-                os.fchmod(self._file.number, 0o644)  # whatever the umask: the writer looks whether it is locked
+                os.fchmod(self._file.number, 0o644)  # independent of the umask: the writer probes the lock
             try:
                 root.stat(self._name)
-            except FileNotFoundError:  # the writer took it for a dead reader's before it was locked
+            except FileNotFoundError:  # the writer removed it as a dead reader's before it was locked
                 self._file.close()
                 continue
             break
@@ -166,7 +166,7 @@ class LocalReaderLease(ReaderLease):
         if self._file.is_open:
             try:
                 os.pwrite(self._file.number, text, offset)
-            except OSError as error:  # no room for a new file's text: an empty one holds everything
+            except OSError as error:  # disk full: an empty file protects everything
                 if not self._told:
                     self._told = True
                     logger.warning(
@@ -184,17 +184,15 @@ class LocalReaderLease(ReaderLease):
 
 
 def read_lease(root: HeldFolder, name: str, tidy: bool) -> Reader | None:
-    """Return the live reader that a lease is of; that of a dead one is removed if it is to be tidied."""
+    """Return a lease's reader if it is alive; with ``tidy``, remove the lease of a dead one."""
     try:
         with root.opened(name, os.O_RDONLY) as descriptor:
             try:
-                fcntl.flock(
-                    descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # enough to meet the reader's, which is exclusive
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # conflicts with the reader's exclusive lock
             except BlockingIOError:
                 return reader_of(name, os.pread(descriptor, 4096, 0))
             if tidy:
                 root.unlink(name)
-    except (FileNotFoundError, CorruptStoreError):  # gone, or a pipe or folder, which no reader has made
+    except (FileNotFoundError, CorruptStoreError):  # gone, or a pipe or folder, which is not a lease
         pass
     return None

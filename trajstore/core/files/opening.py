@@ -1,4 +1,4 @@
-"""Which directory lies behind a path or URL."""
+"""Opens the directory at a path or URL."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
     """
     text = str(url)
     if is_url(text):
-        remote = import_module("trajstore.remote.directory")  # loads fsspec; the core does not depend on it
+        remote = import_module("trajstore.remote.directory")  # imports fsspec, which the core does not depend on
         return cast(Directory, remote.RemoteDirectory(text, **options))
     return LocalDirectory(Path(text.removeprefix("file://")))
 
 
 def check_options(url: str | Path, options: Mapping[str, Any]) -> None:
-    """Warn of options for a local path, which are of no effect there.
+    """Warn of options for a local path, where they have no effect.
 
     Args:
         url: path or URL.
@@ -47,16 +47,16 @@ def check_options(url: str | Path, options: Mapping[str, Any]) -> None:
 
 
 def is_url(url: str | Path) -> bool:
-    """Return whether a text names something else than a local path."""
+    """Return whether a text is a URL and not a local path."""
     text = str(url)
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None and not text.startswith("file://")
 
 
 def directories_above(directory: Directory, **options: Any) -> Iterator[Directory]:
-    """Yield the directories in which one lies, the nearest first; of a URL those below its bucket or host.
+    """Yield the directories above one, the nearest first; for a URL, those below its bucket or host.
 
     Args:
-        directory: which.
+        directory: where to start.
         options: passed on to the fsspec file system.
     """
     if isinstance(directory, LocalDirectory):
@@ -69,6 +69,6 @@ def directories_above(directory: Directory, **options: Any) -> Iterator[Director
 
 
 def nested(one: Directory, other: Directory) -> bool:
-    """Return whether two directories are the same, or one lies in the other."""
+    """Return whether two directories are the same or one is inside the other."""
     mine, its = (url.rstrip("/") if "://" in url else os.path.realpath(url).rstrip("/") for url in (one.url, other.url))
     return f"{mine}/".startswith(f"{its}/") or f"{its}/".startswith(f"{mine}/")

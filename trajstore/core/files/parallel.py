@@ -1,4 +1,4 @@
-"""Doing the same to many things by several threads, with a bound on how much of it waits in memory."""
+"""An ordered, bounded map over items by several threads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 _THREADS = 4
-"""Checksums and writes let the interpreter go, and most of a write is waiting for the disk or the network."""
+"""Checksums and writes release the GIL, and most of a write is waiting for the disk or the network."""
 
 
 def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-    """Yield what a function makes of each item, in their order, while it works on the next ones.
+    """Yield ``function(item)`` for each item in order, computing ahead in threads.
 
-    Items are taken by the calling thread, at most twice as many ahead as there are threads. The first error is
-    raised when what is under way has ended.
+    The calling thread takes the items, at most twice as many ahead as there are threads. The first error is raised once
+    the running calls have ended.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="trajstore-save") as pool:
         waiting: deque[Future[B]] = deque()

@@ -1,7 +1,7 @@
-"""Files of which only what is asked for has been fetched: mapped, with holes, and filled range by range.
+"""Sparse local copies of remote files: mapped, and filled range by range as readers ask.
 
-They lie one after another in large files without a name, so that few descriptors do for all of them. What is written
-through a descriptor costs less than through a map, and a full disk is an error there, not the end of the process.
+They share large unnamed files, so that few descriptors serve all of them. Data is written through a descriptor: that
+costs less than through a map, and a full disk raises an error instead of killing the process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from trajstore.core.files.read_cache import usable
 logger = logging.getLogger(__name__)
 
 BLOCK = 4096
-"""Bytes that are there or not, as one: a page. What is fetched begins and ends with one."""
+"""Unit of fetching in bytes: a page. Fetched ranges are aligned to it."""
 
 JOINED = 128 << 10
-"""Ranges that lie no further apart than this many bytes are fetched as one: a request costs more. An answer takes some
-30 ms and thirty are under way, so a request takes the millisecond in which 1 Gbit/s carries this much."""
+"""Ranges at most this many bytes apart are fetched as one, since a request costs more. A response takes about 30 ms
+and thirty are in flight, so a request costs the millisecond in which 1 Gbit/s carries this much."""
 
 _OF_ONE_FILE = (4 << 30) - BLOCK
-"""Bytes of a file in which others lie, unless it is one alone: any file system takes as many."""
+"""Size limit in bytes of a shared unnamed file, unless it has one map only; any file system supports it."""
 
 Addresses = npt.NDArray[np.int64]
 """Addresses or sizes."""
@@ -46,7 +46,7 @@ Addresses = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes ``[start, stop)`` of a file that are to be fetched."""
+    """Bytes ``[start, stop)`` of a file to fetch."""
 
     name: str
     start: int
@@ -54,37 +54,37 @@ class Range:
 
 
 Fetch = Callable[[Sequence[Range]], Generator[tuple[int, Buffer], None, None]]
-"""Yields which range has come, and its bytes, while others are under way."""
+"""Yields the index and bytes of each range as it arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a partly fetched file lies: in which file without a name, and from which byte on."""
+    """The place of a partial file: an unnamed file and an offset in it."""
 
     file: Descriptor
     offset: int
 
 
 class PartialMap(FileMap):
-    """A file as large as one elsewhere, whose blocks are there or not. What was fetched ends with its map.
+    """A map as large as a remote file, of which some blocks are fetched. Its data is freed with the map.
 
     Args:
-        home: fetches.
-        name: of the file elsewhere.
+        home: fetches the blocks.
+        name: of the remote file.
         nbytes: its size.
-        place: where the blocks lie.
+        place: where the blocks are stored.
 
     Attributes:
         there: per block, whether it was fetched.
         marks: address of ``there``, which stays the same array.
-        is_whole: whether all of them were.
-        users: readings that go on.
+        is_whole: whether all blocks are there.
+        users: number of readings under way.
     """
 
     __slots__ = ("_pid", "_place", "home", "is_whole", "marks", "name", "there", "users")
 
     def __init__(self, home: PartialMaps, name: str, nbytes: int, place: Place) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE  # what is not writable cannot be emptied
+        protection = mmap.PROT_READ | mmap.PROT_WRITE  # only writable pages can be freed
         super().__init__(place.file.number, nbytes, protection=protection, offset=place.offset)
         self.home = home
         self.name = name
@@ -96,7 +96,7 @@ class PartialMap(FileMap):
         self._pid = os.getpid()
 
     def own(self, place: Callable[[int], Place]) -> None:
-        """In a forked child, take an empty place of its own instead of its parent's, which the parent may empty."""
+        """After a fork, remap to a private, empty place; the parent may empty its own."""
         if self._pid == os.getpid():
             return
         self._place = place(self.nbytes)
@@ -106,11 +106,11 @@ class PartialMap(FileMap):
         self._pid = os.getpid()
 
     def lacking(self, starts: Addresses, sizes: Addresses) -> list[Range]:
-        """Return what has to be fetched of these bytes, neighbours joined.
+        """Return the ranges to fetch for these bytes, neighbours joined.
 
         Args:
-            starts: of each piece within the file, ``[n]``.
-            sizes: of each in bytes, more than 0, ``[n]``.
+            starts: offset of each piece in the file, ``[n]``.
+            sizes: of each piece in bytes, more than 0, ``[n]``.
         """
         first, last = starts // BLOCK, (starts + sizes - 1) // BLOCK
         counts = last - first + 1
@@ -126,10 +126,10 @@ class PartialMap(FileMap):
         ]
 
     def fill(self, piece: Range, data: Buffer) -> int:
-        """Take in a range that was fetched; return how many bytes are there that were not.
+        """Store a fetched range; return the number of bytes that are new.
 
         Raises:
-            OSError: there is no space for it.
+            OSError: the disk is full.
         """
         view, offset = memoryview(data), self._place.offset + piece.start
         while view:
@@ -142,7 +142,7 @@ class PartialMap(FileMap):
         return new * BLOCK
 
     def empty(self) -> int:
-        """Give everything back that was fetched; return how many bytes it was."""
+        """Free all fetched blocks; return their size in bytes."""
         held = int(np.count_nonzero(self.there)) * BLOCK
         madvise(self.address, self.nbytes, mmap.MADV_REMOVE)
         self.there[:] = self.is_whole = False
@@ -155,12 +155,12 @@ class PartialMap(FileMap):
 
 
 class PartialMaps:
-    """The partly fetched files of one directory, together bounded. Safe to call from several threads.
+    """The partial files of one directory, bounded together. Thread-safe.
 
     Args:
         fetch: yields the bytes of ranges.
-        folder: returns where blocks lie.
-        limit: bytes of all blocks together. Files that nobody reads at the moment are emptied, the least recently used
+        folder: returns the folder for the blocks.
+        limit: bytes of all blocks together. Files without a reading under way are emptied, the least recently used
             first.
     """
 
@@ -174,21 +174,21 @@ class PartialMaps:
         self._begin()
         self._unbounded = False
         self.fetched = 0
-        """Bytes that were fetched."""
+        """Fetched bytes."""
         self.requests = 0
-        """Ranges that were fetched."""
+        """Fetched ranges."""
         self.batches = 0
-        """Batches and trajectories for which something had to be fetched."""
+        """Batches and trajectories that needed a fetch."""
 
     def map(self, name: str, nbytes: int) -> PartialMap:
-        """Return a file of which nothing is there yet."""
+        """Return an empty map of a file."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
             return PartialMap(self, name, nbytes, self._place(nbytes))
 
     def _place(self, nbytes: int) -> Place:
-        """Return where so many bytes can lie."""
+        """Reserve a place for this many bytes."""
         size = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         folder = self._folder()
         with usable(folder):
@@ -202,40 +202,40 @@ class PartialMaps:
 
     @contextmanager
     def reading(self, maps: Sequence[PartialMap], pieces: Callable[[], tuple[Addresses, Addresses]]) -> Iterator[None]:
-        """Fetch what lacks of pieces of memory, and keep it there meanwhile.
+        """Fetch the missing pieces of memory, and keep all pieces during the block.
 
         Args:
-            maps: those that are read, of this directory.
-            pieces: returns the address of each piece and its size in bytes, both ``[n]``; those outside of the maps are
-                passed over. Not called if everything is there.
+            maps: the maps to read, of this directory.
+            pieces: returns the address of each piece and its size in bytes, both ``[n]``; pieces outside the maps are
+                ignored. Not called if all maps are whole.
 
         Raises:
-            OSError: something could not be fetched; names the file.
+            OSError: a fetch failed; names the file.
         """
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
-            for one in maps:
-                one.own(self._place)
-                one.users += 1
+            for partial in maps:
+                partial.own(self._place)
+                partial.users += 1
         try:
-            lacking = [one for one in maps if not one.is_whole]
+            lacking = [partial for partial in maps if not partial.is_whole]
             if lacking:
                 self._bring(lacking, *pieces())
             yield
         finally:
             with self._lock:
-                for one in maps:
-                    one.users -= 1
-                    if id(one) in self._used:  # also one that needed nothing: it is in use all the same
-                        self._used.move_to_end(id(one))
+                for partial in maps:
+                    partial.users -= 1
+                    if id(partial) in self._used:  # also without a fetch: it is in use
+                        self._used.move_to_end(id(partial))
                 self._shrink()
 
     def _begin(self) -> None:
-        """Know of no files; in a forked child, one of the parent's threads may have held the lock."""
+        """Start without files; in a forked child, a thread of the parent may have held the lock."""
         self._lock = locks.lock("PartialMaps._lock")
         self._held = 0
-        self._file, self._end = None, 0  # in which the next ones lie, and from where on
+        self._file, self._end = None, 0  # the file for the next maps, and its end
         self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
         self._pid = os.getpid()
 
@@ -245,7 +245,7 @@ class PartialMaps:
         ends = bases + np.array([one.nbytes for one in ordered], np.int64)
         marks = np.array([one.marks for one in ordered], np.int64)
         if kernels.are_there(addresses, sizes, bases, ends, marks, BLOCK):
-            return  # as almost always: to list what lacks costs as much as to copy some rows
+            return  # the usual case: listing missing ranges costs as much as copying some rows
         owners = np.searchsorted(bases, addresses, side="right") - 1
         order = np.argsort(owners, kind="stable")
         edges = np.searchsorted(owners[order], np.arange(len(ordered) + 1))
@@ -280,17 +280,17 @@ class PartialMaps:
             self.requests += 1
 
     def _shrink(self) -> None:
-        """Empty files that nobody reads until the rest is below the limit."""
+        """Empty unused files until the rest is below the limit."""
         if self._held <= self._limit or self._unbounded:
             return
-        self._held = sum(int(np.count_nonzero(one.there)) * BLOCK for one in self._living())
-        for one in self._living():
+        self._held = sum(int(np.count_nonzero(partial.there)) * BLOCK for partial in self._living())
+        for partial in self._living():
             if self._held <= self._limit:
                 return
-            if one.users:
+            if partial.users:
                 continue
             try:
-                self._held -= one.empty()
+                self._held -= partial.empty()
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                     raise
@@ -304,26 +304,26 @@ class PartialMaps:
                 return
 
     def _living(self) -> list[PartialMap]:
-        """Return the files that are mapped still, the least recently used first."""
-        found = []
+        """Return the live maps, the least recently used first."""
+        living = []
         for key, reference in list(self._used.items()):
-            one = reference()
-            if one is None:
+            partial = reference()
+            if partial is None:
                 del self._used[key]
             else:
-                found.append(one)
-        return found
+                living.append(partial)
+        return living
 
 
 @contextmanager
 def fetched(maps: Sequence[PartialMap], pieces: Callable[[], tuple[Addresses, Addresses]]) -> Iterator[None]:
-    """Let pieces of memory be there meanwhile, as far as they lie in these maps; see :meth:`PartialMaps.reading`.
+    """Fetch the pieces of memory that are in these maps and keep them; see :meth:`PartialMaps.reading`.
 
     Raises:
-        OSError: something could not be fetched; names the file.
+        OSError: a fetch failed; names the file.
         CorruptStoreError: a file is gone.
     """
     with ExitStack() as readings:
-        for home in dict.fromkeys(one.home for one in maps):
-            readings.enter_context(home.reading([one for one in maps if one.home is home], pieces))
+        for home in dict.fromkeys(partial.home for partial in maps):
+            readings.enter_context(home.reading([partial for partial in maps if partial.home is home], pieces))
         yield

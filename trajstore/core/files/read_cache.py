@@ -1,4 +1,4 @@
-"""Local copies of remote files, so that they can be mapped; bounded, least recently used first out."""
+"""Local copies of remote files, for mapping; bounded, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _ABANDONED_AFTER = 24 * 3600.0
 
 
 class ReadCache:
-    """A folder of copies. Several processes may share one; a removed copy stays readable where it is mapped.
+    """A folder of copies. Several processes may share it; a removed copy stays readable while it is mapped.
 
     Args:
-        folder: where copies lie and stay for later processes. None: a temporary folder of this process,
-            removed when the cache is garbage collected or the process ends.
-        limit: bytes of all copies together. A copy that goes is on disk until the last map of it is gone.
+        folder: for copies, which stay for later processes. None: a temporary folder of this process,
+            removed when the cache is garbage-collected or the process ends.
+        limit: bytes of all copies together. An evicted copy uses disk space until its last map is gone.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
         self._folder = folder
         self._limit = limit
         self._temporary: dict[int, Path] = {}
-        """The folder of each process that has made one: this one's, and of a forked child its parent's."""
+        """The temporary folder of each process: this one, and the parent in a forked child."""
         self._mutex = locks.lock("ReadCache._mutex")
         self._downloads: weakref.WeakValueDictionary[str, _Download] = weakref.WeakValueDictionary()
 
@@ -43,23 +43,23 @@ class ReadCache:
         return ReadCache, (self._folder, self._limit)
 
     def map(self, key: str, size: int, download: Callable[[Path], None], sequential: bool = False) -> FileMap:
-        """Return a copy, mapped; it is made by ``download`` if there is none.
+        """Return a copy, mapped; ``download`` makes it if absent.
 
         Args:
-            key: says which content; the same key always means the same bytes.
+            key: identifies the content; the same key always means the same bytes.
             size: of the content, in bytes.
-            download: writes the content to the path it is given, and makes sure of its size.
+            download: writes the content to the given path, and checks its size.
             sequential: it will be read from beginning to end.
 
         Raises:
-            OSError: the download failed, or there is no room for it.
+            OSError: the download failed, or the disk is full.
         """
         name = hashlib.sha256(key.encode()).hexdigest()
         folder = self.open_folder()
         with self._mutex:
-            one = self._downloads.setdefault(name, _Download())
+            pending = self._downloads.setdefault(name, _Download())
         path = folder / name
-        with one.lock:
+        with pending.lock:
             mapped = _map_copy(path, size, sequential)
             if mapped is None:
                 mapped = self._fetch(path, size, download, sequential)
@@ -72,7 +72,7 @@ class ReadCache:
             with usable(path.parent):
                 partial.touch()
             download(partial)
-            mapped = _map_copy(partial, size, sequential)  # under this name nobody else removes it
+            mapped = _map_copy(partial, size, sequential)  # other processes do not remove it under this name
             if mapped is None:
                 raise OSError(errno.EIO, f"the copy has not the {size:,} bytes that were asked for", str(partial))
             os.rename(partial, path)
@@ -101,22 +101,22 @@ class ReadCache:
             total -= size
 
     def drop(self, key: str) -> None:
-        """Remove a copy; nothing to do if there is none."""
+        """Remove a copy, if present."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.open_folder() / hashlib.sha256(key.encode()).hexdigest())
 
     def open_folder(self) -> Path:
-        """Return the folder, made if it is absent.
+        """Return the folder, created if absent.
 
         Raises:
-            ConfigurationError: it cannot be made.
+            ConfigurationError: it cannot be created.
         """
         if self._folder is not None:
             with usable(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             return self._folder
         owner = os.getpid()
-        if owner not in self._temporary:  # without a lock, which a forked child could find taken for ever
+        if owner not in self._temporary:  # no lock: a forked child could find it held for ever
             made = Path(tempfile.mkdtemp(prefix="trajstore-cache-"))
             weakref.finalize(self, _remove_folder, made, owner)
             self._temporary.setdefault(owner, made)
@@ -125,10 +125,10 @@ class ReadCache:
 
 @contextlib.contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Say of an error that it is the cache's folder that takes no files.
+    """Report errors in the block as a cache folder that cannot be written.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: the folder cannot be written.
     """
     try:
         yield
@@ -139,20 +139,20 @@ def usable(folder: Path) -> Iterator[None]:
 
 
 class _Download:
-    """Held while a copy is made, so that a second thread waits for it."""
+    """Locked while a copy is made, so that a second thread waits for it."""
 
     def __init__(self) -> None:
         self.lock = locks.lock("_Download.lock")
 
 
 def _map_copy(path: Path, size: int, sequential: bool) -> FileMap | None:
-    """Mark a copy as used now and map it; return None if it is not there, whole."""
+    """Map a copy and mark it as used now; return None if it is absent or incomplete."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        with contextlib.suppress(PermissionError):  # a cache of somebody else's
+        with contextlib.suppress(PermissionError):  # another user's cache
             os.utime(descriptor)
         return FileMap(descriptor, size, sequential=sequential) if os.fstat(descriptor).st_size == size else None
     finally:

@@ -1,4 +1,4 @@
-"""Writing many pieces to a file in as few calls to the operating system as possible."""
+"""Writing many pieces to a file in few system calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MERGE_BELOW = 4096
 
 
 def write_all(descriptor: int, pieces: Iterable[Buffer]) -> None:
-    """Write pieces in order, in as few calls as possible."""
+    """Write pieces in order, in as few system calls as possible."""
     for batch in _batches(pieces):
         remaining = [piece for piece in batch if piece.nbytes]
         while remaining:
@@ -27,7 +27,7 @@ def write_all(descriptor: int, pieces: Iterable[Buffer]) -> None:
 
 
 def _batches(pieces: Iterable[Buffer]) -> Iterator[list[memoryview]]:
-    """Group pieces for ``writev``; runs of small ones are merged, which is cheaper than passing them."""
+    """Group pieces for ``writev``; runs of small pieces are merged, which is cheaper than passing each."""
     batch: list[memoryview] = []
     small: list[memoryview] = []
     for piece in pieces:

@@ -1,9 +1,9 @@
-"""Where the rows of every shard can be read now: in maps of files, or in memory.
+"""Addresses of every shard's rows: in mapped files, or in memory.
 
 A *slot* is a table of rows: a shard on disk, or a block of trajectories in memory. It is *resident* while the address
-of the first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever
-copies holds :class:`~trajstore.core.reading.plan.HeldRows`. A map is closed, and memory freed, only when all rows
-that were held before have been released.
+of the first row of each of its columns is known. Copies use these addresses without ``Contents.lock``, and keep them
+valid with :class:`~trajstore.core.reading.plan.HeldRows`. A map is closed, and memory freed, only after all rows that
+were held before have been released.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Rows(Protocol):
 
     @property
     def schema(self) -> Schema:
-        """Their columns."""
+        """The columns of the rows."""
 
     @property
     def addresses(self) -> Sequence[int] | npt.NDArray[np.int64]:
-        """Per column of the schema, the address of the first row."""
+        """Address of the first row, per column of the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,41 +50,41 @@ class MappedShard:
     addresses: Sequence[int]
     keep: Any
     maps: int = 1
-    """How many maps of files this holds."""
+    """Number of file maps that this holds."""
 
     extent: Extent | None = None
-    """Extent of a shard of one trajectory whose index does not tell extra rows and document."""
+    """Extent of a single-trajectory shard whose index lacks the extra rows and the document."""
 
     partial: Sequence[PartialMap] = ()
-    """Files of which only what is asked for is there."""
+    """Files that are fetched only in parts, on demand."""
 
 
 class ShardOpener(Protocol):
     """Opens shards of one source by row."""
 
     def map_shard(self, row: int) -> MappedShard | None:
-        """Return the shard, mapped; None where its columns cannot be read in place."""
+        """Return the mapped shard, or None if its columns cannot be read in place."""
 
     def manifest(self, row: int) -> ShardManifest:
-        """Return what files a shard has, and which columns."""
+        """Return the files and columns of a shard."""
 
     def reader(self, row: int) -> ShardReader:
         """Return a reader of a shard."""
 
 
 class AddressTable:
-    """Makes slots resident, and lets go of them. Guarded by ``Contents.lock``; ``copies`` has a lock of its own.
+    """Maps and unmaps slots. Guarded by ``Contents.lock``, except ``copies``, which has its own lock.
 
     Args:
-        map_limit: most maps of files at a time.
+        map_limit: maximum number of mapped files.
 
     Attributes:
         columns: numbers and signatures of the columns.
-        first: address of the first row of a column, ``[slots, columns]``.
-        axes: axis of the column in that slot, ``[slots, columns]``.
-        signature: per slot, the signature of its columns; -1 while it is not resident.
-        partial: files of resident slots whose rows must be fetched before they are read.
-        copies: those that are running; what is let go of waits for them.
+        first: address of each column's first row, ``[slots, columns]``.
+        axes: axis of each column in each slot, ``[slots, columns]``.
+        signature: signature of each slot's columns; -1 while it is not resident.
+        partial: files of resident slots whose rows must be fetched before reading.
+        copies: the running copies; released memory waits for them.
     """
 
     def __init__(self, map_limit: int) -> None:
@@ -96,7 +96,7 @@ class AddressTable:
         self.copies = RunningCopies(self._slots.free)
         self._sources: list[ShardOpener] = []
         self._rows: dict[int, Rows] = {}
-        """What holds the rows of each resident slot, and of each in memory."""
+        """Owners of the rows of resident slots, and of all slots in memory."""
         self.partial: dict[int, Sequence[PartialMap]] = {}
         self._homes: dict[int, PartialMaps] = {}
         self._maps = MapLimit(map_limit)
@@ -104,51 +104,51 @@ class AddressTable:
     # -- slots ------------------------------------------------------------------------------------
 
     def add_source(self, source: ShardOpener) -> int:
-        """Take in a source of shards; return its number."""
+        """Add a source of shards and return its number."""
         self._sources.append(source)
         return len(self._sources) - 1
 
     def add_shards(
         self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.intp]:
-        """Return a slot for each of these shards of a source, see :meth:`SlotTable.add_shards`."""
+        """Return one slot per shard, see :meth:`SlotTable.add_shards`."""
         slots = self._slots.add_shards(source, rows, entries)
         self._reserve()
         return slots
 
     def add_shard(self, source: int, row: int, entries: int) -> int:
-        """Return a slot for one more shard of a source, in which so many entries have their home."""
+        """Return a slot for another shard of a source, with ``entries`` references."""
         slot = self._slots.add_shard(source, row, entries)
         self._reserve()
         return slot
 
     def leave(self, slots: npt.NDArray[np.intp]) -> None:
-        """Note that an entry, for each time that a slot is named, has its home there no longer, or is not in memory.
+        """Decrement the reference counts of these slots, once per occurrence.
 
-        A shard without entries is unmapped (a map would hold the disk space of a deleted file), memory is let go of;
-        the slot is free.
+        Unreferenced slots are freed: shards are unmapped (a map would hold the disk space of a deleted file), memory is
+        released.
         """
         for slot in self._slots.leave(slots):
             self.copies.let_go(self._unmap(slot), slot)
 
     def add_memory(self, rows: Rows, entries: int) -> int:
-        """Return a slot for rows in memory, which are those of so many entries."""
+        """Return a slot for rows in memory, with ``entries`` references."""
         slot = self._slots.add_memory(entries)
         self._reserve()
         self._rows[slot] = rows
         return slot
 
     def withdraw(self, rows: Sequence[Rows]) -> None:
-        """Let go of what was just taken into memory, whose entries nobody has seen."""
-        for slot in [slot for slot, there in self._rows.items() if any(there is one for one in rows)]:
+        """Release rows just added to memory, before any reader has seen their entries."""
+        for slot in [slot for slot, owner in self._rows.items() if any(owner is row for row in rows)]:
             self.copies.let_go(self._unmap(slot), slot)
 
     def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Return which slots are in memory; of what is unavailable it is none."""
+        """Return a mask of the slots in memory; False for unavailable ones."""
         return self._slots.are_memory(slots)
 
     def block(self, slot: int) -> Block:
-        """Return the block of trajectories that are nowhere but in this slot."""
+        """Return the block of trajectories that exist only in this slot."""
         rows = self._rows[slot]
         if not isinstance(rows, Block):
             raise AssertionError(f"slot {slot} has rows that come from a shard")
@@ -159,20 +159,20 @@ class AddressTable:
         return self._slots.shard_of(slot)
 
     def _reserve(self) -> None:
-        """Have room for all slots and columns."""
+        """Grow the arrays to hold all slots and columns."""
         slots, columns = len(self._slots), len(self.columns.specs)
         have, width = self.first.shape
         if slots <= have and columns <= width:
             return
         rows = have if slots <= have else max(slots, 2 * have, _FEWEST)
         wide = width if columns <= width else max(columns, width + _SPARE_COLUMNS)
-        # New arrays, never resized in place: a running copy keeps the ones it was given.
+        # New arrays, never resized in place: running copies keep the old ones.
         first, axes = np.zeros((rows, wide), np.int64), np.zeros((rows, wide), np.int8)
         signature = np.full(rows, -1, np.int32)
         first[:have, :width], axes[:have, :width], signature[:have] = self.first, self.axes, self.signature
         self.first, self.axes, self.signature = first, axes, signature
 
-    # -- what is resident -------------------------------------------------------------------------
+    # -- resident rows ------------------------------------------------------------------------------
 
     def schema(self, slot: int) -> Schema:
         """Return the schema of a slot, without reading its rows."""
@@ -188,26 +188,30 @@ class AddressTable:
         return int(self.columns.of(schema)[0][schema.columns.index(column)])
 
     def partial_maps(self, slots: npt.NDArray[np.int64]) -> list[PartialMap]:
-        """Return the files of resident slots whose rows must be fetched before they are read."""
-        return [one for slot in np.unique(slots).tolist() for one in self.partial.get(slot, ())]
+        """Return the files of these resident slots whose rows must be fetched before reading."""
+        return [partial_map for slot in np.unique(slots).tolist() for partial_map in self.partial.get(slot, ())]
 
     @property
     def mapped(self) -> int:
-        """Number of shards that are mapped."""
+        """Number of mapped shards."""
         return len(self._maps)
 
     @property
     def fetched(self) -> tuple[int, int, int]:
-        """Bytes of rows that were fetched from object stores (``range_reads``), in how many requests and batches."""
+        """Bytes, requests and batches of row fetches from object stores (``range_reads``)."""
         homes = self._homes.values()
-        return sum(one.fetched for one in homes), sum(one.requests for one in homes), sum(one.batches for one in homes)
+        return (
+            sum(home.fetched for home in homes),
+            sum(home.requests for home in homes),
+            sum(home.batches for home in homes),
+        )
 
     def ensure(self, slots: npt.NDArray[np.int64], on_extent: Callable[[int, Extent], None]) -> list[int]:
         """Make slots resident; return those that cannot be read in place.
 
         Args:
-            slots: any slots, repeated or not.
-            on_extent: told the slot and extent of a shard whose index does not tell it.
+            slots: any slots; duplicates are allowed.
+            on_extent: called with the slot and extent of each shard whose index lacks the extent.
 
         Raises:
             CorruptStoreError: a file is missing or has changed its size.
@@ -215,7 +219,7 @@ class AddressTable:
         absent = np.unique(slots[self.signature[slots] < 0])
         undecoded = []
         for slot, in_memory in zip(absent.tolist(), self._slots.are_memory(absent).tolist(), strict=True):
-            if in_memory:  # made resident only now: most are written without being sampled
+            if in_memory:  # mapped lazily: most are written without being sampled
                 self._make_resident(slot, self._rows[slot])
                 continue
             source, row = self._slots.shard_of(slot)
@@ -226,17 +230,17 @@ class AddressTable:
             self._maps.add(slot, shard.maps)
             if shard.partial:
                 self.partial[slot] = shard.partial
-                self._homes.update((id(one.home), one.home) for one in shard.partial)
+                self._homes.update((id(partial_map.home), partial_map.home) for partial_map in shard.partial)
             if shard.extent is not None:
                 on_extent(slot, shard.extent)
-            self._make_resident(slot, shard)  # last: after an interrupt before it the shard is mapped once more
+            self._make_resident(slot, shard)  # last: if interrupted before, the shard is mapped again
         if self._maps.is_over:
             for slot in self._maps.too_old(set(np.unique(slots).tolist())):
                 self.copies.let_go(self._unmap(slot), None)
         return undecoded
 
     def ensure_decoded(self, slots: npt.NDArray[np.int64]) -> None:
-        """Make slots of values by row resident; what cannot be read in place is decoded, and leaves as maps do.
+        """Make slots of per-row values resident; unmappable shards are decoded, and evicted like maps.
 
         Raises:
             CorruptStoreError: a file is missing or damaged.
@@ -255,11 +259,11 @@ class AddressTable:
         self._rows[slot] = rows
         self.first[slot, numbers] = rows.addresses
         self.axes[slot, numbers] = axes_of(rows.schema)
-        self.signature[slot] = signature  # last: from here on the addresses are used
+        self.signature[slot] = signature  # last: readers use the addresses from here on
 
     def _unmap(self, slot: int) -> Any:
-        """Make a shard not resident; return what held its rows, which the caller lets go of, or None."""
-        self.signature[slot] = -1  # first: what is resident is read without another look at what is dropped here
+        """Make a shard non-resident; return the owner of its rows for the caller to release, or None."""
+        self.signature[slot] = -1  # first: readers check nothing else
         self.partial.pop(slot, None)
         self._maps.remove(slot)
         return self._rows.pop(slot, None)

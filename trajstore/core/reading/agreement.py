@@ -1,4 +1,4 @@
-"""Which columns trajectories have in common that do not all have the same. Pure; no I/O."""
+"""Common columns of trajectories with different columns. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def agree(
     where: str = " of this window",
     remedy: str = "name the columns to sample, or narrow the window",
 ) -> list[list[int]]:
-    """Return, for each kind of trajectory, the places of the wanted columns among its own, all in the same order.
+    """Return, for each kind of trajectory, the positions of the wanted columns in its own list, in one order.
 
     Args:
         kinds: columns of each kind.
         names: of the columns to take; None takes all, which must then be the same.
-        who: names the trajectories of some kinds, for messages.
-        where: which trajectories these are, for messages.
-        remedy: what to do, for messages.
+        who: returns the names of the trajectories of some kinds, for messages.
+        where: description of the trajectories, for messages.
+        remedy: suggested action, for messages.
 
     Raises:
-        SchemaMismatchError: a column is absent somewhere, or has another shape; names the trajectories.
+        SchemaMismatchError: a column is absent or has another shape in some trajectories; names them.
     """
     places = [{spec.name: place for place, spec in enumerate(kind)} for kind in kinds]
     taken = list(dict.fromkeys(name for kind in places for name in kind)) if names is None else list(names)
     nowhere = [name for name in taken if not any(name in kind for kind in places)]
     if nowhere and kinds:
-        there = sorted({name for kind in places for name in kind})
-        raise SchemaMismatchError(f"columns: no trajectory has {listed(nowhere)}; there are {listed(there, 30)}")
+        available = sorted({name for kind in places for name in kind})
+        raise SchemaMismatchError(f"columns: no trajectory has {listed(nowhere)}; there are {listed(available, 30)}")
     wrong: list[str] = []
     for name in taken:
         lacking = [at for at, kind in enumerate(places) if name not in kind]

@@ -1,4 +1,4 @@
-"""The cache's policy: which trajectories stay in memory. Pure; the memory itself is elsewhere.
+"""Cache policy: chooses the trajectories that stay in memory. Pure; does not hold the memory itself.
 
 Guarded by ``Contents.lock``.
 """
@@ -12,11 +12,11 @@ from trajstore.errors import ConfigurationError
 
 
 class TrajectoryCache:
-    """First in, first out over trajectories, bounded by their number and bytes.
+    """FIFO cache of trajectories, bounded by count and bytes.
 
     Args:
-        max_trajectories: how many; None for no bound.
-        max_bytes: bytes of their columns; None for no bound.
+        max_trajectories: maximum number; None for no bound.
+        max_bytes: maximum bytes of their columns; None for no bound.
     """
 
     def __init__(self, max_trajectories: int | None, max_bytes: int | None = None) -> None:
@@ -38,7 +38,7 @@ class TrajectoryCache:
         return iter(self._sizes)
 
     def put(self, trajectory_id: int, nbytes: int) -> None:
-        """Take in a trajectory; one that is there keeps its turn. Call :meth:`overflow` afterwards."""
+        """Add a trajectory; one already cached keeps its position. Call :meth:`overflow` afterwards."""
         if trajectory_id not in self._sizes:
             self._sizes[trajectory_id] = nbytes
             self.nbytes += nbytes
@@ -58,5 +58,5 @@ class TrajectoryCache:
         return self._max_bytes is not None and self.nbytes > self._max_bytes
 
     def discard(self, trajectory_id: int) -> None:
-        """Drop a trajectory if it is there."""
+        """Drop a trajectory if it is cached."""
         self.nbytes -= self._sizes.pop(trajectory_id, 0)

@@ -1,4 +1,4 @@
-"""Numbers for the columns of everything that was resident. Pure; guarded by ``Contents.lock``."""
+"""Interns columns and column sets as integers. Pure; guarded by ``Contents.lock``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def can_be_sampled(column: ColumnSpec) -> bool:
 
 
 class ColumnSet:
-    """Columns of a batch, and what a copy needs to know of each.
+    """Columns of a batch, with the properties that copying needs.
 
     Attributes:
         specs: the columns.
-        numbers: theirs in the address table, ``[columns]``.
-        widths: bytes of one row of each, ``[columns]``.
-        dtypes: of each, as torch knows it.
+        numbers: their numbers in the address table, ``[columns]``.
+        widths: bytes per row, ``[columns]``.
+        dtypes: torch dtypes.
     """
 
     __slots__ = ("dtypes", "numbers", "specs", "widths")
@@ -38,14 +38,14 @@ class ColumnSet:
 
 
 class ColumnInterner:
-    """Numbers columns that agree in name, dtype and shape, and sets of them that can be sampled: *signatures*.
+    """Numbers columns of equal name, dtype and shape, and their sampleable sets: *signatures*.
 
-    Two trajectories have the same columns if their signatures are equal. Numbers are never freed: there are as many as
-    a program has kinds of trajectories.
+    Two trajectories have the same columns if their signatures are equal. Numbers are never freed; there are only as
+    many as the program has kinds of trajectories.
 
     Attributes:
-        specs: the columns, by number. Their axis means nothing; it is each slot's own.
-        sampled: kind of the trajectories and the columns that can be sampled, by signature.
+        specs: the columns, by number. Ignore their axis; each slot has its own.
+        sampled: kind of the trajectories and their sampleable columns, by signature.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ColumnInterner:
         self._signatures: dict[tuple[Kind | int, ...], int] = {}
 
     def of(self, schema: Schema) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the number of each of a schema's columns, and the signature of those that can be sampled."""
+        """Return the number of each column of a schema, and the signature of its sampleable columns."""
         known = self._known.get(schema)
         if known is None:
             numbers = [self._number(ColumnSpec(c.name, c.dtype, c.row_shape)) for c in schema.columns]
@@ -65,18 +65,18 @@ class ColumnInterner:
         return known
 
     def set_of(self, numbers: Sequence[int]) -> ColumnSet:
-        """Return the columns of these numbers."""
+        """Return the columns with these numbers."""
         return ColumnSet([self.specs[number] for number in numbers], numbers)
 
     def _number(self, spec: ColumnSpec) -> int:
         number = self._numbers.get(spec)
-        if number is None:  # listed first: an interrupt in between leaves a number that is never used
+        if number is None:  # listed first: an interrupt in between only wastes a number
             self.specs.append(spec)
             number = self._numbers[spec] = len(self.specs) - 1
         return number
 
     def _signature(self, kind: Kind, sampled: Sequence[int]) -> int:
-        key = (kind, *sorted(sampled))  # schemas may list the same columns in another order
+        key = (kind, *sorted(sampled))  # the order of columns may differ between schemas
         signature = self._signatures.get(key)
         if signature is None:
             self.sampled.append((kind, self.set_of(sampled)))
@@ -85,5 +85,5 @@ class ColumnInterner:
 
 
 def axes_of(schema: Schema) -> list[int]:
-    """Return the axis of each column for the kernels; any axis for columns that cannot be sampled."""
+    """Return each column's axis for the kernels; arbitrary for columns that cannot be sampled."""
     return [column.axis if can_be_sampled(column) else _ANY_AXIS for column in schema.columns]

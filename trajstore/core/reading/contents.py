@@ -1,8 +1,8 @@
-"""What a buffer holds: its index over all sources, and where each trajectory's rows are now.
+"""The buffer's contents: an index over all sources, and the place of each trajectory's rows.
 
-A trajectory's rows are in its shard on disk (its *location*) or in memory: pending (not committed yet), or
-cached. The ``slot`` column of the index says which is read, the ``start_*`` columns from which row on.
-Changes happen under ``lock``; copies run outside it, on addresses that stay valid until they end.
+A trajectory's rows are in its shard on disk (its *location*) or in memory: pending (not committed yet), or cached. The
+index column ``slot`` says where to read, the ``start_*`` columns give the first row. Changes need ``lock``; copies run
+without it, on addresses that stay valid until they end.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Contents:
     """Trajectories of a buffer, oldest first, and their memory.
 
     Args:
-        cache: which trajectories stay in memory; None keeps only those that are not on disk.
-        map_limit: most shards mapped at a time.
+        cache: policy for trajectories kept in memory; None keeps only those that are not on disk.
+        map_limit: maximum number of mapped files.
     """
 
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
@@ -64,15 +64,15 @@ class Contents:
         self.cache = cache
         self.addresses = AddressTable(map_limit)
         self.unavailable = range(0)
-        """Positions of unavailable trajectories: one run, as they leave memory in order."""
+        """Positions of unavailable trajectories: one range, because they leave memory in order."""
         self.start = 0
-        """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
+        """Position of the oldest readable trajectory; an RLinf index may also list older ones without files."""
         self.added = 0
-        """Trajectories that were added here, which no source had."""
+        """Number of trajectories added here rather than loaded from a source."""
         self._pending: set[int] = set()
-        """Ids of what is not committed yet."""
+        """Ids of uncommitted trajectories."""
         self._on_disk: dict[int, RowLocation] = {}
-        """Homes, by id, of what is in memory and on disk; after an interrupt also of what has just left memory."""
+        """Disk slots, by id, of trajectories that are also in memory; after an interrupt, also of some evicted ones."""
         self._decoded: list[int] = []
         self._columns = BatchColumns(self.addresses)
         stop_at_forks(self)
@@ -80,12 +80,12 @@ class Contents:
     # -- taking in --------------------------------------------------------------------------------
 
     def attach(self, source: Source) -> int:
-        """Take in a source without its trajectories; return its number."""
+        """Add a source without its trajectories; return its number."""
         self.sources.append(source)
         return self.addresses.add_source(source)
 
     def show(self, number: int, part: TrajectoryIndex) -> None:
-        """Append entries of a source's index; their locations are found for all at once."""
+        """Append entries of a source's index, resolving all locations at once."""
         rows = part["shard"]
         entries = np.zeros(self.sources[number].shards, np.int64)
         for table in (rows, *(part[NOTE_ROWS + name] for name in part.row_notes)):
@@ -104,11 +104,11 @@ class Contents:
         self._note_listed()
 
     def follow(self, number: int, change: Change) -> None:
-        """Show what a commit to a source has changed; with ``lock`` held.
+        """Apply a commit to a source; with ``lock`` held.
 
         Args:
-            number: of the source.
-            change: what the commit did.
+            number: number of the source.
+            change: the changes of the commit.
         """
         if isinstance(change, Evicted):
             self.drop(self.index.positions_in(change.ranges))
@@ -120,14 +120,14 @@ class Contents:
             self.noted(number, change, 0)
             return
         columns = dict(change.columns)
-        rows, which, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
+        rows, inverse, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
         pairs = zip(rows.tolist(), counts.tolist(), strict=True)
         slots = np.array([self.addresses.add_shard(number, row, count) for row, count in pairs], np.int32)
-        columns["slot"] = slots[which]
+        columns["slot"] = slots[inverse]
         self._append(self.index.translated(columns, change.texts))
 
     def moved(self, source: int, moved: Moved, first_id: int) -> None:
-        """Let trajectories of a source be read from another of its shards; ids below ``first_id`` are of others."""
+        """Read trajectories of a source from another of its shards; ids below ``first_id`` belong to other sources."""
         with self.lock:
             positions = self.index.find_many(moved.ids.tolist())
             known = (positions >= 0) & (moved.ids >= first_id)
@@ -145,7 +145,7 @@ class Contents:
             self.addresses.leave(before)
 
     def noted(self, source: int, noted: Noted, first_id: int) -> None:
-        """Show values of trajectories of a source that came late; ids below ``first_id`` are of others."""
+        """Apply late values of a source's trajectories; ids below ``first_id`` belong to other sources."""
         mine = (noted.ids >= first_id) & (self.index.find_many(noted.ids) >= 0)
         columns = {name: column[mine] for name, column in noted.columns.items()}
         positions, left = self.index.find_many(noted.ids[mine]), []
@@ -158,10 +158,10 @@ class Contents:
             self.addresses.leave(slots[slots != UNAVAILABLE])
 
     def forget_rows(self, damaged: Collection[tuple[str, str]]) -> None:
-        """Show no values by row of damaged shards.
+        """Remove the per-row values of damaged shards.
 
         Args:
-            damaged: URL of the directory, and name of the shard, of each.
+            damaged: directory URL and shard name of each.
         """
         with self.lock:
             for name in self.index.row_notes:
@@ -178,14 +178,14 @@ class Contents:
                 self.addresses.leave(left)
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return slots of shards of a source, each with as many entries as name it; -1 stays."""
+        """Return slots for shards of a source, reference-counted by occurrence; -1 stays -1."""
         slots = tables.copy()
         for row, count in zip(*np.unique(tables[tables >= 0], return_counts=True), strict=True):
             slots[tables == row] = self.addresses.add_shard(source, int(row), int(count))
         return slots
 
     def _append(self, columns: Mapping[str, Any]) -> None:
-        """Append entries; positions that are kept here move along if those of all entries do."""
+        """Append entries, and shift stored positions when all entries shift."""
         first = self.index.first
         self.index.append(columns)
         lower = first - self.index.first
@@ -198,7 +198,7 @@ class Contents:
             )
 
     def _note_listed(self) -> None:
-        """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
+        """Record that the index, one of RLinf alone, begins with trajectories without files."""
         self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
     def add(
@@ -210,16 +210,16 @@ class Contents:
         *,
         pending: bool,
     ) -> NewEntries:
-        """Append trajectories that are in memory, and return their entries; ``pending`` ones stay until committed.
+        """Append trajectories in memory and return their entries; ``pending`` ones stay until committed.
 
-        All of them become visible at once. If this raises, call :meth:`retract`.
+        All become visible at once. If this raises, call :meth:`retract`.
 
         Args:
-            blocks: the trajectories copied, in order.
+            blocks: the copied trajectories, in order.
             flats: the trajectories.
             ids: their ids.
             uuids: 16 bytes for each.
-            pending: whether they are to be written.
+            pending: whether they will be written.
         """
         with self.lock:
             entries = NewEntries.of(flats, ids, uuids, self.index.texts, microseconds())
@@ -236,18 +236,18 @@ class Contents:
             return entries
 
     def retract(self, blocks: Sequence[Block], ids: Sequence[int]) -> None:
-        """Forget trajectories, however far :meth:`add` came with them."""
+        """Remove trajectories after a partial :meth:`add`."""
         with self.lock:
-            found = self.index.find_many(ids)
-            self.drop(found[found >= 0])
-            self.addresses.withdraw(blocks)  # what the index does not have yet
+            positions = self.index.find_many(ids)
+            self.drop(positions[positions >= 0])
+            self.addresses.withdraw(blocks)  # rows not in the index yet
             self._pending.difference_update(ids)
             if self.cache is not None:
                 for number in ids:
                     self.cache.discard(number)
 
     def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
-        """Note that pending trajectories are on disk now, in this row of a source."""
+        """Record that pending trajectories are on disk now, in this row of a source."""
         with self.lock:
             here = np.array([number in self._pending for number in ids])
             if not here.any():
@@ -269,7 +269,7 @@ class Contents:
             self._send_home(self.cache.overflow())
 
     def _send_home(self, ids: Sequence[int]) -> None:
-        """Let trajectories be read from disk again; those that are not there yet stay, or become unavailable."""
+        """Read trajectories from disk again; uncommitted ones stay in memory, or become unavailable."""
         going = [number for number in dict.fromkeys(ids) if number not in self._pending]
         if not going:
             return
@@ -285,13 +285,13 @@ class Contents:
             self._on_disk.pop(number, None)
 
     def _point(self, positions: npt.NDArray[np.int64], locations: npt.NDArray[np.int64]) -> None:
-        """Let trajectories that are in memory be read from elsewhere."""
+        """Move trajectories from memory to other locations."""
         left = self.index.at("slot", positions)
         self.index.point(positions, locations)
         self.addresses.leave(left)
 
     def clear_cache(self) -> None:
-        """Drop what is cached. What is nowhere else stays."""
+        """Drop cached trajectories; those that exist only in memory stay."""
         with self.lock:
             if self.cache is None:
                 return
@@ -301,7 +301,7 @@ class Contents:
             self._send_home(going)
 
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
-        """Forget trajectories."""
+        """Remove trajectories from the index."""
         with self.lock:
             slots = self.index.at("slot", positions)
             of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
@@ -324,28 +324,28 @@ class Contents:
             self.addresses.leave(left[left != UNAVAILABLE])
 
     def is_pending(self, trajectory_id: int) -> bool:
-        """Return whether a trajectory is not committed yet."""
+        """Return whether a trajectory is uncommitted."""
         return trajectory_id in self._pending
 
     def snapshot(self) -> ReadSnapshot:
-        """Return a snapshot of everything that can be saved; with ``lock`` held, and quickly."""
+        """Return a snapshot of everything that can be saved; fast, with ``lock`` held."""
         return snapshot_of(self.index, self.addresses, self.sources, self._on_disk)
 
     # -- reading ----------------------------------------------------------------------------------
 
     def plan(self, positions: IntArray, rows: IntArray, oldest: int, columns: Sequence[str] | None) -> RowPlan:
-        """Return the copy of rows, each told by the position of its trajectory and its place there.
+        """Plan the copy of rows, given as trajectory positions and rows within them.
 
-        With ``lock`` held. What it returns must be read, or dropped.
+        Needs ``lock``. The plan must be read or dropped.
 
         Args:
             positions: of the rows' trajectories, ``[n]``.
             rows: within their trajectories, ``[n]``.
-            oldest: position of the trajectory whose dtypes the batch has.
-            columns: names of the columns, also of values that came late; None = all that are stored.
+            oldest: position of the trajectory whose dtypes the batch takes.
+            columns: names of the columns, including late values; None = all stored columns.
 
         Raises:
-            SchemaMismatchError: the rows' trajectories differ in their columns.
+            SchemaMismatchError: the trajectories differ in their columns.
             TrajectoryUnavailableError: a trajectory is no longer in memory and was never on disk.
             CorruptStoreError: a file is missing or damaged.
         """
@@ -354,7 +354,7 @@ class Contents:
         stored, late_names = without_notes(columns) if columns is not None else (None, [])
         chosen, parts = self._columns.choose(index, positions, slots, oldest, stored)
         late: list[Late] = []
-        if late_names:  # before the plan: what they bring in may send out what nobody holds yet
+        if late_names:  # before the plan: mapping these may unmap slots that no plan holds yet
             late = late_of_batch(table, index, positions, rows, slots, late_names)
         plan = RowPlan(table, slots, index.place_rows(positions, rows), chosen, parts, late)
         if self._decoded:
@@ -362,11 +362,13 @@ class Contents:
         return plan
 
     def make_resident(self, positions: IntArray, *, cached: bool = True) -> IntArray:
-        """Let trajectories be read in place, with ``lock`` held, and return their slots; then :meth:`forget_decoded`.
+        """Make trajectories readable in place and return their slots; then call :meth:`forget_decoded`.
+
+        Needs ``lock``.
 
         Args:
             positions: of the trajectories, ``[n]``.
-            cached: let the cache keep what is decoded.
+            cached: whether the cache may keep decoded trajectories.
 
         Raises:
             TrajectoryUnavailableError: one is no longer in memory and was never on disk.
@@ -386,17 +388,17 @@ class Contents:
                 self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
 
     def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
-        """Note the extent of the one trajectory in a slot."""
+        """Record the extent of the single trajectory in a slot."""
         self.index.note_extent(positions[slots == slot], extent)
 
     def forget_decoded(self) -> None:
-        """Let what was decoded for a batch and is not to be cached go, once the copies that have begun have ended."""
+        """Release decoded trajectories that the cache does not keep, once running copies end."""
         self._trim()
         self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
         self._decoded.clear()
 
     def _decode(self, positions: IntArray, cached: bool) -> None:
-        """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
+        """Decode trajectories whose columns cannot be mapped into memory; the cache decides how long they stay."""
         order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
             number, row = self.addresses.shard_of(int(self.index.at("slot", position)))
@@ -415,7 +417,7 @@ class Contents:
             self._decoded.append(number)
 
     def get(self, position: int) -> AnyTrajectory:
-        """Return the trajectory at a position, its tensors copied; a rollout's reward with what was said of it late.
+        """Return a copy of the trajectory at a position; late values correct a rollout's reward.
 
         Raises:
             TrajectoryUnavailableError: it is no longer in memory and was never on disk.
@@ -429,7 +431,7 @@ class Contents:
             self.forget_decoded()
             tensors = plan.read()
             entry = self.index.entry(position)
-            found = trajectory_of(
+            trajectory = trajectory_of(
                 schema,
                 entry.extent,
                 [tensors[column.name] for column in schema.columns],
@@ -437,11 +439,15 @@ class Contents:
                 model_weights_id=entry.model_weights_id,
             )
             rows = self._late_rows_of(position, schema)
-            found = replace(found, notes=rows) if rows else found
-            return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
+            trajectory = replace(trajectory, notes=rows) if rows else trajectory
+            return (
+                with_notes(trajectory, self.index.given(position))
+                if isinstance(trajectory, AgentTrajectory)
+                else trajectory
+            )
 
     def _late_rows_of(self, position: int, schema: Schema) -> dict[str, torch.Tensor]:
-        """Return all values by row of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
+        """Return all per-row values of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
         index, positions = self.index, np.array([position], np.int64)
         names = [COLUMNS + name for name in index.row_notes if index.at(NOTE_ROWS + name, position) != UNAVAILABLE]
         slots = index.at("slot", positions).astype(np.int64)
@@ -456,15 +462,15 @@ class Contents:
         }
 
     def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
-        """Return the task of the trajectory at each position; an empty text for one that names none."""
+        """Return the task of the trajectory at each position; empty if it has none."""
         with self.lock:
             index, at = self.index, positions - self.index.first
-            numbers, which = np.unique(index.fact("task")[at], return_inverse=True)
+            numbers, inverse = np.unique(index.fact("task")[at], return_inverse=True)
             texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
-            return [texts[one] for one in which.tolist()]
+            return [texts[text_number] for text_number in inverse.tolist()]
 
     def _check_available(self, position: int) -> None:
-        """Refuse a trajectory that cannot be read.
+        """Raise if a trajectory cannot be read.
 
         Raises:
             TrajectoryUnavailableError: names it.

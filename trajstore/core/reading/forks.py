@@ -1,7 +1,7 @@
-"""What a buffer shows stands still while the process forks.
+"""Keeps buffer contents consistent while the process forks.
 
-A lock that another thread holds at that moment would stay locked in the child for ever. So the locks of all contents,
-and then those of their running copies, are taken before and given back after.
+A lock held by another thread during a fork would stay locked in the child forever. So the locks of all contents, and
+then those of their running copies, are acquired before the fork and released after it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from trajstore.core.reading.address_table import AddressTable
 
 
 class Standing(Protocol):
-    """Contents, as far as a fork is concerned; ``lock`` may be held by their own thread already."""
+    """Contents as the fork handlers see them; their own thread may already hold ``lock``."""
 
     @property
     def lock(self) -> Lock:
-        """Guards the addresses too, all but its running copies."""
+        """Guards the addresses too, except their running copies."""
 
     @property
     def addresses(self) -> AddressTable:
-        """Where rows are, and which copies are running."""
+        """Addresses of rows, and the running copies."""
 
 
 _living: weakref.WeakSet[Standing] = weakref.WeakSet()
 _locked: list[Standing] = []
 _still: list[Standing] = []
-"""Whose copies stand still too. Each is noted when it was done, so that what went wrong half-way can be undone."""
+"""Contents whose copies are stopped; recorded one by one, so that a partial stop can be undone."""
 
 
 def stop_at_forks(contents: Standing) -> None:
-    """Let contents stand still whenever the process forks, for as long as they live."""
+    """Lock these contents during forks, for as long as they live."""
     _living.add(contents)
 
 
@@ -51,7 +51,7 @@ def _all() -> list[Standing]:
     while True:
         try:
             return list(_living)
-        except RuntimeError:  # another thread has made contents just now, which only it knows
+        except RuntimeError:  # another thread just added contents; no other thread uses them yet
             continue
 
 

@@ -1,4 +1,4 @@
-"""Values that came late, where rollouts and batches are read: corrections of a reward, columns of a batch. Pure."""
+"""Late values on reading: corrections of rewards, and columns of batches. Pure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trajstore.errors import SchemaMismatchError, listed
 from trajstore.trajectory import AgentTrajectory, Reward
 
 COLUMNS = "notes."
-"""Columns of a batch that are values which came late are called so, with the name behind it."""
+"""Prefix of batch columns that hold late values."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateValues:
-    """A column of a batch: the value that each row's trajectory was given late.
+    """A batch column with the late value of each row's trajectory.
 
     Attributes:
-        spec: of the column.
+        spec: spec of the column.
         values: float64 ``[n]``, NaN for none.
     """
 
@@ -40,7 +40,7 @@ class LateValues:
 
 
 def without_notes(names: Sequence[str] | None) -> tuple[Sequence[str] | None, list[str]]:
-    """Return the names of columns that are stored, and those of values that came late."""
+    """Split column names into stored columns and late values."""
     if names is None:
         return None, []
     late = [name for name in names if name.startswith(COLUMNS)]
@@ -48,29 +48,32 @@ def without_notes(names: Sequence[str] | None) -> tuple[Sequence[str] | None, li
 
 
 def late_columns(index: TrajectoryIndex, positions: npt.NDArray[np.int64], names: Sequence[str]) -> list[LateValues]:
-    """Return columns of values that came late, one row for each position; NaN where nothing was given.
+    """Return columns of late values, one row per position; NaN where none was given.
 
     Args:
-        index: of the trajectories.
-        positions: of the rows' trajectories, ``[n]``.
-        names: with :data:`COLUMNS` before each.
+        index: index of the trajectories.
+        positions: position of each row's trajectory, ``[n]``.
+        names: with the prefix :data:`COLUMNS`.
 
     Raises:
-        SchemaMismatchError: no trajectory was given a value of this name, or the values are texts.
+        SchemaMismatchError: no trajectory has a value of this name, or the values are texts.
     """
     columns = []
     for name in names:
         own = name.removeprefix(COLUMNS)
         if NOTE + own not in index.notes:
-            there = [*(one.removeprefix(NOTE) for one in index.notes if one.startswith(NOTE)), *index.row_notes]
+            available = [
+                *(column.removeprefix(NOTE) for column in index.notes if column.startswith(NOTE)),
+                *index.row_notes,
+            ]
             why = "its values are texts" if NOTE_TEXT + own in index.notes else "no trajectory was given such a value"
-            raise SchemaMismatchError(f"column {name}: {why}; there are {listed(there, 30) or 'none'}")
+            raise SchemaMismatchError(f"column {name}: {why}; there are {listed(available, 30) or 'none'}")
         columns.append(LateValues(ColumnSpec(name, "float64", ()), index.at(NOTE + own, positions).astype(np.float64)))
     return columns
 
 
 def outcomes_given(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return the outcomes that the trajectories at some positions were given late, NaN for none."""
+    """Return the late outcomes of the trajectories at these positions; NaN for none."""
     column = NOTE + "outcome"
     if column not in index.notes:
         return np.full(len(positions), np.nan)
@@ -79,11 +82,11 @@ def outcomes_given(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> 
 
 
 def with_notes(rollout: AgentTrajectory, given: Mapping[str, float | str]) -> AgentTrajectory:
-    """Return a rollout whose reward is what was said of it late; all that was said is in its metadata.
+    """Apply late values to a rollout's reward, and list all of them in its metadata.
 
     Args:
-        rollout: as it was recorded.
-        given: latest values by name; ``outcome``, ``success_rate`` and ``reward_NAME`` take the place of the reward's.
+        rollout: the rollout as recorded.
+        given: latest values by name; ``outcome``, ``success_rate`` and ``reward_NAME`` replace those of the reward.
     """
     if not given:
         return rollout
@@ -97,6 +100,6 @@ def with_notes(rollout: AgentTrajectory, given: Mapping[str, float | str]) -> Ag
         elif name.startswith(SCORE):
             recorded[name] = scores.get(name.removeprefix(SCORE))
             scores[name.removeprefix(SCORE)] = value
-    said = {GIVEN: dict(given)} | ({RECORDED: recorded} if recorded else {})
+    late_metadata = {GIVEN: dict(given)} | ({RECORDED: recorded} if recorded else {})
     corrected = replace(reward, **over, metadata=scores) if recorded else rollout.reward
-    return replace(rollout, reward=corrected, metadata={**rollout.metadata, **said})
+    return replace(rollout, reward=corrected, metadata={**rollout.metadata, **late_metadata})

@@ -1,6 +1,6 @@
-"""Values by row that came late, where they are read: each lies in a shard of its own beside its trajectory's.
+"""Late per-row values on reading; each is stored in a shard of its own beside its trajectory's.
 
-With ``Contents.lock`` held, but for :meth:`LateRows.fill`.
+Everything but :meth:`LateRows.fill` needs ``Contents.lock``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ IntArray = npt.NDArray[np.int64]
 
 
 def split_late(index: TrajectoryIndex, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names of values of trajectories, and those of values by row; each with ``notes.`` before it."""
+    """Split names into per-trajectory and per-row values, all prefixed with ``notes.``."""
     rows = {COLUMNS + name for name in index.row_notes}
     return [name for name in names if name not in rows], [name for name in names if name in rows]
 
 
 def row_locations(index: TrajectoryIndex, positions: IntArray, name: str) -> tuple[IntArray, IntArray]:
-    """Return slot (-1 for none) and first row of the values of this name that trajectories have, each ``[n]``."""
+    """Return slot (-1 for none) and first row of each trajectory's values of this name, each ``[n]``."""
     own = name.removeprefix(COLUMNS)
     slots, starts = (index.at(kind + own, positions).astype(np.int64) for kind in (NOTE_ROWS, NOTE_START))
     return slots, starts
@@ -40,13 +40,13 @@ def row_locations(index: TrajectoryIndex, positions: IntArray, name: str) -> tup
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """A column of values by row, of the trajectories at some positions.
+    """A column of per-row values of the trajectories at some positions.
 
     Attributes:
-        name: with ``notes.`` before it.
-        column: as its shards have it.
-        slots: of each trajectory's values, resident; -1 for none.
-        starts: first row of each in its slot.
+        name: prefixed with ``notes.``.
+        column: its spec in the shards.
+        slots: resident slot of each trajectory's values; -1 for none.
+        starts: first row of each trajectory in its slot.
     """
 
     name: str
@@ -62,17 +62,17 @@ def given_rows(
     names: Sequence[str],
     beside: IntArray,
 ) -> list[GivenRows]:
-    """Return values by row, made readable in place.
+    """Make per-row values readable in place and return them.
 
     Args:
-        table: of the slots.
-        index: of the trajectories.
-        positions: of those wanted, ``[n]``.
-        names: with ``notes.`` before each; the index has rows of all.
-        beside: slots that are resident, and stay so.
+        table: address table of the slots.
+        index: index of the trajectories.
+        positions: positions of the trajectories, ``[n]``.
+        names: prefixed with ``notes.``; the index has all of them.
+        beside: resident slots that must stay resident.
 
     Raises:
-        SchemaMismatchError: a trajectory lacks values that have no NaN, or stores differ in a column.
+        SchemaMismatchError: a trajectory lacks values and the dtype has no NaN, or stores differ in a column.
         CorruptStoreError: a file is missing or damaged.
     """
     if not names:
@@ -80,14 +80,14 @@ def given_rows(
     locations = [row_locations(index, positions, name) for name in names]
     needed = np.concatenate([*(slots[slots >= 0] for slots, _ in locations), beside])
     table.ensure_decoded(needed)
-    found = []
+    columns = []
     for name, (slots, starts) in zip(names, locations, strict=True):
-        telling = slots[slots >= 0]
-        if not len(telling):  # none at all: those of another trajectory tell what they are
+        with_values = slots[slots >= 0]
+        if not len(with_values):  # none: take the spec from another trajectory
             others = index[NOTE_ROWS + name.removeprefix(COLUMNS)]
-            telling = others[others >= 0][:1].astype(np.int64)
-            table.ensure_decoded(np.concatenate([telling, needed]))
-        column = _column_in(table, name, telling)
+            with_values = others[others >= 0][:1].astype(np.int64)
+            table.ensure_decoded(np.concatenate([with_values, needed]))
+        column = _column_in(table, name, with_values)
         lacking = positions[slots < 0]
         if len(lacking) and not (column.torch_dtype.is_floating_point or column.torch_dtype.is_complex):
             number = int(index.at("trajectory_id", lacking[0]))
@@ -95,38 +95,38 @@ def given_rows(
                 f"column {name}: trajectory {shown_id(number)} was given no rows, and {column.dtype} has no NaN to say "
                 "so; give rows to all, or draw only those that have them"
             )
-        found.append(GivenRows(name, column, slots, starts))
-    return found
+        columns.append(GivenRows(name, column, slots, starts))
+    return columns
 
 
 def _column_in(table: AddressTable, name: str, slots: IntArray) -> ColumnSpec:
-    """Return the column that values by row have in some slots.
+    """Return the common spec of per-row values in some slots.
 
     Raises:
-        SchemaMismatchError: they differ, as those of several stores may; or there are none any more.
+        SchemaMismatchError: specs differ, as between stores, or no slot is left.
     """
-    found = {column_named(table.schema(slot), name.removeprefix(COLUMNS)) for slot in np.unique(slots).tolist()}
-    if len(found) > 1:
-        told = " and ".join(sorted(f"{column.dtype} {list(column.row_shape)}" for column in found))
-        raise SchemaMismatchError(f"column {name}: its rows are {told} in different stores; give them alike")
-    if not found:
+    specs = {column_named(table.schema(slot), name.removeprefix(COLUMNS)) for slot in np.unique(slots).tolist()}
+    if len(specs) > 1:
+        variants = " and ".join(sorted(f"{column.dtype} {list(column.row_shape)}" for column in specs))
+        raise SchemaMismatchError(f"column {name}: its rows are {variants} in different stores; give them alike")
+    if not specs:
         raise SchemaMismatchError(f"column {name}: no trajectory that is here has such rows")
-    return found.pop()
+    return specs.pop()
 
 
 def column_named(schema: Schema, name: str) -> ColumnSpec:
-    """Return the column of values by row of a schema that has it."""
+    """Return the column with this name, which the schema must have."""
     return next(column for column in schema.columns if column.name == name)
 
 
 @dataclass(frozen=True, slots=True)
 class LateRows:
-    """A column of a batch whose rows were given late; NaN where none were.
+    """A batch column of late per-row values; NaN where none were given.
 
     Attributes:
-        spec: of the column.
-        given: which rows of the batch have values, ``[n]``.
-        plan: of these rows; None for none.
+        spec: spec of the column.
+        given: mask of the rows that have values, ``[n]``.
+        plan: plan for these rows; None if there are none.
     """
 
     spec: ColumnSpec
@@ -157,34 +157,38 @@ def late_of_batch(
     slots: IntArray,
     names: Sequence[str],
 ) -> list[Late]:
-    """Return columns of values that came late, of rows whose slots are resident, and stay so.
+    """Return late columns for rows whose slots are resident, and stay resident.
 
     Args:
-        table: of the slots.
-        index: of the trajectories.
-        positions: of the rows' trajectories, ``[n]``.
-        rows: within their trajectories, ``[n]``.
-        slots: of the trajectories, ``[n]``.
-        names: with ``notes.`` before each.
+        table: address table of the slots.
+        index: index of the trajectories.
+        positions: position of each row's trajectory, ``[n]``.
+        rows: row within its trajectory, ``[n]``.
+        slots: slot of each row's trajectory, ``[n]``.
+        names: prefixed with ``notes.``.
 
     Raises:
-        SchemaMismatchError: a trajectory lacks values that have no NaN, stores differ in a column, or there is none.
+        SchemaMismatchError: a trajectory lacks values and the dtype has no NaN, stores differ in a column, or no values
+            exist.
         CorruptStoreError: a file is missing or damaged.
     """
     of_each, by_row = split_late(index, names)
     given = given_rows(table, index, positions, by_row, slots)
-    columns: list[Late] = [*late_columns(index, positions, of_each), *(_late_rows(table, one, rows) for one in given)]
+    columns: list[Late] = [
+        *late_columns(index, positions, of_each),
+        *(_late_rows(table, column_rows, rows) for column_rows in given),
+    ]
     by_name = {column.spec.name: column for column in columns}
     return [by_name[name] for name in names]
 
 
 def _late_rows(table: AddressTable, given: GivenRows, rows: IntArray) -> LateRows:
-    column, there = given.column, given.slots >= 0
+    column, given_mask = given.column, given.slots >= 0
     plan = None
-    if there.any():
-        slots = given.slots[there]
+    if given_mask.any():
+        slots = given.slots[given_mask]
         places = np.zeros((3, len(slots)), np.int64)
-        places[Axis.SAMPLES] = (given.starts + rows)[there]
+        places[Axis.SAMPLES] = (given.starts + rows)[given_mask]
         number = table.number_of(int(slots[0]), column)
         plan = RowPlan(table, slots, places, table.columns.set_of([number]))
-    return LateRows(ColumnSpec(given.name, column.dtype, column.row_shape), there, plan)
+    return LateRows(ColumnSpec(given.name, column.dtype, column.row_shape), given_mask, plan)

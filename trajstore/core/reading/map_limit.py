@@ -1,4 +1,4 @@
-"""Which shards are mapped, the oldest first, and when there are too many. Pure; guarded by ``Contents.lock``."""
+"""Tracks mapped shards, oldest first, and the excess over a limit. Pure; guarded by ``Contents.lock``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 
 class MapLimit:
-    """Counts maps of files by slot.
+    """Counts file maps per slot.
 
     Args:
-        limit: most maps at a time. A batch that needs more has them all the same.
+        limit: maximum number of maps; a single batch may exceed it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -25,13 +25,13 @@ class MapLimit:
         return slot in self._maps
 
     def add(self, slot: int, maps: int) -> None:
-        """Count a shard that was mapped now; one that was counted before counts once."""
+        """Count a newly mapped shard; one already counted moves to the end."""
         self.remove(slot)
         self._maps[slot] = maps
         self._total += maps
 
     def remove(self, slot: int) -> None:
-        """Count a shard no longer; one that is not mapped is passed over."""
+        """Stop counting a shard; unmapped ones are ignored."""
         self._total -= self._maps.pop(slot, 0)
 
     @property
@@ -40,7 +40,7 @@ class MapLimit:
         return self._total > self._limit
 
     def too_old(self, keep: Collection[int]) -> list[int]:
-        """Return the slots that are to be unmapped to come to the limit: the oldest, but none of ``keep``."""
+        """Return the oldest slots to unmap to meet the limit, none of them in ``keep``."""
         slots, left = [], self._total
         for slot, maps in self._maps.items():
             if left <= self._limit:

@@ -1,4 +1,4 @@
-"""What lies at a path: a store, a directory of RLinf, an experience pool, or a folder of these."""
+"""Identifies the content of a path: a store, an RLinf directory, an experience pool, or a folder of these."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _MAX_DEPTH = 3  # a run directory holds e.g. replay_buffer/rank_3
 
 @dataclass(frozen=True)
 class Place:
-    """Something that can be looked into.
+    """A store, RLinf directory, experience pool or run directory.
 
     Attributes:
-        kind: ``"run"`` is a folder whose ``parts`` are the places below it, and the store in it if it has one too.
+        kind: ``"run"`` is a folder whose ``parts`` are the places below it, including a store in the folder itself.
         directory: its files.
-        parts: of a run, in the order of their names (``rank_2`` before ``rank_10``).
-        lacking: of a run, a sentence on each rank that should be there and is not.
-        mixed: whether a store lies in the run directory itself, beside its ranks.
+        parts: parts of a run, sorted by name (``rank_2`` before ``rank_10``).
+        lacking: a sentence for each missing rank of a run.
+        mixed: whether the run directory itself has a store beside its ranks.
     """
 
     kind: PlaceKind
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def url(self) -> str:
-        """Path or URL, as it is shown to people."""
+        """Path or URL for display."""
         return self.directory.url
 
     @property
@@ -62,13 +62,13 @@ class Place:
 
     @property
     def rank_names(self) -> list[str]:
-        """Names of the ranks of a run, those that lack included."""
+        """Names of the ranks of a run, including missing ones."""
         names = [part.name for part in self.parts if is_of_rank(part.name)]
         return names + [text.split()[0] for text in self.lacking]
 
     @property
     def beside(self) -> list[str]:
-        """Folders with stores beside the ranks of a run, which opening the run does not show."""
+        """Folders with stores beside the ranks of a run; opening the run ignores them."""
         others = [part.name for part in self.parts if not is_of_rank(part.name) and part.url != self.url]
         return others if len(others) < len(self.parts) else []
 
@@ -78,8 +78,8 @@ class Ranks:
     """The ``rank_*`` folders of a run directory.
 
     Attributes:
-        directories: those that hold a store or a directory of RLinf, by rank.
-        lacking: a sentence on each rank below the highest whose folder is absent, holds neither, or may not be read.
+        directories: those with a store or RLinf directory, by rank.
+        lacking: a sentence on each rank below the highest whose folder is absent, empty or unreadable.
     """
 
     directories: tuple[Directory, ...]
@@ -87,15 +87,15 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """Names of the folders that hold something."""
+        """Names of the folders with content."""
         return [name_of(directory) for directory in self.directories]
 
 
 def find_place(path: str | Path) -> Place:
-    """Return what lies at a local path or URL.
+    """Identify the place at a local path or URL.
 
     Raises:
-        StoreNotFoundError: nothing that trajstore knows.
+        StoreNotFoundError: no known format is there.
     """
     directory = open_directory(path)
     place = place_in(directory)
@@ -105,19 +105,19 @@ def find_place(path: str | Path) -> Place:
 
 
 def place_in(directory: Directory) -> Place | None:
-    """Return what lies in a directory or in its folders; None if it is nothing that trajstore knows."""
+    """Identify the place in a directory or its subfolders; None if the format is unknown."""
     return _place_at(directory, _MAX_DEPTH)
 
 
 def loadable_in(place: Place) -> list[str]:
-    """Return the paths, at a place or below it, that can be loaded as a replay buffer."""
+    """Return the paths at or below a place that can be loaded as a replay buffer."""
     if place.kind in ("store", "rlinf") or any(is_of_rank(part.name) for part in place.parts):
         return [place.url]
     return [url for part in place.parts for url in loadable_in(part)]
 
 
 def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
-    """Return the error that says what is at a path in place of a store."""
+    """Return an error that describes the path instead of a store."""
     if directory.exists():
         return StoreNotFoundError(
             f"{path}: no trajectory store, RLinf directory or experience pool here or in its folders "
@@ -129,7 +129,7 @@ def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
 
 
 def kind_of(directory: Directory) -> PlaceKind | None:
-    """Return what a directory is itself, whatever lies in its other folders; also if its JSON files are damaged."""
+    """Return the kind of the directory itself, ignoring subfolders; also for damaged JSON files."""
     files, folders = directory.listing()
     return _kind_of(directory, files, folders)
 
@@ -137,7 +137,7 @@ def kind_of(directory: Directory) -> PlaceKind | None:
 def _kind_of(directory: Directory, files: Collection[str], folders: Collection[str]) -> PlaceKind | None:
     if METADATA_NAME in files and Catalog.exists(directory):
         return "store"
-    # What lost its metadata.json, or has another's, is still looked at: a run must not pass for whole without it.
+    # A store with a lost or foreign metadata.json still counts: a run must not look complete without it.
     if INDEX_NAME in files and begins_sealed("snapshot", directory.read(INDEX_NAME)):
         return "store"
     if LOG_FOLDER in folders or SHARDS_FOLDER in folders:
@@ -156,7 +156,7 @@ def ranks_of(directory: Directory) -> Ranks:
 
 def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     numbers = {name: int(match[1]) for name in folders if (match := _RANK.fullmatch(name))}
-    found = []
+    directories = []
     lacking = [
         f"rank_{rank} is absent" for rank in range(max(numbers.values(), default=0)) if rank not in numbers.values()
     ]
@@ -174,42 +174,42 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
             lacking.append(f"{name} may not be read: {error}")
             continue
         if kind in ("store", "rlinf"):
-            found.append(directory)
+            directories.append(directory)
         else:
             lacking.append(f"{name} holds no store")
-    if denied is not None and not found:
-        raise denied  # else nobody would hear of it
-    return Ranks(tuple(found), tuple(lacking) if found else ())
+    if denied is not None and not directories:
+        raise denied  # else the error would be lost
+    return Ranks(tuple(directories), tuple(lacking) if directories else ())
 
 
 def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]:
-    """Return a sentence on the highest ranks of a run, if they are absent.
+    """Return a sentence on the highest ranks of a run if they are absent.
 
     Args:
-        names: of the folders that there are, or that are known to be absent.
-        ranks: of how many ranks the newest saved point of each store says that it is; None: it does not say.
+        names: names of existing folders and of those known to be absent.
+        ranks: number of ranks in each store's newest saved point; None if unknown.
     """
     above = ranks_above(names, ranks)
     if not above:
         return []
-    which = f"rank_{above[0]} is" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are"
-    return [f"{which} absent: the newest saved point is of {above.stop:,} ranks"]
+    names_in_words = f"rank_{above[0]} is" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are"
+    return [f"{names_in_words} absent: the newest saved point is of {above.stop:,} ranks"]
 
 
 def ranks_above(names: Iterable[str], ranks: Iterable[int | None]) -> range:
-    """Return the numbers of the ranks that :func:`absent_above` tells of, up to how many ranks the run has."""
+    """Return the ranks absent above the highest folder, see :func:`absent_above`."""
     above = max((int(match[1]) + 1 for name in names if (match := _RANK.fullmatch(name))), default=0)
-    said = max((number for number in ranks if number is not None), default=0)
-    return range(above, max(said, above) if above else 0)
+    saved_ranks = max((number for number in ranks if number is not None), default=0)
+    return range(above, max(saved_ranks, above) if above else 0)
 
 
 def rank_of(directory: Directory) -> int:
-    """Return the number of the rank whose store lies in a folder ``rank_<r>``."""
+    """Return the rank of the store in a folder ``rank_<r>``."""
     return int(directory.url.rstrip("/").rpartition("rank_")[2])
 
 
 def rank_number(directory: Directory, run: Directory) -> int:
-    """Return the rank that ids of a run name for a store: that of its folder, of one in the run itself the last."""
+    """Return the rank in a run's ids: that of the folder, or the last one for a store in the run itself."""
     match = _RANK.fullmatch(name_of(directory))
     return RANK_LIMIT - 1 if directory is run or match is None else int(match[1])
 
@@ -220,33 +220,33 @@ def name_of(directory: Directory) -> str:
 
 
 def is_of_rank(place_name: str) -> bool:
-    """Return whether a directory is called like that of one rank, which has a store of its own."""
+    """Return whether a directory name is that of a rank, which has a store of its own."""
     return _RANK.fullmatch(place_name) is not None
 
 
 def is_file_of_rlinf(name: str) -> bool:
-    """Return whether a file is called like those in which RLinf keeps trajectories."""
+    """Return whether a file name is that of an RLinf trajectory."""
     return _RLINF_FILE.match(name) is not None
 
 
 def store_above(directories: Iterable[Directory]) -> Directory | None:
-    """Return the first of the directories in which something lies that is a store; None if none is."""
+    """Return the first directory that is a store, or None."""
     for directory in directories:
-        with suppress(OSError, StoreError):  # a folder that may not be read, or a bucket's root
+        with suppress(OSError, StoreError):  # an unreadable folder, or a bucket's root
             if Catalog.exists(directory):
                 return directory
     return None
 
 
 def check_no_store_above(directory: Directory, above: Iterable[Directory]) -> None:
-    """Refuse to make a store within another one, which could not be opened any more then.
+    """Refuse to create a store inside another one, where it could not be opened.
 
     Args:
-        directory: where the store is to lie; one that is there already is continued.
-        above: the directories in which it lies.
+        directory: directory of the new store; an existing store is continued.
+        above: its parent directories.
 
     Raises:
-        ConfigurationError: one of them is a store.
+        ConfigurationError: one of the parents is a store.
     """
     if Catalog.exists(directory):
         return
@@ -259,10 +259,10 @@ def check_no_store_above(directory: Directory, above: Iterable[Directory]) -> No
 
 
 def check_no_ranks(directory: Directory) -> None:
-    """Refuse to write a store into a run directory: it would hide the ranks.
+    """Refuse to write a store into a run directory, because it would hide the ranks.
 
     Raises:
-        ConfigurationError: there are ``rank_*`` folders with trajectories.
+        ConfigurationError: ``rank_*`` folders with trajectories exist.
     """
     ranks = ranks_of(directory).names
     if ranks:
@@ -274,15 +274,15 @@ def check_no_ranks(directory: Directory) -> None:
 
 
 def check_not_rlinf(directory: Directory) -> None:
-    """Refuse to write into a directory of RLinf.
+    """Refuse to write into an RLinf directory.
 
     Raises:
-        ConfigurationError: it is one.
-        CorruptStoreError: it is a store into which RLinf has written.
+        ConfigurationError: it is an RLinf directory.
+        CorruptStoreError: it is a store that RLinf has written into.
     """
     try:
         data = directory.read(METADATA_NAME)
-    except OSError:  # absent, or not to be read: said by whoever opens the directory next
+    except OSError:  # absent or unreadable: the next open reports it
         return
     if not is_of_rlinf(data):
         return
@@ -296,7 +296,7 @@ def check_not_rlinf(directory: Directory) -> None:
 
 
 def mixed_sentence(url: str, ranks: Collection[str]) -> str:
-    """Return what is said of a directory that holds both a store and ranks."""
+    """Return the message for a directory with both a store and ranks."""
     return (
         f"{url}: holds a store of its own beside {listed(ranks)}; load one of them by its path, or move the store's "
         f"files ({METADATA_NAME}, {INDEX_NAME}, {LOG_FOLDER}, {SHARDS_FOLDER}, pins) to a folder of their own"
@@ -312,7 +312,7 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
         return Place(kind, directory)
     if not depth:
         return Place(kind, directory) if kind else None
-    shown = [name for name in folders if not name.startswith(".")]  # hidden ones are of work that has not ended
+    shown = [name for name in folders if not name.startswith(".")]  # hidden folders belong to unfinished work
     for name in [name for name in shown if not is_safe_name(name)]:
         logger.warning("%s: the folder %r is not looked into: its name has control characters", directory.url, name)
         shown.remove(name)
@@ -331,7 +331,7 @@ def _part_at(directory: Directory, name: str, depth: int) -> Place | None:
     except PermissionError:
         if _RANK.fullmatch(name) is None:
             raise
-        return None  # told with the ranks that lack
+        return None  # reported with the missing ranks
 
 
 def by_number(name: str) -> tuple[str, int, str]:

@@ -1,6 +1,6 @@
-"""Copies of rows: planned with ``Contents.lock`` held, made without it.
+"""Row copies: planned with ``Contents.lock`` held, executed without it.
 
-A plan has the addresses of the rows, and keeps the memory in which they lie.
+A plan holds the addresses of the rows, and the memory they are in.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ logger = logging.getLogger(__name__)
 IntArray = npt.NDArray[np.int64]
 
 _SPLIT_BYTES = 4 << 20
-"""A batch below this is copied by the calling thread: handing over half of it would cost more."""
+"""Smaller batches are copied by the calling thread; sharing the work would cost more."""
 
 _PIECE_BYTES = 1 << 20
-"""About how much a thread copies before it takes the next piece."""
+"""Approximate bytes that a thread copies per piece."""
 
 
 class HeldRows:
-    """Rows of resident slots, and the memory in which they lie, which stays until :meth:`end`.
+    """Rows of resident slots; their memory stays valid until :meth:`end`.
 
     Args:
-        table: has the memory.
-        slots: whose rows are wanted.
+        table: address table of the slots.
+        slots: slots to read.
 
     Attributes:
-        first: address of the first row of a column, ``[slots, columns]``; of slots that were resident then.
-        axes: axis of the column in that slot, ``[slots, columns]``.
-        partial: files whose rows must be fetched before they are read.
+        first: address of each column's first row, ``[slots, columns]``; for slots resident at creation.
+        axes: axis of each column in each slot, ``[slots, columns]``.
+        partial: files whose rows must be fetched before reading.
     """
 
     __slots__ = ("__weakref__", "_table", "axes", "first", "partial")
@@ -64,36 +64,35 @@ class HeldRows:
         table.copies.begin(self)
 
     def end(self) -> None:
-        """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""
+        """Release the rows. Dropping the object does so too, with a delay."""
         self._table.copies.end(self)
 
     def fetched(self, pieces: Callable[[], tuple[IntArray, IntArray]]) -> AbstractContextManager[None]:
-        """Return a context within which rows can be read; ``pieces`` returns their addresses and sizes in bytes."""
+        """Return a context in which rows are readable; ``pieces`` returns their addresses and sizes in bytes."""
         return fetched(self.partial, pieces) if self.partial else nullcontext()
 
 
 class Late(Protocol):
-    """A column of a batch that came late."""
+    """A late column of a batch."""
 
     @property
     def spec(self) -> ColumnSpec:
-        """The column."""
+        """Spec of the column."""
 
     def fill(self, target: torch.Tensor) -> None:
-        """Write it into a tensor ``[n, *row_shape]``."""
+        """Write the column into a tensor ``[n, *row_shape]``."""
 
 
 class RowPlan(HeldRows):
-    """The copy of a batch of rows, made by :meth:`read`.
+    """The copy of a batch of rows, executed by :meth:`read`.
 
     Args:
-        table: has the rows.
-        slots: slot of each row, resident, ``[n]``.
+        table: address table of the rows.
+        slots: resident slot of each row, ``[n]``.
         places: row within the slot on each axis, ``[3, n]``.
-        columns: as the batch has them.
-        parts: where dtypes differ: rows of the batch whose trajectories have the same columns, and these columns, in
-            the order of ``columns``.
-        late: columns of values that came late, which lie in no shard, or in another one.
+        columns: columns of the batch.
+        parts: if dtypes differ: groups of batch rows with equal columns, and their columns in the order of ``columns``.
+        late: late columns, stored in no shard or in another one.
     """
 
     __slots__ = ("_columns", "_late", "_parts", "_places", "_slots")
@@ -111,7 +110,7 @@ class RowPlan(HeldRows):
         self._slots, self._places, self._columns, self._parts, self._late = slots, places, columns, parts, late
 
     def read(self, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Return the rows, by dotted column name; once, and without ``Contents.lock``.
+        """Return the rows by dotted column name; callable once, without ``Contents.lock``.
 
         Raises:
             ConfigurationError: a tensor of ``out`` does not fit.
@@ -120,7 +119,7 @@ class RowPlan(HeldRows):
         targets = allocate(self._columns, len(self._slots), out)
         result = {spec.name: target for spec, target in zip(self._columns.specs, targets, strict=True)}
         if self._late:
-            late = allocate(ColumnSet([one.spec for one in self._late]), len(self._slots), out)
+            late = allocate(ColumnSet([late_column.spec for late_column in self._late]), len(self._slots), out)
         with self.fetched(self._pieces):
             if not self._parts:
                 self._gather(self._slots, self._places, self._columns, targets)
@@ -129,7 +128,7 @@ class RowPlan(HeldRows):
                 self._gather(self._slots[at], np.ascontiguousarray(self._places[:, at]), columns, converted)
                 for target, tensor in zip(targets, converted, strict=True):
                     target[torch.from_numpy(at)] = tensor.to(target.dtype)
-        self.end()  # after an error or interrupt it is dropped instead: threads may still be copying
+        self.end()  # skipped after an error or interrupt: helper threads may still be copying
         for column in self._late:
             target = late.pop(0)
             column.fill(target)
@@ -139,7 +138,7 @@ class RowPlan(HeldRows):
     def _gather(self, slots: IntArray, places: IntArray, columns: ColumnSet, targets: Sequence[torch.Tensor]) -> None:
         """Fill ``targets[j]`` with the rows of column j.
 
-        An interrupt ends this before the threads that help: they hold the rows and the targets as long as they copy.
+        An interrupt may end this before the helper threads; they keep the rows and targets alive while they copy.
         """
         copy_rows, count = kernels.copy_rows, len(slots)
         bases = np.array([target.data_ptr() for target in targets], np.int64)
@@ -156,18 +155,18 @@ class RowPlan(HeldRows):
             while True:
                 try:
                     begin, end = waiting.popleft()
-                except IndexError:  # another thread took the last piece
+                except IndexError:  # no pieces left
                     return
                 copy_rows(*arguments, begin, end)
 
         others = [_helpers.pool().submit(copy_pieces) for _ in range(_helpers.threads)]
         copy_pieces()
         for other in others:
-            if not other.cancel():  # one that has not begun yet, on a busy machine, is not waited for
+            if not other.cancel():  # do not wait for helpers that never started
                 other.result()
 
     def _pieces(self) -> tuple[IntArray, IntArray]:
-        """Return address and size in bytes of every row that is to be copied."""
+        """Return address and size in bytes of every row to copy."""
         addresses, sizes = [], []
         for at, columns in self._parts or [(np.arange(len(self._slots)), self._columns)]:
             slots, places = self._slots[at], np.ascontiguousarray(self._places[:, at])
@@ -179,7 +178,7 @@ class RowPlan(HeldRows):
 
 
 def allocate(columns: ColumnSet, count: int, out: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return a tensor ``[count, *row_shape]`` for each column, taken from ``out`` where it is given.
+    """Return a tensor ``[count, *row_shape]`` per column, taken from ``out`` where given.
 
     Raises:
         ConfigurationError: a tensor in ``out`` is absent, too short, not contiguous, or of another dtype or shape.
@@ -207,7 +206,7 @@ def allocate(columns: ColumnSet, count: int, out: Mapping[str, torch.Tensor] | N
 
 
 class Helpers:
-    """Threads that share large copies with the caller; made on first use, anew in a forked child."""
+    """Threads that help with large copies; created lazily, again after a fork."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -228,10 +227,10 @@ _helpers = Helpers(max(1, min(4, (os.cpu_count() or 1) - 1)))
 
 
 class BatchColumns:
-    """Chooses the columns of batches. ``Contents.lock`` guards it.
+    """Chooses the columns of batches. Guarded by ``Contents.lock``.
 
     Args:
-        table: knows the columns of all slots.
+        table: address table with the columns of all slots.
     """
 
     def __init__(self, table: AddressTable) -> None:
@@ -242,17 +241,17 @@ class BatchColumns:
     def choose(
         self, index: TrajectoryIndex, positions: IntArray, slots: IntArray, oldest: int, names: Sequence[str] | None
     ) -> tuple[ColumnSet, list[tuple[npt.NDArray[np.intp], ColumnSet]]]:
-        """Return the columns of a batch, and the rows whose trajectories have other dtypes; none if all agree.
+        """Return the columns of a batch, and groups of rows with other dtypes (empty if all agree).
 
         Args:
             index: of the trajectories.
             positions: of the rows' trajectories, ``[n]``.
-            slots: theirs, resident.
-            oldest: position of the window's oldest trajectory, whose dtypes the batch has.
-            names: the columns to take; None takes all, which must then be the same.
+            slots: their resident slots, ``[n]``.
+            oldest: position of the window's oldest trajectory, whose dtypes the batch takes.
+            names: columns to take; None takes all, which must then be equal.
 
         Raises:
-            SchemaMismatchError: the trajectories differ in their columns, or are agent trajectories.
+            SchemaMismatchError: the columns differ, or the trajectories are agent trajectories.
         """
         of_each, interner = self._table.signature[slots], self._table.columns
         like = self._signature_at(index, oldest, slots)
@@ -273,24 +272,24 @@ class BatchColumns:
             return in_words(index.at("trajectory_id", positions[theirs]))
 
         specs, kinds = interner.specs, [columns.numbers.tolist() for _, columns in sampled]
-        found = agree([[specs[number] for number in kind] for kind in kinds], names, who)
-        numbers = [[kind[place] for place in places] for kind, places in zip(kinds, found, strict=True)]
+        column_places = agree([[specs[number] for number in kind] for kind in kinds], names, who)
+        numbers = [[kind[place] for place in places] for kind, places in zip(kinds, column_places, strict=True)]
         dtypes = {} if like is None else {specs[n].name: n for n in interner.sampled[like][1].numbers.tolist()}
         wanted = []
         for number in numbers[0] if numbers else ():
             oldest_number = dtypes.get(specs[number].name, number)
             wanted.append(oldest_number if specs[oldest_number].row_shape == specs[number].row_shape else number)
-        if all(one == wanted for one in numbers):
+        if all(row_numbers == wanted for row_numbers in numbers):
             return interner.set_of(wanted), []
         self._warn_of_casts(numbers, wanted)
         parts = [
-            (np.flatnonzero(of_each == signature), interner.set_of(one))
-            for signature, one in zip(signatures, numbers, strict=True)
+            (np.flatnonzero(of_each == signature), interner.set_of(row_numbers))
+            for signature, row_numbers in zip(signatures, numbers, strict=True)
         ]
         return interner.set_of(wanted), parts
 
     def _signature_at(self, index: TrajectoryIndex, position: int, needed: IntArray) -> int | None:
-        """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
+        """Return the signature of the trajectory at a position, or None if unreadable. Needed slots stay resident."""
         if not index.first <= position < index.end:
             return None
         slot, table = int(index.at("slot", position)), self._table
@@ -299,7 +298,7 @@ class BatchColumns:
         known = int(table.signature[slot])
         if known >= 0 or self._undecoded[0] == slot:
             return known if known >= 0 else self._undecoded[1]
-        # The needed ones are resident, so that only this one can be found to have extra rows.
+        # The needed slots are resident, so only this one can turn out to have extra rows.
         if table.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
             self._undecoded = slot, table.columns.of(table.schema(slot))[1]
             return self._undecoded[1]
@@ -307,7 +306,7 @@ class BatchColumns:
 
     def _warn_of_casts(self, numbers: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
         specs = self._table.columns.specs
-        for pair in dict.fromkeys(pair for one in numbers for pair in zip(one, wanted, strict=True)):
+        for pair in dict.fromkeys(pair for row_numbers in numbers for pair in zip(row_numbers, wanted, strict=True)):
             if pair[0] != pair[1] and pair not in self._warned:
                 self._warned.add(pair)
                 logger.warning(

@@ -1,4 +1,4 @@
-"""What a buffer shows at one moment, for a checkpoint: taken quickly, written while the buffer goes on."""
+"""A snapshot of the buffer for a checkpoint: taken quickly, written while the buffer keeps changing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ReadSnapshot:
     """A consistent snapshot of the contents, for a checkpoint.
 
     Attributes:
-        index: the entries that can be saved; ``shard`` is a row of an entry's source, or UNAVAILABLE.
-        shards: per entry, (source, row) on disk, or None where ``memory`` has it.
-        memory: by position in ``index``, the block of trajectories that are in memory only; the index says where in it.
-        sources: the sources that ``shards`` refers to.
-        values: (source, row) of the shards of values by row, which the index names by their place here.
+        index: the savable entries; ``shard`` is a row of an entry's source, or UNAVAILABLE.
+        shards: per entry, (source, row) on disk, or None if it is in ``memory``.
+        memory: blocks of trajectories that are in memory only, by position in ``index``, which has their place in it.
+        sources: sources referred to by ``shards``.
+        values: (source, row) of the shards of per-row values; the index refers to positions in this list.
     """
 
     index: TrajectoryIndex
@@ -48,13 +48,13 @@ class ReadSnapshot:
 def snapshot_of(
     index: TrajectoryIndex, addresses: AddressTable, sources: Sequence[Source], locations: Mapping[int, RowLocation]
 ) -> ReadSnapshot:
-    """Return a snapshot of everything that can be saved; with ``Contents.lock`` held, and quickly.
+    """Return a snapshot of everything that can be saved; fast, with ``Contents.lock`` held.
 
     Args:
-        index: what is shown.
-        addresses: knows the shard of each slot.
-        sources: of the shards.
-        locations: where on disk those are, by id, that are in memory and on disk.
+        index: the visible entries.
+        addresses: address table with each slot's shard.
+        sources: sources of the shards.
+        locations: disk slots, by id, of trajectories that are also in memory.
     """
     positions = np.arange(index.first, index.end)
     columns = index.take(positions)

@@ -1,6 +1,6 @@
-"""What an RLinf directory holds: as its two JSON files tell it or, where they are damaged, its trajectory files.
+"""Contents of an RLinf directory: from its two JSON files or, if damaged, from its trajectory files.
 
-RLinf writes both files in place, so a process that is killed may leave either of them torn.
+RLinf writes both files in place, so a killed process may leave either torn.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OTHERWISE = "; strict=False, and `trajstore repair`, work {} out again from {}"
 
 @dataclass
 class RLinfContents:
-    """What lies in a directory that RLinf wrote.
+    """Contents of an RLinf directory.
 
     Attributes:
-        metadata: RLinf's ``metadata.json``; of a damaged one, what the rest tells.
-        entries: the trajectories, in the order of the index.
-        damage: each of the two files that is damaged, and each trajectory file that can therefore not be used.
+        metadata: RLinf's ``metadata.json``, or a reconstruction if it is damaged.
+        entries: the trajectories, in index order.
+        damage: damaged JSON files, and the trajectory files that are unusable as a result.
     """
 
     metadata: Mapping[str, Any]
@@ -39,32 +39,32 @@ class RLinfContents:
 
 
 def read_contents(directory: Directory, *, lenient: bool) -> RLinfContents:
-    """Read metadata and index; ``lenient``: what is damaged or missing of them is worked out again.
+    """Read metadata and index; ``lenient`` reconstructs damaged or missing ones.
 
     Raises:
-        StoreNotFoundError: metadata or index is absent (``lenient``: and so is every trajectory file).
+        StoreNotFoundError: metadata or index is absent (``lenient``: and all trajectory files too).
         CorruptStoreError: one of them is torn, or not RLinf's (``lenient``: the same).
         UnsafeContentError: a file name leaves the directory.
     """
-    found = RLinfContents({}, [])
+    contents = RLinfContents({}, [])
     try:
-        found.entries = _read_index(directory)
+        contents.entries = _read_index(directory)
     except (CorruptStoreError, StoreNotFoundError) as error:
         names = sorted(name for name in directory.names() if _FILE.fullmatch(name))
         if not lenient or not names:
             raise _with_advice(error, "it", "the trajectory files") if names else error from None
         source = f"{directory.url}/{INDEX_NAMES[0]}"
-        found.damage.append(_damage(error, source, "worked out again from the trajectory files"))
-        _take_files(directory, names, found)
+        contents.damage.append(_damage(error, source, "worked out again from the trajectory files"))
+        _take_files(directory, names, contents)
     try:
-        found.metadata = _read_metadata(directory)
+        contents.metadata = _read_metadata(directory)
     except (CorruptStoreError, StoreNotFoundError) as error:
         if not lenient:
             raise _with_advice(error, "all of it but the seed", "the rest") from None
         source = f"{directory.url}/{METADATA_NAME}"
-        found.damage.append(_damage(error, source, "worked out again from the rest; the seed is lost"))
-        found.metadata = _metadata_of(found.entries, directory)
-    return found
+        contents.damage.append(_damage(error, source, "worked out again from the rest; the seed is lost"))
+        contents.metadata = _metadata_of(contents.entries, directory)
+    return contents
 
 
 def _read_metadata(directory: Directory) -> dict[str, Any]:
@@ -97,21 +97,21 @@ def _damage(error: StoreError, source: str, outcome: str) -> Damage:
 
 
 def _take_files(directory: Directory, names: list[str], found: RLinfContents) -> None:
-    """Make the entries from the files themselves; those that cannot be read are named, with their ids."""
+    """Build the entries from the trajectory files; report unreadable ones with their ids."""
     seen: dict[int, str] = {}
     for name in sorted(names, key=_id_of):
         number = _id_of(name)
         try:
-            extent, said = _described(directory, name)
+            extent, header = _described(directory, name)
         except (CorruptStoreError, UnsafeContentError) as error:
             found.damage.append(Damage(str(error), ((number, number),)))
             continue
-        if number in seen:  # RLinf begins at 0 again after a restart
+        if number in seen:  # RLinf numbers from 0 again after a restart
             text = f"left out: {seen[number]} has the id {number} too, and nothing tells which is the later one"
             found.damage.append(Damage(f"{directory.url}/{name}: {text}"))
             continue
         seen[number] = name
-        length, weights = int(said.get("max_episode_length") or 0), _parts(name)[1]
+        length, weights = int(header.get("max_episode_length") or 0), _parts(name)[1]
         found.entries.append(RLinfEntry(number, extent[0] * extent[1], extent, length, weights))
 
 

@@ -1,4 +1,4 @@
-"""One trajectory file of RLinf: its columns, mapped where they lie in place, else decoded."""
+"""One RLinf trajectory file: columns are mapped in place where possible, else decoded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RLinfFile:
         self.source = f"{directory.url}/{name}"
         self.map = directory.map(name)
         content = self._content(name)
-        self.content = columns_of_file(content, self.source, self._read)  # refuses what is no trajectory
+        self.content = columns_of_file(content, self.source, self._read)  # rejects files without a trajectory
         self.said = fields_of_file(content)
 
     def _content(self, name: str) -> Any:
@@ -51,11 +51,11 @@ class RLinfFile:
         return self.rows_at(place.offset, place.nbytes, place.dtype, place.shape)
 
     def rows_at(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return a part of the file as a tensor, copied."""
+        """Return a copy of a part of the file as a tensor."""
         return rows_from_bytes(bytearray(self.map.view[offset : offset + nbytes]), dtype, shape)
 
     def unrepresented(self) -> Iterator[tuple[str, str]]:
-        """Yield the fields that are not sampled or not kept, and why."""
+        """Yield the fields that are not sampled or not stored, with the reason."""
         yield from ((name, f"is left out: {reason}") for name, reason in self.content.left_out.items())
         yield from ((name, f"is kept, but never sampled: {reason}") for name, reason in self.content.kept.items())
 
@@ -74,7 +74,7 @@ class RLinfFile:
 
 
 class RLinfFileReader(ShardReader):
-    """Rows of a trajectory file that are decoded."""
+    """Decoded rows of a trajectory file."""
 
     def __init__(self, file: RLinfFile) -> None:
         self._file = file

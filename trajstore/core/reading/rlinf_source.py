@@ -1,6 +1,6 @@
-"""Reading RLinf's directories in place.
+"""Reads RLinf directories in place.
 
-Files are opened, and the table of those that are open changes, with ``Contents.lock`` held.
+Opening files, and changing the table of open files, needs ``Contents.lock``.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 _OPEN_FILES = 8
 
 OR_WITHOUT_IT = "; strict=False loads the rest, and `trajstore repair` makes a store of it"
-"""How errors of a file that cannot be read end."""
+"""Suffix of errors about unreadable files."""
 
 NO_SHARD = -1
 
 
 class RLinfSource(Source):
-    """A directory that RLinf wrote; each trajectory is a shard of its own.
+    """A directory written by RLinf; each trajectory is a shard of its own.
 
     Attributes:
         metadata: RLinf's ``metadata.json``.
-        suffix: of the trajectories' files.
-        entries: trajectories whose files are there, by row.
-        missing: trajectories that the index names, but whose files are absent.
-        before: those of them that are older than all that are there; ``index`` has them too, without a shard.
-        damaged: what is damaged of metadata and index, and was worked out again.
+        suffix: file extension of the trajectories.
+        entries: trajectories with files, by row.
+        missing: indexed trajectories without files.
+        before: missing ones older than all present ones; ``index`` lists them without a shard.
+        damaged: damaged parts of metadata and index, which were reconstructed.
     """
 
     linkable = False
@@ -85,19 +85,19 @@ class RLinfSource(Source):
 
     @property
     def unwritten(self) -> list[RLinfEntry]:
-        """Return those that RLinf lists without having written them, as far as can be known: the oldest ones.
+        """Return the oldest indexed trajectories without files, which RLinf probably never wrote.
 
-        Its checkpoints of a buffer in memory list all that was ever added, and hold what the window has.
+        RLinf's checkpoints of a buffer in memory list all trajectories ever added, but store only the window.
         """
         return self.before if self.entries else []
 
     @property
     def gone(self) -> list[RLinfEntry]:
-        """Return those whose files are absent, and cannot but have been there."""
+        """Return the trajectories whose files must have existed, and are absent."""
         return self.missing[len(self.unwritten) :]
 
     def unwritten_in_words(self) -> str:
-        """Return what is said of those without a file that is no damage."""
+        """Return the message about absent files that are no damage."""
         ids = ids_in_words([entry.trajectory_id for entry in self.unwritten])
         return (
             f"{len(self.unwritten):,} trajectories, the oldest of the index, have no file (ids {ids}), as in RLinf's "
@@ -106,37 +106,36 @@ class RLinfSource(Source):
 
     @classmethod
     def open(cls, directory: Directory, strict: bool | None) -> RLinfSource:
-        """Read metadata and index, and see which files are there.
+        """Read metadata and index, and check which files exist.
 
         Args:
-            directory: that RLinf wrote.
-            strict: whether files that the index names have to be there; False: metadata and index that are damaged are
-                worked out again too.
+            directory: an RLinf directory.
+            strict: whether all indexed files must exist; False also reconstructs damaged metadata and index.
 
         Raises:
             StoreNotFoundError: metadata or index is absent.
             IncompleteCheckpointError: the index names absent files (``strict``); lists them.
-            CorruptStoreError: metadata or index are not RLinf's, or torn.
-            UnsafeContentError: a file name leaves the directory.
+            CorruptStoreError: metadata or index is torn, or not RLinf's.
+            UnsafeContentError: a file name points outside the directory.
         """
-        found = cls(directory, read_contents(directory, lenient=strict is False))
-        if found.missing and strict:
-            total = len(found.missing) + len(found.entries)
+        source = cls(directory, read_contents(directory, lenient=strict is False))
+        if source.missing and strict:
+            total = len(source.missing) + len(source.entries)
             raise IncompleteCheckpointError(
-                f"{len(found.missing)} of {total} trajectories of {directory.url} are not there: "
-                f"{found.names_of(found.missing)}; copy the files there, or load with strict=False to do without them"
+                f"{len(source.missing)} of {total} trajectories of {directory.url} are not there: "
+                f"{source.names_of(source.missing)}; copy the files there, or load with strict=False to do without them"
             )
-        return found
+        return source
 
     def names_of(self, entries: Iterable[RLinfEntry]) -> str:
         """Return the files of some trajectories, for a message."""
         return listed(entry.file_name(self.suffix) for entry in entries)
 
     def missing_in_words(self) -> list[str]:
-        """Return a sentence on each kind of trajectory that the index names and that is not there.
+        """Return a sentence per kind of indexed but absent trajectory.
 
         Raises:
-            IncompleteCheckpointError: none is there.
+            IncompleteCheckpointError: all are absent.
         """
         if self.missing and not self.entries:
             raise IncompleteCheckpointError(
@@ -145,9 +144,9 @@ class RLinfSource(Source):
             )
         total = len(self.missing) + len(self.entries)
         return [
-            f"{self.directory.url}: {len(entries)} of {total} trajectories of its index are not there, {what}: "
+            f"{self.directory.url}: {len(entries)} of {total} trajectories of its index are not there, {reason}: "
             f"{self.names_of(entries)} (strict=True refuses this)"
-            for entries, what in (
+            for entries, reason in (
                 (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),
                 (self.gone, "though older ones are: the directory is damaged; copy the files there"),
             )
@@ -159,52 +158,52 @@ class RLinfSource(Source):
         return len(self.entries)
 
     def file(self, row: int) -> RLinfFile:
-        """Return a trajectory's file, opened; the last few are kept."""
-        found = self._files.get(row)
-        if found is None:
+        """Return a trajectory's open file; the last few stay open."""
+        file = self._files.get(row)
+        if file is None:
             name = self.entries[row].file_name(self.suffix)
-            found = _opened(self.directory, name, self.entries[row])
-            self._tell(found)
-            self._files[row] = found  # only what fits: its rows are read by the index's numbers
+            file = _opened(self.directory, name, self.entries[row])
+            self._tell(file)
+            self._files[row] = file  # after the check, because rows are read by the index's numbers
             if len(self._files) > _OPEN_FILES:
                 self._files.popitem(last=False)
             if self.checked and row not in self._sound:
                 damage = self.damage(row)
                 if damage:
                     del self._files[row]
-                    raise CorruptStoreError(f"{found.source}: {'; '.join(damage)}; restore it from a copy")
+                    raise CorruptStoreError(f"{file.source}: {'; '.join(damage)}; restore it from a copy")
                 self._sound.add(row)
-        return found
+        return file
 
     def leave_out_unreadable(self) -> list[Damage]:
-        """Open every file, and leave out those that cannot be read; return what is wrong with them.
+        """Open every file, drop unreadable trajectories, and return their damage.
 
         Checksums are not compared.
         """
-        found, readable = [], []
+        damage, readable = [], []
         for entry in self.entries:
             try:
                 _opened(self.directory, entry.file_name(self.suffix), entry)
             except (CorruptStoreError, UnsafeContentError) as error:
                 text = str(error).removesuffix(OR_WITHOUT_IT)
-                found.append(Damage(text, ((entry.trajectory_id, entry.trajectory_id),)))
+                damage.append(Damage(text, ((entry.trajectory_id, entry.trajectory_id),)))
             else:
                 readable.append(entry)
-        if found:
+        if damage:
             self.entries = readable
             self.index = _index_of(self.directory, self.before, self.entries)
             self._files.clear()
-        return found
+        return damage
 
     def _tell(self, file: RLinfFile) -> None:
-        """Say once for each field what of it is not sampled or not kept."""
+        """Warn once per field about data that is not sampled or not stored."""
         for name, message in file.unrepresented():
             if name not in self._told:
                 self._told.add(name)
                 logger.warning("%s: field %s %s (said once for this field)", file.source, name, message)
 
     def unrepresented(self, row: int) -> list[str]:
-        """Return what of a trajectory's file is not sampled or not kept, and why."""
+        """Return the fields of a trajectory's file that are not sampled or not stored, with the reason."""
         return [f"field {name} {message}" for name, message in self.file(row).unrepresented()]
 
     def extent(self, row: int) -> Extent | None:
@@ -231,9 +230,9 @@ class RLinfSource(Source):
         return RLinfFileReader(self.file(row))
 
     def damage(self, row: int) -> list[str]:
-        """Return what is wrong with a trajectory's file that can be read; its pickles have no checksums."""
+        """Return the damage of a readable trajectory file; its pickles have no checksums."""
         file, entry = self.file(row), self.entries[row]
-        told = {"model_weights_id": entry.model_weights_id, "max_episode_length": entry.max_episode_length}
+        indexed = {"model_weights_id": entry.model_weights_id, "max_episode_length": entry.max_episode_length}
         return [
             *(
                 f"{name}: checksum does not fit the content"
@@ -241,7 +240,7 @@ class RLinfSource(Source):
             ),
             *(
                 f"{name} is {file.said[name]!r}, the index says {value!r}"
-                for name, value in told.items()
+                for name, value in indexed.items()
                 if file.said.get(name, value) != value
             ),
         ]
@@ -250,32 +249,32 @@ class RLinfSource(Source):
         """Return a trajectory as columns."""
         file = self.file(row)
         entry = self.index.entry(len(self.before) + row)
-        found = flat_of(RLinfFileReader(file), file.content.schema, file.content.extent, RowLocation(row), entry)
-        found.versions = versions_of(found)
-        return found
+        trajectory = flat_of(RLinfFileReader(file), file.content.schema, file.content.extent, RowLocation(row), entry)
+        trajectory.versions = versions_of(trajectory)
+        return trajectory
 
 
 def _opened(directory: Directory, name: str, entry: RLinfEntry) -> RLinfFile:
-    """Return a trajectory's file, opened.
+    """Open a trajectory's file.
 
     Raises:
-        CorruptStoreError, UnsafeContentError: it cannot be read, or is not what the index says.
+        CorruptStoreError, UnsafeContentError: it is unreadable, or does not match the index.
     """
     try:
-        found = RLinfFile(directory, name)
-        extent = found.content.extent
+        file = RLinfFile(directory, name)
+        extent = file.content.extent
         if (extent.steps, extent.batch) != entry.shape[:2]:
             raise CorruptStoreError(
-                f"{found.source}: is {[extent.steps, extent.batch]} steps x environments, "
+                f"{file.source}: is {[extent.steps, extent.batch]} steps x environments, "
                 f"the index says {list(entry.shape[:2])}"
             )
     except (CorruptStoreError, UnsafeContentError) as error:
         raise type(error)(f"{error}{OR_WITHOUT_IT}") from error
-    return found
+    return file
 
 
 def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfEntry]) -> TrajectoryIndex:
-    """Return the entries as an index, those before without a shard; extra rows are told when a file is opened."""
+    """Return the entries as an index, those before without a shard; extra rows are filled in when a file is opened."""
     index = TrajectoryIndex()
     entries = before + there
     if not entries:

@@ -1,4 +1,4 @@
-"""Which copies of rows are running, and what must stay until they have ended."""
+"""Tracks running row copies, and delays releases until they end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from trajstore.core.base import locks
 
 
 class RunningCopies:
-    """Keeps maps, memory and numbers of slots from being given up while a copy may still use them.
+    """Keeps maps, memory and slot numbers alive while a copy may use them.
 
-    Copies run without ``Contents.lock``, on addresses that they were told with it held. So what is let go of waits
-    until none is running: which of them use it need not be known, for they are short.
+    Copies run without ``Contents.lock``, on addresses obtained with it held. Releases wait until no copy runs; copies
+    are short, so their individual use is not tracked.
 
-    The lock guards what is running and what waits. It is held for a few instructions; nothing is destroyed under it.
+    The lock guards running copies and waiting releases. It is held for a few instructions; nothing is destroyed under
+    it.
 
     Args:
-        free: takes numbers of slots that can be given out again.
+        free: called with slot numbers that can be reused.
     """
 
     def __init__(self, free: Callable[[list[int]], None]) -> None:
@@ -28,17 +29,17 @@ class RunningCopies:
         self._lock = locks.lock("RunningCopies._lock")
 
     def begin(self, copy: Any) -> None:
-        """Keep everything that is resident now where it is, until :meth:`end`; with ``Contents.lock`` held.
+        """Keep everything resident in place until :meth:`end`; with ``Contents.lock`` held.
 
         Args:
-            copy: stands for the copy. It may also just be dropped, as an interrupt does; the next one to end makes up
-                for it.
+            copy: identifies the copy. It may be dropped without :meth:`end`, for example on an interrupt; the next copy
+                to end then releases what waits.
         """
         with self._lock:
             self._running.add(copy)
 
     def end(self, copy: Any) -> None:
-        """End what :meth:`begin` began."""
+        """End the copy begun with :meth:`begin`."""
         over: list[tuple[int | None, Any]] = []
         with self._lock:
             self._running.discard(copy)
@@ -47,7 +48,7 @@ class RunningCopies:
                 self._free([slot for slot, _ in over if slot is not None])
 
     def let_go(self, owner: Any, slot: int | None) -> None:
-        """Drop what holds rows, and free its slot (None keeps it), once no copy that began before is running."""
+        """Release the owner of rows, and free its slot (None keeps it), once all copies begun before have ended."""
         with self._lock:
             if len(self._running):
                 self._waiting.append((slot, owner))
@@ -57,16 +58,16 @@ class RunningCopies:
 
     @property
     def idle(self) -> bool:
-        """Whether no copy is running and nothing waits for one."""
+        """True if no copy is running and no release is waiting."""
         with self._lock:
             return not len(self._running) and not self._waiting
 
     def stop(self) -> None:
-        """Let no copy begin or end until :meth:`go_on`."""
+        """Block copies from beginning or ending until :meth:`go_on`."""
         self._lock.acquire()
 
     def go_on(self, *, in_child: bool) -> None:
-        """End what :meth:`stop` began; a forked child has none of the threads that were copying."""
+        """Undo :meth:`stop`; a forked child has no copying threads."""
         if in_child:
             self._running.clear()
         self._lock.release()

@@ -1,4 +1,4 @@
-"""Whole columns of trajectories: runs of rows, planned with ``Contents.lock``, copied without."""
+"""Whole columns of trajectories: planned with ``Contents.lock``, copied without it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from trajstore.core.store.row_location import START_OF
 IntArray = npt.NDArray[np.int64]
 
 _NO_DOCUMENT = ColumnSpec(DOCUMENT, "uint8", (), Axis.DOCUMENT)
-"""Stands for the document of trajectories without one: no rows, at address 0."""
+"""Placeholder for an absent document: no rows, at address 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A column of n trajectories.
+    """One column of n trajectories.
 
     Attributes:
-        specs: the column as the trajectories have it; dtypes and axes may differ.
-        which: place of each trajectory's column in ``specs``, ``[n]``.
-        sources: address of each one's first row, ``[n]``.
-        counts: rows of each, ``[n]``.
-        keep: memory of its own, in which some of them lie.
+        specs: variants of the column; dtypes and axes may differ.
+        which: index of each trajectory's variant in ``specs``, ``[n]``.
+        sources: address of each trajectory's first row, ``[n]``.
+        counts: number of rows of each trajectory, ``[n]``.
+        keep: additional memory that some of the rows are in.
     """
 
     specs: list[ColumnSpec]
@@ -57,7 +57,7 @@ class Run:
         """Return one tensor ``[total, *row_shape]``, zero where no trajectory has a row.
 
         Args:
-            begins: row of the tensor at which each trajectory's first one goes, ``[n]``.
+            begins: target row of each trajectory's first row, ``[n]``.
             total: rows of the tensor.
         """
         if len(begins) and (begins.min() < 0 or (begins + self.counts).max() > total):
@@ -76,7 +76,7 @@ class Run:
 
 
 class RunPlan(HeldRows):
-    """The copy of whole columns of trajectories; read as often as wanted, then :meth:`end`.
+    """The copy of whole columns of trajectories; read any number of times, then :meth:`end`.
 
     Attributes:
         columns: by name.
@@ -96,20 +96,20 @@ class RunPlan(HeldRows):
         )
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return the columns of the only trajectory, ``[rows, *row_shape]`` by name; once.
+        """Return the columns of a single trajectory, ``[rows, *row_shape]`` by name; callable once.
 
         Raises:
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        found = {}
+        tensors = {}
         for name, run in self.columns.items():
             spec = run.specs[0]
-            found[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
+            tensors[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
         pieces = self.pieces()
         with self.fetched(lambda: pieces):
-            kernels.copy_blocks(np.array([tensor.data_ptr() for tensor in found.values()], np.int64), *pieces)
+            kernels.copy_blocks(np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64), *pieces)
         self.end()
-        return found
+        return tensors
 
 
 def plan_runs(
@@ -120,22 +120,24 @@ def plan_runs(
     names: Sequence[str] | None,
     given: Sequence[GivenRows] = (),
 ) -> RunPlan:
-    """Return the copy of columns of trajectories; with ``Contents.lock`` held.
+    """Plan the copy of columns of trajectories; with ``Contents.lock`` held.
 
     Args:
-        table: has the rows.
-        index: of the trajectories.
-        positions: of the trajectories, ``[n]``.
-        slots: theirs, resident, ``[n]``.
-        names: of the columns; None = all, which all trajectories must have then. A document may be absent.
-        given: columns of values by row that came late, whose slots are resident.
+        table: address table of the rows.
+        index: index of the trajectories.
+        positions: positions of the trajectories, ``[n]``.
+        slots: their resident slots, ``[n]``.
+        names: columns to copy; None = all, which all trajectories must then have. A document may be absent.
+        given: late per-row columns, whose slots are resident.
 
     Raises:
         SchemaMismatchError: a trajectory lacks a column, or has another shape of it.
     """
-    plan = RunPlan(table, np.concatenate([slots, *(one.slots[one.slots >= 0] for one in given)]))
+    plan = RunPlan(
+        table, np.concatenate([slots, *(column_rows.slots[column_rows.slots >= 0] for column_rows in given)])
+    )
     schemas = {slot: table.schema(slot) for slot in dict.fromkeys(slots.tolist())}
-    objects = {id(schema): schema for schema in schemas.values()}  # few, however many slots there are
+    objects = {id(schema): schema for schema in schemas.values()}  # few, even for many slots
     kinds = list(dict.fromkeys(objects.values()))
     kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
     which = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
@@ -167,13 +169,13 @@ def plan_runs(
             run.specs[kind] = spec
             run.sources[mine] = first[:, place] + starts[mine] * spec.row_nbytes
             run.counts[mine] = counts[mine]
-    for one in given:
-        plan.columns[one.name] = _given_run(table, plan, one, extents.rows(one.column.axis))
+    for column_rows in given:
+        plan.columns[column_rows.name] = _given_run(table, plan, column_rows, extents.rows(column_rows.column.axis))
     return plan
 
 
 def _given_run(table: AddressTable, plan: RunPlan, given: GivenRows, counts: Any) -> Run:
-    """Return a column of values by row that came late; NaN stands for those of a trajectory that has none."""
+    """Return a late per-row column; NaN for trajectories without values."""
     column, slots = given.column, given.slots
     sources, keep = np.zeros(len(slots), np.int64), None
     for slot in np.unique(slots[slots >= 0]).tolist():

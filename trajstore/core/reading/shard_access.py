@@ -1,4 +1,4 @@
-"""Reading single trajectories of a catalog from disk, without a buffer: for looking and checking."""
+"""Reads single trajectories of a catalog from disk without a buffer, for inspection and checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trajstore.trajectory import AnyTrajectory
 
 
 class ShardAccess:
-    """Columns and trajectories by their position in an index. Keeps the newest shard open; not thread-safe."""
+    """Reads columns and trajectories by index position. Keeps the newest shard open; not thread-safe."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -33,7 +33,7 @@ class ShardAccess:
         self._reader: ShardReader | None = None
 
     def schema(self, index: TrajectoryIndex, position: int) -> Schema:
-        """Return the columns that a trajectory has."""
+        """Return the columns of a trajectory."""
         return self._catalog.shards.schema(int(index.at("shard", position)))
 
     def columns(
@@ -43,29 +43,29 @@ class ShardAccess:
 
         Args:
             index: the catalog's ``index`` or ``pinned``.
-            position: where in it.
-            only: names wanted; all if None. Those that the trajectory lacks are left out.
+            position: position in the index.
+            only: names to read; None reads all. Absent ones are left out.
 
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
-        found = {}
+        tensors = {}
         for column, extent, rows, tensor in self._read(index, position, 1, only):
             if self.schema(index, position).kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
                 tensor = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
-            found[column.name] = tensor
-        return found
+            tensors[column.name] = tensor
+        return tensors
 
     def stacked(
         self, index: TrajectoryIndex, position: int, count: int, only: Collection[str]
     ) -> dict[str, torch.Tensor]:
-        """Return columns of step trajectories that follow each other in a shard and have one shape, in one read.
+        """Read columns of consecutive step trajectories of a shard with equal shapes, all at once.
 
         Args:
             index: the catalog's ``index`` or ``pinned``.
-            position: of the first.
-            count: how many.
-            only: names wanted; those that they lack are left out.
+            position: position of the first.
+            count: number of trajectories.
+            only: names to read; absent ones are left out.
 
         Returns:
             By name, ``[count, T (+ E), B, ...]``.
@@ -79,7 +79,7 @@ class ShardAccess:
         }
 
     def rows(self, index: TrajectoryIndex, position: int, name: str, start: int, stop: int) -> torch.Tensor | None:
-        """Return rows ``[start, stop)`` of a column, counted within the trajectory; None if it lacks the column.
+        """Return rows ``[start, stop)`` of a trajectory's column, or None if it lacks the column.
 
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
@@ -92,7 +92,7 @@ class ShardAccess:
         return None
 
     def trajectory(self, index: TrajectoryIndex, position: int, only: Collection[str] | None = None) -> AnyTrajectory:
-        """Return one trajectory, of its columns those named (all if None).
+        """Return one trajectory with the named columns (all if None).
 
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
@@ -110,7 +110,7 @@ class ShardAccess:
         )
 
     def close(self) -> None:
-        """Let go of the open shard."""
+        """Release the open shard."""
         self._row = self._manifest = self._reader = None
         self._maps = {}
 
@@ -123,7 +123,7 @@ class ShardAccess:
     def _read(
         self, index: TrajectoryIndex, position: int, count: int, only: Collection[str] | None
     ) -> Iterator[tuple[ColumnSpec, Extent, int, torch.Tensor]]:
-        """Yield columns of ``count`` trajectories that follow each other: with extent and rows of the first."""
+        """Yield columns of ``count`` consecutive trajectories, with extent and row count of the first."""
         manifest = self._open(int(index.at("shard", position)))
         extent = index.extent(position)
         for number, column in enumerate(manifest.schema.columns):
@@ -152,14 +152,14 @@ def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, locatio
     """Return the rows of one trajectory, decoded, column by column: ``[rows, *row_shape]``.
 
     Args:
-        reader: of the shard; or the block in memory.
-        schema: its columns.
-        extent: how many rows the trajectory has.
-        location: where they begin; its table does not matter.
+        reader: reader of the shard, or a block in memory.
+        schema: the trajectory's columns.
+        extent: the trajectory's row counts.
+        location: first rows; its table is ignored.
 
     Raises:
         CorruptStoreError: the shard is damaged; names file and column.
-        UnsafeContentError: reading it would run code.
+        UnsafeContentError: reading would execute code.
     """
     starts = [location.first(column.axis) for column in schema.columns]
     return [
@@ -171,32 +171,32 @@ def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, locatio
 def flat_of(
     reader: ShardReader | Block, schema: Schema, extent: Extent, location: RowLocation, entry: TrajectoryEntry
 ) -> FlatTrajectory:
-    """Return one trajectory as columns, decoded; ``extent`` may say more than the entry does."""
+    """Return one decoded trajectory as columns; ``extent`` may be more complete than the entry's."""
     tensors = tuple(rows_of(reader, schema, extent, location))
     known = entry.num_samples, entry.max_episode_length, entry.model_weights_id, entry.versions
     return FlatTrajectory(schema, extent, tensors, *known)
 
 
 def reader_of(directory: Directory, manifest: ShardManifest) -> ShardReader:
-    """Return a reader of a shard of a directory."""
+    """Return a reader of a directory's shard."""
     return open_shard(partial(fetch_file, directory, manifest), manifest)
 
 
 def damage_of(directory: Directory, manifest: ShardManifest) -> list[str]:
-    """Return what is wrong with the files of a shard, see :func:`check_file`; empty if all are sound.
+    """Return the damage of a shard's files, see :func:`check_file`; empty if none.
 
     Raises:
-        CorruptStoreError: one is missing, or has another size.
+        CorruptStoreError: a file is missing, or has another size.
     """
     files = enumerate(manifest.files)
     return [text for at, file in files for text in check_file(fetch_file(directory, manifest, file.name), manifest, at)]
 
 
 def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buffer:
-    """Return the bytes of a shard's file, mapped.
+    """Map a shard's file and return its bytes.
 
     Raises:
-        CorruptStoreError: it is absent, or has another size than the manifest says.
+        CorruptStoreError: it is absent, or its size differs from the manifest.
     """
     size = next((file.size for file in manifest.files if file.name == name), None)
     if size is None:

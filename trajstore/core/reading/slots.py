@@ -1,4 +1,4 @@
-"""What each slot is a table of: a shard of a source, or a block in memory. Pure; guarded by ``Contents.lock``."""
+"""Maps each slot to a shard of a source or a block in memory. Pure; guarded by ``Contents.lock``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 UNAVAILABLE = -1
-"""Slot of a trajectory that was kept in memory only and has left it: no slot at all."""
+"""Marks a trajectory that was only in memory and has been evicted; not a slot."""
 
 _MEMORY = -1
 _FEWEST = 64
 
 
 class SlotTable:
-    """Gives out numbers of slots. All of them are below its length; those that were freed come first."""
+    """Allocates slot numbers below its length, reusing freed ones first."""
 
     def __init__(self) -> None:
         self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
@@ -30,12 +30,12 @@ class SlotTable:
     def add_shards(
         self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.intp]:
-        """Return a slot for each of these shards of a source.
+        """Return one slot per shard of a source.
 
         Args:
-            source: its number.
-            rows: of the shards, in the source's table.
-            entries: how many entries have their home in each, be they read from there or from memory.
+            source: number of the source.
+            rows: rows of the shards in the source's table.
+            entries: reference count of each shard: entries stored in it, even if read from memory.
         """
         slots = np.arange(self._count, self._count + len(rows))
         self._reserve(self._count + len(rows))
@@ -50,23 +50,23 @@ class SlotTable:
         return slot
 
     def add_memory(self, entries: int) -> int:
-        """Return a slot for trajectories in memory, so many."""
+        """Return a slot for ``entries`` trajectories in memory."""
         return self.add_shard(_MEMORY, UNAVAILABLE, entries)
 
     def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Return which slots are in memory; :data:`UNAVAILABLE` is none."""
-        found: npt.NDArray[np.bool_] = (slots >= 0) & (self._source[slots] == _MEMORY)
-        return found
+        """Return a mask of the slots in memory; False for :data:`UNAVAILABLE`."""
+        mask: npt.NDArray[np.bool_] = (slots >= 0) & (self._source[slots] == _MEMORY)
+        return mask
 
     def shard_of(self, slot: int) -> tuple[int, int]:
         """Return source number and row of a slot on disk."""
         return int(self._source[slot]), int(self._row[slot])
 
     def leave(self, slots: npt.NDArray[np.intp]) -> list[int]:
-        """Note that an entry, for each time that a slot is named, has its home there no longer.
+        """Decrement the reference counts of these slots, once per occurrence.
 
         Returns:
-            The slots that are no entry's home now.
+            The slots without references.
         """
         left, counts = np.unique(slots, return_counts=True)
         self._refcounts[left] -= counts
@@ -74,9 +74,9 @@ class SlotTable:
         return emptied
 
     def free(self, slots: list[int]) -> None:
-        """Let numbers be given out again. Nothing may know them any more.
+        """Make numbers available again; they must be unreferenced.
 
-        A copy that ends does this without ``Contents.lock``: to extend a list, and to take from it, is one step each.
+        Ending copies call this without ``Contents.lock``; extending a list and popping from it are atomic.
         """
         self._free.extend(slots)
 

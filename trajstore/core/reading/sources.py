@@ -1,6 +1,6 @@
-"""Directories that a buffer reads: each opens its shards by row, mapped where it can be.
+"""Directories that a buffer reads; each opens its shards by row, mapped if possible.
 
-Shards of a buffer are opened with ``Contents.lock`` held; tables of what was loaded change with ``View.steady`` held.
+Opening shards of a buffer needs ``Contents.lock``; changing tables of loaded sources needs ``View.steady``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lost:
-    """Entries of an index whose files are absent or have another size than they were written with.
+    """Index entries whose files are absent or have changed size.
 
     Attributes:
-        positions: of the entries.
+        positions: positions of the entries.
         ids: their trajectory ids.
         files: a sentence on each file.
     """
@@ -46,49 +46,49 @@ class Lost:
 
 
 class Source(ABC):
-    """A directory with trajectories; ``index`` says which, its ``shard`` column in which row."""
+    """A directory with trajectories, listed in ``index``; its ``shard`` column holds rows."""
 
     directory: Directory
     index: TrajectoryIndex
     checked: bool = False
-    """Whether the checksums of a shard are compared when it is read for the first time."""
+    """Whether checksums are verified on the first read of a shard."""
     linkable: ClassVar[bool]
-    """Whether a shard's files can serve in another directory as they are."""
+    """Whether another directory can link to a shard's files."""
 
     @property
     def name(self) -> str:
-        """What tells it from other directories: as long as it is the same, so are the trajectories of its ids."""
+        """Identity of the directory; the same name implies the same trajectories for its ids."""
         return self.directory.url
 
     @property
     def generation(self) -> int:
-        """Number of commits that are seen."""
+        """Number of commits seen."""
         return 0
 
     def changed(self) -> bool:
-        """Look for new commits; return whether there were any."""
+        """Check for new commits; return whether there were any."""
         return False
 
     def extent(self, row: int) -> Extent | None:
-        """Return the extent of the one trajectory in a shard, where the index does not tell it."""
+        """Return the extent of a single-trajectory shard if the index lacks it."""
         return None
 
     @property
     @abstractmethod
     def shards(self) -> int:
-        """Number of rows."""
+        """Number of shards."""
 
     @abstractmethod
     def map_shard(self, row: int) -> MappedShard | None:
-        """Return a shard with its columns mapped; None where they cannot be read in place.
+        """Return a mapped shard, or None if its columns cannot be read in place.
 
         Raises:
-            CorruptStoreError: a file is missing, damaged, or has another size than the index says.
+            CorruptStoreError: a file is missing or damaged, or its size differs from the index.
         """
 
     @abstractmethod
     def manifest(self, row: int) -> ShardManifest:
-        """Return what is known of a shard."""
+        """Return a shard's manifest."""
 
     @abstractmethod
     def reader(self, row: int) -> ShardReader:
@@ -96,7 +96,7 @@ class Source(ABC):
 
 
 class StoreSource(Source):
-    """A directory that trajstore wrote."""
+    """A directory written by trajstore."""
 
     linkable = True
 
@@ -124,20 +124,20 @@ class StoreSource(Source):
         return self.catalog.behind()
 
     def lost(self, index: TrajectoryIndex) -> Lost | None:
-        """Return the entries whose shard lacks a file, or has one of another size; None if all are there.
+        """Return entries whose shard has missing or wrongly sized files; None if all are intact.
 
-        Contents are not read, and no file of another entry's shard is looked at.
+        Contents are not read; only files of these entries' shards are checked.
         """
         needed = np.zeros(self.shards, np.bool_)
         needed[index["shard"]] = True
         wrong: dict[int, str] = {}
-        told = list(self.catalog.shards.file_sizes(np.flatnonzero(needed)))
-        found = self.directory.sizes_of([name for _, names, _ in told for name in names], SHARDS_FOLDER)
-        parts = np.split(found, np.cumsum([len(names) for _, names, _ in told], dtype=np.intp))
-        for (rows, names, sizes), there in zip(told, parts, strict=False):  # behind the last one is nothing
+        shard_files = list(self.catalog.shards.file_sizes(np.flatnonzero(needed)))
+        actual_sizes = self.directory.sizes_of([name for _, names, _ in shard_files for name in names], SHARDS_FOLDER)
+        parts = np.split(actual_sizes, np.cumsum([len(names) for _, names, _ in shard_files], dtype=np.intp))
+        for (rows, names, sizes), there in zip(shard_files, parts, strict=False):  # nothing follows the last one
             for at in np.flatnonzero(there != sizes).tolist():
-                what = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
-                wrong[int(rows[at])] = f"{names[at]} {what}"
+                problem = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
+                wrong[int(rows[at])] = f"{names[at]} {problem}"
         if not wrong:
             return None
         at_fault = np.isin(index["shard"], list(wrong))
@@ -151,13 +151,13 @@ class StoreSource(Source):
         return self.catalog.shards.manifest(row)
 
     def _check(self, row: int, manifest: ShardManifest) -> None:
-        """Compare the checksums of a shard with its bytes, the first time that it is read.
+        """Verify the checksums of a shard on its first read.
 
-        Local copies of shards are compared always, and fetched anew if they do not fit: a checksum costs little beside
-        fetching, and nobody looks after a folder of copies.
+        Local copies are always verified, and fetched again on mismatch: a checksum is cheap beside a fetch, and copies
+        may decay unnoticed.
 
         Raises:
-            CorruptStoreError: they do not fit; names files, columns and trajectories.
+            CorruptStoreError: a checksum does not match; names files, columns and trajectories.
         """
         in_ranges = self.directory.reads_ranges and all(place is not None for place in manifest.places)
         copied = self.directory.copies_files and not in_ranges
@@ -188,11 +188,11 @@ class StoreSource(Source):
         if any(place is None for place in manifest.places):
             self._tell_whole(manifest)
             return None
-        open_file = self.directory.map if self.checked else self.directory.map_rows  # checksums are of whole columns
+        open_file = self.directory.map if self.checked else self.directory.map_rows  # checksums cover whole columns
         maps = [open_file(file.name, file.size) for file in manifest.files]
         bases = [mapped.address for mapped in maps]
         addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
-        partial = [one for one in maps if isinstance(one, PartialMap)]
+        partial = [file_map for file_map in maps if isinstance(file_map, PartialMap)]
         return MappedShard(manifest.schema, addresses, maps, maps=len(maps), partial=partial)
 
     def _tell_whole(self, manifest: ShardManifest) -> None:
@@ -208,7 +208,7 @@ class StoreSource(Source):
 
     def reader(self, row: int) -> ShardReader:
         if self._reader is None or self._reader[0] != row:
-            self._reader = None  # what it decoded goes before more is decoded
+            self._reader = None  # free its decoded data before decoding more
             manifest = self.manifest(row)
             self._check(row, manifest)
             self._reader = (row, reader_of(self.directory, manifest))

@@ -1,4 +1,4 @@
-"""Token columns of whole agent trajectories, copied to wherever a batch wants each of them to begin."""
+"""Token columns of whole agent trajectories, copied to given offsets of a batch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ IntArray = npt.NDArray[np.int64]
 
 
 class TokenRows:
-    """Columns of n agent trajectories that only have to be copied: :meth:`copy` as often as wanted, then :meth:`end`.
+    """Columns of n agent trajectories, ready to copy: call :meth:`copy` any number of times, then :meth:`end`.
 
     Attributes:
         ids: trajectory ids, ``[n]``.
-        lengths: L, tokens of each, ``[n]``.
-        responses: R, entries of each column of the response, ``[n]``; 0 where there are no such columns.
-        versions: policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where it is not known.
-        corrected: outcome that each was given late, ``[n]``; NaN for none.
-        late: values that came late, ``[n]`` by name, NaN for none; of those that were asked for.
-        of_response: names of the columns that have entries for the response alone.
+        lengths: token count L of each, ``[n]``.
+        responses: response entry count R of each, ``[n]``; 0 without response columns.
+        versions: policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` if unknown.
+        corrected: late outcome of each, ``[n]``; NaN for none.
+        late: requested late values by name, ``[n]`` each; NaN for none.
+        of_response: names of the columns that cover only the response.
     """
 
     def __init__(self, index: TrajectoryIndex, positions: IntArray, plan: RunPlan, late: Sequence[LateValues]) -> None:
@@ -46,7 +46,7 @@ class TokenRows:
         self.ids, self.lengths, self.responses = of["trajectory_id"], of["steps"], of["extra"]
         self.versions: IntArray = of["version_high"]
         self.corrected = outcomes_given(index, positions)
-        self.late = {one.spec.name.removeprefix(COLUMNS): one.values for one in late}
+        self.late = {column.spec.name.removeprefix(COLUMNS): column.values for column in late}
         self.of_response = {
             name for name, run in plan.columns.items() if any(spec.axis is Axis.RESPONSE for spec in run.specs)
         }
@@ -54,17 +54,16 @@ class TokenRows:
         self._plan = plan
 
     def end(self) -> None:
-        """Let go of the rows."""
-        self._plan.columns, self._documents = {}, None  # nothing is read any more
+        """Release the rows."""
+        self._plan.columns, self._documents = {}, None
         self._plan.end()
 
     def copy(self, starts: IntArray, total: int) -> dict[str, torch.Tensor]:
-        """Return every column as one tensor ``[total]``, by name, zero where no trajectory has a value for it.
+        """Return every column as a tensor ``[total]`` by name, zero where no trajectory has a value.
 
         Args:
-            starts: where the first token of each trajectory goes, ``[n]``. A column of the response begins where the
-                response does.
-            total: places of the batch.
+            starts: target offset of each trajectory's first token, ``[n]``. Response columns begin at the response.
+            total: length of the tensors.
 
         Raises:
             OSError, CorruptStoreError: rows could not be fetched; names the file.
@@ -74,35 +73,35 @@ class TokenRows:
             return {name: run.copy(ends - run.counts, total) for name, run in columns.items()}
 
     def documents(self) -> list[dict[str, Any]]:
-        """Return the fields of each trajectory that are no tensors; an empty dict for one without.
+        """Return each trajectory's non-tensor fields; an empty dict without a document.
 
         Raises:
-            CorruptStoreError: one is damaged; names its trajectory.
+            CorruptStoreError: a document is damaged; names its trajectory.
         """
-        found: list[dict[str, Any]] = [{} for _ in self.ids]
+        documents: list[dict[str, Any]] = [{} for _ in self.ids]
         run = self._documents
         if run is None:
-            return found
+            return documents
         with self._plan.fetched(lambda: (run.sources, run.sizes)):
             for at, (address, size) in enumerate(zip(run.sources.tolist(), run.counts.tolist(), strict=True)):
                 try:
-                    found[at] = decode_document(ctypes.string_at(address, size)) if size else {}
+                    documents[at] = decode_document(ctypes.string_at(address, size)) if size else {}
                 except CorruptStoreError as error:
                     number = shown_id(int(self.ids[at]))
                     raise CorruptStoreError(f"trajectory {number}: column {DOCUMENT}: {error}") from error
-        return found
+        return documents
 
 
 def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | None) -> TokenRows:
-    """Find the rows of agent trajectories, with ``contents.lock`` held; they stay where they are until ``end``.
+    """Locate rows of agent trajectories, with ``contents.lock`` held; they stay in place until ``end``.
 
     Args:
-        contents: what the buffer shows.
-        positions: of the trajectories, ``[n]``; duplicates are copied again.
-        names: columns wanted, also of values that came late; None = all that are stored, which all must have then.
+        contents: contents of the buffer.
+        positions: positions of the trajectories, ``[n]``; duplicates are copied again.
+        names: columns to copy, including late values; None = all stored ones, which all trajectories must then have.
 
     Raises:
-        SchemaMismatchError: a trajectory has no tokens, or lacks a column; or no trajectory was given such a value.
+        SchemaMismatchError: a trajectory has no tokens or lacks a column, or a late value does not exist.
         TrajectoryUnavailableError, CorruptStoreError: one cannot be read.
     """
     table, index = contents.addresses, contents.index

@@ -1,4 +1,4 @@
-"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows."""
+"""Samplers and their weights. Pure: they choose rows from trajectory metadata and a generator."""
 
 from __future__ import annotations
 

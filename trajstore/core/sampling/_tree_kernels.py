@@ -9,7 +9,7 @@ import numpy as np
 from trajstore.core.base._kernels import compiled
 
 FANOUT = 16
-"""Children of a node: two cache lines of sums, so that a search misses the cache once or twice a level."""
+"""Children per node: two cache lines of sums, so a search misses the cache once or twice per level."""
 
 _Array = np.ndarray[Any, Any]
 
@@ -18,7 +18,7 @@ _WEIGHTS, _NUMBERS, _BITS = "float64[::1]", "int64[::1]", "uint64[::1]"
 
 @compiled(_WEIGHTS, _NUMBERS, _NUMBERS, _WEIGHTS)
 def set_leaves(sums: _Array, offsets: _Array, leaves: _Array, values: _Array) -> None:
-    """Set leaves and bring every node above them up to date.
+    """Set leaves and update all their ancestors.
 
     ``sums[offsets[k] : offsets[k + 1]]`` is level k, the leaves at 0.
     """
@@ -44,7 +44,7 @@ def set_leaves(sums: _Array, offsets: _Array, leaves: _Array, values: _Array) ->
 
 @compiled(_WEIGHTS, _NUMBERS)
 def rebuild(sums: _Array, offsets: _Array) -> None:
-    """Work out every node above the leaves anew."""
+    """Recompute every node above the leaves."""
     for level in range(1, len(offsets) - 1):
         below, here = offsets[level - 1], offsets[level]
         size_below = here - below
@@ -57,7 +57,7 @@ def rebuild(sums: _Array, offsets: _Array) -> None:
 
 @compiled(_WEIGHTS, _NUMBERS, "int64", _WEIGHTS)
 def sum_from(sums: _Array, offsets: _Array, low: int, partial: _Array) -> None:
-    """Work out what of each node above a leaf lies at this leaf or after it; ``partial[k]`` is that of level k."""
+    """Compute each node's sum over the leaves from this one on; ``partial[k]`` is that of level k."""
     node = low
     partial[0] = sums[node]
     for level in range(len(offsets) - 2):
@@ -72,11 +72,11 @@ def sum_from(sums: _Array, offsets: _Array, low: int, partial: _Array) -> None:
 
 @compiled(_WEIGHTS, _NUMBERS, "int64", _WEIGHTS, _WEIGHTS, _NUMBERS)
 def find_leaves(sums: _Array, offsets: _Array, low: int, partial: _Array, targets: _Array, found: _Array) -> None:
-    """Find for each target the leaf, ``low`` or after it, at which the running total first exceeds it.
+    """Find for each target the leaf, from ``low`` on, at which the running total first exceeds it.
 
-    ``partial`` is what :func:`sum_from` says of ``low``; the running total begins there. Targets are overwritten. A
-    target at or above the total, by rounding, finds the last positive leaf. All targets go down level by level, so
-    that the memory that one waits for is fetched while others are searched.
+    ``partial`` is the result of :func:`sum_from` for ``low``, where the running total begins. Targets are overwritten.
+    A target that rounding puts at or above the total finds the last positive leaf. All targets descend level by level,
+    so that memory for some is fetched while others are searched.
     """
     found[:] = 0
     for level in range(len(offsets) - 2, -1, -1):
@@ -101,17 +101,17 @@ def find_leaves(sums: _Array, offsets: _Array, low: int, partial: _Array, target
                         break
                     rest -= weight
                 child += 1
-            # Rounding can leave a rest beyond the last child: it stays beyond all that is below the last positive one.
+            # Rounding may leave a remainder beyond the last child: it stays in the last positive one.
             targets[i] = before
             found[i] = chosen
 
 
 @compiled(_BITS, _BITS, "uint64", "uint64")
 def walk(values: _Array, keys: _Array, half: np.uint64, count: np.uint64) -> None:
-    """Send each value through the network of :mod:`~trajstore.core.sampling.permutation` until it is below ``count``.
+    """Pass each value through the network of :mod:`~trajstore.core.sampling.permutation` until it is below ``count``.
 
-    ``half`` is the bits of half a value; there is a round for each key. All is unsigned: numba makes a float of an
-    unsigned number and a signed one.
+    ``half`` is the number of bits in half a value; each key is a round. All values are unsigned, because numba converts
+    mixed signed and unsigned operands to float.
     """
     mask = (np.uint64(1) << half) - np.uint64(1)
     for i in range(len(values)):
@@ -124,6 +124,6 @@ def walk(values: _Array, keys: _Array, half: np.uint64, count: np.uint64) -> Non
                 mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
                 left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
             value = (left << half) | right
-            if value < count:  # at most three of four land outside, each time anew
+            if value < count:  # each pass fails with a chance of at most three in four
                 break
         values[i] = value

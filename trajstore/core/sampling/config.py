@@ -1,4 +1,4 @@
-"""Samplers from plain dicts, as they stand in YAML files, with the names of the classes' arguments."""
+"""Builds samplers from plain dicts, as in YAML files, keyed by the classes' argument names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _OTHERS: Mapping[str, Callable[..., Sampler]] = {
 
 
 def sampler_of(value: Mapping[str, Any]) -> Sampler:
-    """Return the sampler that a dict describes.
+    """Build the sampler that a dict describes.
 
-    ``{"name": "weighted", "unit": "sample", "priorities": {"alpha": 0.6}, "staleness": {"max_age": 4}}``: ``name`` says
-    which sampler, the other keys are its arguments; of a weighted one ``priorities`` and each factor (``recency``,
-    ``staleness``, ``uses``) are dicts of theirs.
+    ``{"name": "weighted", "unit": "sample", "priorities": {"alpha": 0.6}, "staleness": {"max_age": 4}}``: ``name``
+    selects the sampler, the other keys are its arguments. For a weighted sampler, ``priorities`` and each factor
+    (``recency``, ``staleness``, ``uses``) are dicts of their own arguments.
 
     Raises:
-        ConfigurationError: a name or an argument is unknown, or out of range; says which.
+        ConfigurationError: a name or argument is unknown or out of range; names it.
     """
     if not isinstance(value, Mapping):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Random draws: the window of the newest trajectories, and which of its samples a generator gives. No I/O.
+"""Random draws from the window of the newest trajectories. No I/O.
 
 A buffer draws with ``Contents.lock`` held.
 """
@@ -22,22 +22,22 @@ from trajstore.errors import ConfigurationError, EmptyBufferError
 logger = logging.getLogger(__name__)
 
 _SEED_BITS = (1 << 64) - 1
-"""Seeds of torch are 64 bits, with a sign or without."""
+"""Range of torch seeds: 64 bits, signed or unsigned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The newest trajectories of an index that can be read, oldest first.
+    """The newest readable trajectories of an index, oldest first.
 
-    A buffer in memory only evicts in the order of addition, and what it has loaded stays readable. So those that cannot
-    be read are one run of positions, the gap, and a window may lie on both sides of it::
+    A buffer in memory evicts only in order of addition, and its loaded trajectories stay readable. So the unreadable
+    ones form one range of positions, the gap, which a window may enclose::
 
         first            gap.start            gap.stop            end
           |---- before ----|----- skipped -----|--- the rest ------|      samples: before + the rest
 
     Attributes:
         first: position of the oldest.
-        gap: positions after it that do not belong to the window; often none.
+        gap: positions after it that are outside the window; usually empty.
         end: position after the newest.
         before: samples (T·B) of the trajectories before the gap.
         skipped: samples in the gap.
@@ -53,13 +53,13 @@ class Window:
 
     @staticmethod
     def newest(index: TrajectoryIndex, size: int, gap: range, start: int = 0) -> Window:
-        """Return the ``size`` newest trajectories, or as many as there are; 0 = all.
+        """Return the ``size`` newest trajectories, or all if fewer; 0 = all.
 
         Args:
-            index: what the buffer shows.
-            size: how many.
+            index: visible index of the buffer.
+            size: number of trajectories.
             gap: positions of unavailable trajectories.
-            start: position of the oldest that can be read; none before it is of the window.
+            start: position of the oldest readable trajectory; the window starts there or later.
         """
         start = max(start, index.first)
         gap = gap or range(start, start)
@@ -79,10 +79,10 @@ class Window:
 
 
 class Draws:
-    """The generator of a buffer; the same seed and the same windows give the same draws as RLinf's buffer.
+    """A buffer's generator; equal seeds and windows give the same draws as RLinf's buffer.
 
     Args:
-        seed: of the generator; None takes one from the system.
+        seed: seed of the generator; None takes one from the system.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -91,10 +91,10 @@ class Draws:
         self._clamp_told = False
 
     def samples(self, window: Window, count: int) -> npt.NDArray[np.int64]:
-        """Draw samples uniformly, with replacement; each is told by its place after the window's first sample.
+        """Draw samples uniformly with replacement, as offsets from the window's first sample.
 
-        Samples of the gap are counted on the way, but never drawn. More than the window has is cut to what it
-        has, which is told once.
+        Samples in the gap are counted in the offsets, but never drawn. A larger count than the window is reduced to its
+        size, with one warning.
 
         Raises:
             EmptyBufferError: the window is empty.
@@ -111,7 +111,7 @@ class Draws:
         return drawn
 
     def trajectories(self, window: Window, count: int) -> list[int]:
-        """Draw trajectories uniformly, none twice, and return their positions; all if ``count`` is larger.
+        """Draw distinct trajectories uniformly and return their positions; all if ``count`` is larger.
 
         Raises:
             EmptyBufferError: the window is empty.
@@ -123,7 +123,7 @@ class Draws:
         return [window.first + at + (len(window.gap) if at >= older else 0) for at in drawn.tolist()]
 
     def take_up(self, seed: int | None, rng_state: torch.Tensor | None) -> None:
-        """Go on as a checkpoint says. What is None stays as it is; a seed without a state makes a new generator."""
+        """Restore a checkpoint; None keeps the present value, a seed without a state makes a new generator."""
         if seed is not None:
             self.seed = seed
         if rng_state is not None:
@@ -132,12 +132,12 @@ class Draws:
             self._generator = _seeded(seed)
 
     def begin_for_rank(self, seed: int | None, rank: int, ranks: int) -> None:
-        """Begin anew as one of several ranks, no two of which draw alike, be their seeds equal or not.
+        """Restart as one of several ranks; all ranks draw differently, even with equal seeds.
 
         Args:
-            seed: taken where this buffer was given none.
+            seed: used if this buffer was given none.
             rank: 0-based.
-            ranks: how many there are.
+            ranks: number of ranks.
         """
         if self.seed is None:
             self.seed = seed
@@ -147,23 +147,23 @@ class Draws:
 
     @property
     def generator(self) -> torch.Generator:
-        """Where samplers take their chance from too."""
+        """The generator, shared with samplers."""
         return self._generator
 
     @property
     def rng_state(self) -> torch.Tensor:
-        """State of the generator, as torch gives it: uint8, ``[bytes]``."""
+        """State of torch's generator: uint8, ``[bytes]``."""
         return self._generator.get_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
+        """Return the state for :meth:`load_state_dict`."""
         return {"seed": self.seed, "rng_state": self.rng_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the draws where :meth:`state_dict` left them.
+        """Continue the draws from a state of :meth:`state_dict`.
 
         Raises:
-            ConfigurationError: it is no such state; nothing was changed.
+            ConfigurationError: the state is invalid; nothing changed.
         """
         check_state(state, ("seed", "rng_state"))
         seed = whole_or_none("state: seed", state["seed"], -(1 << 63), (1 << 64) - 1)

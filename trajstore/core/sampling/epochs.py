@@ -1,4 +1,4 @@
-"""Uniform draws without replacement: every row once, in a random order, then anew.
+"""Uniform draws without replacement: each epoch has every row once, in a new random order.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -32,15 +32,15 @@ _KEY_BITS = 62
 
 
 class EpochSampler(Sampler):
-    """Draws every row of an epoch once, in an order that one random key gives.
+    """Draws every row once per epoch, in an order given by one random key.
 
-    An epoch is over what the window holds when it begins. What is added during an epoch belongs to the next one;
-    rows of trajectories evicted during it are passed over, and counted. A batch may end one epoch and begin another.
+    An epoch covers the window's rows at its beginning. Rows added during an epoch belong to the next one; evicted rows
+    are skipped and counted. A batch may span two epochs.
 
     Args:
-        unit: what is drawn.
-        epochs: how many epochs; the batch that ends the last one may be shorter, and after it
-            :class:`EpochsEndedError` is raised. None = no end.
+        unit: unit of the draws.
+        epochs: number of epochs; the batch that ends the last one may be shorter, and later draws raise
+            :class:`EpochsEndedError`. None = no end.
     """
 
     def __init__(self, *, unit: Unit = "sample", epochs: int | None = None) -> None:
@@ -88,11 +88,11 @@ class EpochSampler(Sampler):
             rows = permuted(places, total, self._key)
             entries = searched(self._ends, rows, "right")
             of, here, then = self._ids[entries], self._roster.find(self._ids[entries]), self._names[entries]
-            there = here >= 0
-            now = self._roster.names[here[there]]  # with other names, another store was loaded that has this id too
-            there[there] = (now == then[there]) | (now == 0) | (then[there] == 0)
-            self._passed_over += int(np.count_nonzero(~there))
-            of, entries, rows = of[there], entries[there], rows[there]
+            alive = here >= 0
+            now = self._roster.names[here[alive]]  # a changed name means another store with the same id was loaded
+            alive[alive] = (now == then[alive]) | (now == 0) | (then[alive] == 0)
+            self._passed_over += int(np.count_nonzero(~alive))
+            of, entries, rows = of[alive], entries[alive], rows[alive]
             within = rows - np.where(entries > 0, self._ends[entries - 1], 0)
             good = slice(None) if fits is None else fits(of, within)
             ids.append(of[good])
@@ -137,8 +137,8 @@ class EpochSampler(Sampler):
             raise ConfigurationError("state: ends: they must not descend")
         entries = self._roster.find(ids)
         check_names("an epoch", ids, names, self._roster.names_at(ids))
-        there = entries >= 0
-        other = there & (np.diff(ends, prepend=0) != self._sizes.values[entries] if len(self._sizes) else there)
+        alive = entries >= 0
+        other = alive & (np.diff(ends, prepend=0) != self._sizes.values[entries] if len(self._sizes) else alive)
         if other.any():
             raise ConfigurationError(
                 f"state: ends: of trajectory {shown_id(int(ids[other][0]))} it says another number of rows than the "
@@ -147,7 +147,7 @@ class EpochSampler(Sampler):
         place = whole_in(state, "place", most=int(ends[-1]) if len(ends) else 0)
         key, epoch = whole_in(state, "key", most=(1 << _KEY_BITS) - 1), whole_in(state, "epoch")
         passed_over = whole_in(state, "passed_over")
-        if not there.any():
+        if not alive.any():
             tell_gone("an epoch", ids, self._roster.live)
         self._ids, self._ends, self._names = ids, ends, names
         self._key, self._place, self._begun, self._passed_over = key, place, epoch, passed_over

@@ -1,4 +1,4 @@
-"""What makes some trajectories likelier than others: age, use, and staleness in its own file. Factors multiply.
+"""Weights of trajectories by age and use; staleness has its own file. Factors multiply.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.int64)
 
 _REBASE_AFTER = 500.0
-"""Half-lives after which weights are scaled anew: 2 ** 500 is far from what a float64 cannot hold."""
+"""Half-lives between rescalings of weights: 2 ** 500 is well within float64."""
 
 _MOST_BATCHES = 1 << 53
 
 
 class Factor(ABC):
-    """A weight of each trajectory, at least 0. Entries are those of the sampler's roster."""
+    """A weight of at least 0 per trajectory. Entries are those of the sampler's roster."""
 
     name: str
     needs_tasks = False
 
     @property
     def fixed(self) -> Mapping[str, Any]:
-        """Arguments without which a state means something else."""
+        """Arguments that must match for a state to apply."""
         return {}
 
     @property
@@ -49,66 +49,66 @@ class Factor(ABC):
 
     @abstractmethod
     def added(self, entries: IntArray, additions: Additions) -> IntArray:
-        """Take entries in; return older entries whose weight has changed by that."""
+        """Add entries; return older entries whose weight changed."""
 
     def evicted(self, entries: IntArray) -> IntArray:
-        """Let entries go; return others whose weight has changed by that."""
+        """Remove entries; return others whose weight changed."""
         return _NONE
 
     def drawn(self, entries: IntArray) -> IntArray:
-        """Note a batch, by its different entries; return all whose weight has changed by that."""
+        """Record a batch by its distinct entries; return all whose weight changed."""
         return _NONE
 
     def used(self, entries: IntArray, uses: IntArray) -> IntArray:
-        """Count entries as drawn so often already; return all whose weight has changed by that."""
+        """Replace the use counts of entries; return all whose weight changed."""
         return _NONE
 
     def reached(self, version: int) -> IntArray:
-        """Count ages from a policy version, if it is the newest; return entries whose weight has changed by that."""
+        """Count ages from a policy version if it is the newest; return entries whose weight changed."""
         return _NONE
 
     @abstractmethod
     def weights(self, entries: IntArray) -> FloatArray:
-        """Return the present weight of entries."""
+        """Return the current weights of entries."""
 
     @abstractmethod
     def compacted(self, kept: IntArray) -> None:
-        """Keep these entries only; the first of them is now entry 0."""
+        """Keep only these entries; the first becomes entry 0."""
 
     def state(self, entries: IntArray) -> dict[str, Any]:
-        """Return what cannot be worked out from the trajectories themselves; tensors are row by row of ``entries``."""
+        """Return state that does not follow from the trajectories; tensors have a row per entry in ``entries``."""
         return {}
 
     def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Return what :meth:`state` said, checked against itself; arrays have ``count`` rows. Changes nothing.
+        """Validate a :meth:`state` and return it; arrays have ``count`` rows. Changes nothing.
 
         Raises:
-            ConfigurationError: something is absent, or no value of such a state; names it.
+            ConfigurationError: a value is absent or invalid; names it.
         """
         return {}
 
     def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:  # noqa: B027  # most have no state
-        """Take up the rows of :meth:`read` of these entries; of the others it knew nothing: they came later."""
+        """Restore the :meth:`read` rows of these entries; other entries are newer than the state."""
 
     def awakened(self) -> IntArray:
-        """Nothing else can be drawn: let those come back that rest the shortest; return them."""
+        """If nothing else can be drawn, end the shortest pauses; return those entries."""
         return _NONE
 
     def figures(self, alive: IntArray) -> dict[str, float]:
-        """Return numbers for metrics; ``alive`` are the entries that are there."""
+        """Return numbers for metrics; ``alive`` are the live entries."""
         return {}
 
 
 class Recency(Factor):
-    """Newer trajectories are likelier: the weight halves with every half-life.
+    """Favours newer trajectories: the weight halves with every half-life.
 
     Args:
         half_life: age at which a trajectory is half as likely as the newest.
-        by: what age is counted in: trajectories added since, or policy versions. Trajectories without a known version
-            are not drawn by versions; the first is warned of.
+        by: unit of age: trajectories added since, or policy versions. The latter never draws trajectories without a
+            known version, and warns of the first.
 
-    A trajectory a thousand half-lives older than the newest weighs 0, and is not drawn even if no other is left; one of
-    500 half-lives may do so already.
+    A trajectory a thousand half-lives older than the newest weighs 0, and is not drawn even if no other is left. This
+    may already happen at 500 half-lives.
     """
 
     name = "recency"
@@ -182,17 +182,17 @@ class Recency(Factor):
         came = int(np.count_nonzero(later))
         self._stamp.values[others[later]] = np.arange(self._next, self._next + came)
         self._next += came
-        # What was evicted then and is back, as after a rollback, is as old as what came after it.
+        # Entries evicted and added again, as after a rollback, are as old as later ones.
         self._stamp.values[others[~later]] = stamps[np.searchsorted(entries, others[~later])]
 
 
 class UseLimit(Factor):
-    """A trajectory is drawn in so many batches at most, with a pause between two of them.
+    """Limits the uses of each trajectory, with a pause between them.
 
     Args:
-        max_uses: batches in which a trajectory may be; None = any number.
-        cooldown: batches that must pass before it can be drawn again. Where nothing is left but what rests, those that
-            rest the shortest come back at once, so a draw never waits for batches that it would have to make itself.
+        max_uses: maximum number of batches with the trajectory; None = no limit.
+        cooldown: number of batches before a trajectory can be drawn again. If all remaining trajectories are paused,
+            the shortest pauses end at once, so draws never deadlock.
     """
 
     name = "uses"
@@ -202,7 +202,7 @@ class UseLimit(Factor):
         self.cooldown = whole("uses: cooldown", cooldown, 0, _MOST_BATCHES)
         self._uses = Growing(np.int64)
         self._ready = Growing(np.int64)
-        """Number of the batch from which on an entry may be drawn again."""
+        """Number of the first batch that may draw the entry again."""
         self._batch = 0
         self._resting: deque[tuple[int, IntArray]] = deque()
 
@@ -280,7 +280,7 @@ class UseLimit(Factor):
 
 
 def warn_unknown(name: str, additions: Additions) -> bool:
-    """Warn of the first trajectory without a policy version; return whether there was one."""
+    """Warn of the first trajectory without a policy version; return whether there is one."""
     unknown = additions.ids[additions.versions == UNKNOWN_VERSION]
     if len(unknown):
         logger.warning(

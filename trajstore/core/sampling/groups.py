@@ -1,4 +1,4 @@
-"""Whole groups: all rollouts of a task together, as group-relative advantages want them.
+"""Samples all rollouts of a task together, for group-relative advantages.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class GroupSampler(Sampler):
-    """Draws tasks uniformly, none twice, and of each all its rollouts (or its newest).
+    """Draws distinct tasks uniformly, each with all (or its newest) rollouts.
 
-    ``count`` counts tasks, also in ``sample_trajectories``. Where fewer can be drawn, all of them are, with a warning
-    once. Rollouts that name no task are not drawn; the first is warned of.
+    ``count`` counts tasks, also in ``sample_trajectories``. If fewer are available, all are drawn, with one warning.
+    Rollouts without a task are not drawn; the first triggers a warning.
 
     Args:
-        least: tasks with fewer rollouts are passed over.
-        most: of each task only the newest this many; None = all.
-        max_age: only rollouts at most so many policy versions behind the newest of all; None = any.
+        least: minimum rollouts; tasks with fewer are skipped.
+        most: maximum rollouts per task, the newest ones; None = no limit.
+        max_age: maximum number of policy versions behind the newest of all; None = no limit.
     """
 
     unit: Unit = "trajectory"
@@ -44,16 +44,16 @@ class GroupSampler(Sampler):
         self._most = whole_or_none("groups: most", most, self._least)
         self._max_age = whole_or_none("groups: max_age", max_age, 0)
         self._rollouts: dict[str, dict[int, int]] = {}
-        """By task, the version of each rollout by its id, in the order of addition."""
+        """Version of each rollout, by task and id, in order of addition."""
         self._tasks: list[str] = []
-        """Tasks with rollouts, in an order that draws depend on."""
+        """Tasks with rollouts; draws depend on the order."""
         self._place: dict[str, int] = {}
         self._task: dict[int, str] = {}
         self._order: dict[int, int] = {}
         self._added = 0
         self._newest = UNKNOWN_VERSION
         self._inside: tuple[int, list[int]] | None = None
-        """Of a narrow window the order of its oldest trajectory, and the places of its tasks; None after a change."""
+        """For a narrow window: order of its oldest trajectory, and places of its tasks; None after a change."""
         self._told = self._told_few = False
 
     @property
@@ -92,7 +92,7 @@ class GroupSampler(Sampler):
                     self._leave(task)
 
     def _leave(self, task: str) -> None:
-        """Take a task out of the list; the last one takes its place."""
+        """Remove a task from the list; the last one takes its place."""
         at, last = self._place.pop(task), self._tasks.pop()
         if last != task:
             self._tasks[at] = last
@@ -131,23 +131,23 @@ class GroupSampler(Sampler):
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
     def _places(self, count: int, oldest: int) -> Sequence[int]:
-        """Return the places of the tasks to look at: of those in the window alone, where it is narrow.
+        """Return the places of candidate tasks; only the window's tasks if it is narrow.
 
-        In a wide one it is quicker to look at any task and pass over those that are not in it: a group takes as many
-        looks as all trajectories are times those of the window. Which it is depends on nothing that a state lacks.
+        For a wide window it is faster to draw any task and reject those outside: the expected tries per group are all
+        trajectories divided by those in the window. The choice depends only on saved state.
         """
         alive, tasks = len(self._order), len(self._tasks)
         most = isqrt(count * alive * alive // max(tasks, 1))
         if oldest < 0 or next(islice(reversed(self._order.values()), most, None), -1) >= oldest:
             return range(tasks)
         if self._inside is None or self._inside[0] != oldest:
-            found = set()
+            window_places = set()
             for number, order in reversed(self._order.items()):
                 if order < oldest:
                     break
                 if number in self._task:
-                    found.add(self._place[self._task[number]])
-            self._inside = oldest, sorted(found)
+                    window_places.add(self._place[self._task[number]])
+            self._inside = oldest, sorted(window_places)
         return self._inside[1]
 
     def reached(self, version: int) -> None:
@@ -176,9 +176,9 @@ class GroupSampler(Sampler):
 
 
 def _shuffled(count: int, generator: torch.Generator) -> Iterator[int]:
-    """Yield ``0 .. count - 1`` in a random order; what is not asked for costs nothing.
+    """Yield ``0 .. count - 1`` lazily in a random order.
 
-    Source: the shuffle of Fisher and Yates, of which only the places that were touched are written down.
+    Source: Fisher-Yates shuffle, storing only the touched places.
     """
     moved: dict[int, int] = {}
     chance: list[float] = []

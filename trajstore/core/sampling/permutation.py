@@ -1,4 +1,4 @@
-"""A random order of n things that is computed place by place; only a short one is written out.
+"""A random order of n items, computed place by place; only short ones are stored.
 
 Source: a Feistel network over a power of four at least n, walked until it lands below n (Black and Rogaway, "Ciphers
 with Arbitrary Finite Domains", 2002); the round function is the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
@@ -13,17 +13,17 @@ from trajstore.core.base.machine_code import tree_kernels
 
 _ROUNDS = 8
 _WRITTEN_OUT = 4096
-"""Up to this many things the order is shuffled: a network over so few values is not quite uniform."""
+"""Orders of at most this length are shuffled, because a network over so few values is not quite uniform."""
 _U64 = np.uint64
 
 
 def permuted(places: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArray[np.int64]:
-    """Return what stands at some places of the order of ``0 .. count - 1`` that a key gives.
+    """Return the values at some places of the order of ``0 .. count - 1`` given by a key.
 
     Args:
         places: ``[n]``, each in ``[0, count)``.
-        count: how many things are ordered.
-        key: 64 bits that choose the order.
+        count: length of the order.
+        key: 64-bit key of the order.
     """
     if count <= _WRITTEN_OUT:
         return np.random.Generator(np.random.PCG64(key)).permutation(count)[places]

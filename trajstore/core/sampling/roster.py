@@ -1,4 +1,4 @@
-"""The trajectories that a sampler knows, in order of addition, each with a run of leaves of a tree.
+"""The trajectories known to a sampler, in order of addition, each with a range of tree leaves.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -16,24 +16,24 @@ from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError
 
 _LARGE = 1 << 16
-"""Entries that no cache near the processor holds."""
+"""Size above which entries exceed the processor's cache."""
 
 
 def searched(ascending: IntArray, values: IntArray, side: Literal["left", "right"] = "left") -> IntArray:
-    """Return what ``np.searchsorted`` does. Sorted values meet in the cache: in a large array, half the time."""
+    """Equal to ``np.searchsorted``, but sorts values first in large arrays: half the time due to caching."""
     if len(ascending) < _LARGE or len(values) < 2:
         return np.searchsorted(ascending, values, side).astype(np.int64)
     order = np.argsort(values)
-    found = np.empty(len(values), np.int64)
-    found[order] = np.searchsorted(ascending, values[order], side)
-    return found
+    positions = np.empty(len(values), np.int64)
+    positions[order] = np.searchsorted(ascending, values[order], side)
+    return positions
 
 
 class Growing:
-    """A one-dimensional array that grows at its end at amortised cost.
+    """A one-dimensional array with amortised growth at the end.
 
     Args:
-        dtype: of its values.
+        dtype: dtype of the values.
     """
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
@@ -49,7 +49,7 @@ class Growing:
         return self._array[: self._count]
 
     def append(self, values: npt.ArrayLike, count: int) -> None:
-        """Add ``count`` values, one for each or the same for all."""
+        """Append ``count`` values: one each, or one for all."""
         needed = self._count + count
         if needed > len(self._array):
             grown = np.zeros(max(needed, 2 * len(self._array), 64), self._array.dtype)
@@ -59,13 +59,13 @@ class Growing:
         self._count = needed
 
     def keep(self, places: npt.NDArray[Any]) -> None:
-        """Keep the values at these places only, in this order."""
+        """Keep only the values at these places, in this order."""
         self._array = self._array[: self._count][places]
         self._count = len(self._array)
 
 
 class Roster:
-    """Entries ``0 .. len - 1``, the oldest first; those of evicted trajectories stay until :meth:`compact`."""
+    """Entries ``0 .. len - 1``, oldest first; evicted ones stay until :meth:`compact`."""
 
     def __init__(self) -> None:
         self._ids = Growing(np.int64)
@@ -73,11 +73,11 @@ class Roster:
         self._alive = Growing(np.bool_)
         self._names = Growing(np.int64)
         self._place: dict[int, int] | None = None
-        """By id, its entry; only once ids came out of order."""
+        """Entry by id; used only after ids came out of order."""
         self._single = True
-        """Whether each entry has one leaf, so that leaves are entries."""
+        """Whether each entry has one leaf, so that leaf and entry numbers are equal."""
         self.live = 0
-        """Trajectories that were not evicted."""
+        """Number of live trajectories."""
         self.live_leaves = 0
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Roster:
 
     @property
     def leaves(self) -> int:
-        """Leaves of all entries."""
+        """Number of leaves of all entries."""
         return int(self._ends.values[-1]) if len(self._ends) else 0
 
     @property
@@ -100,19 +100,19 @@ class Roster:
 
     @property
     def live_ids(self) -> IntArray:
-        """Ids of the trajectories that are there."""
+        """Ids of the live trajectories."""
         return self.ids[self.alive]
 
     @property
     def alive(self) -> npt.NDArray[np.bool_]:
-        """Whether each entry's trajectory is there."""
+        """Mask of live entries."""
         return self._alive.values
 
     def add(self, ids: IntArray, leaves: IntArray, names: IntArray | None = None) -> IntArray:
-        """Append trajectories with some leaves each and return their entries.
+        """Append trajectories with their leaf counts and return their entries.
 
         Raises:
-            ConfigurationError: a trajectory is there already.
+            ConfigurationError: a trajectory is already present.
         """
         known = self.find(ids)
         if np.any(known >= 0):
@@ -134,7 +134,7 @@ class Roster:
         return np.arange(first, len(self))
 
     def discard(self, ids: Sequence[int] | IntArray) -> IntArray:
-        """Note that trajectories were evicted, and return the entries of those that were there."""
+        """Mark trajectories as evicted, and return the entries of those that were live."""
         entries = self.find(np.asarray(ids, np.int64))
         entries = np.unique(entries[entries >= 0])
         self._alive.values[entries] = False
@@ -146,40 +146,40 @@ class Roster:
         return entries
 
     def find(self, ids: IntArray) -> IntArray:
-        """Return the entry of each id, -1 for those that are not there."""
+        """Return the entry of each id, -1 for absent ones."""
         if self._place is not None:
             return np.array([self._place.get(number, -1) for number in ids.tolist()], np.int64)
         entries = searched(self.ids, ids)
-        found = np.full(len(ids), -1, np.int64)
+        live_entries = np.full(len(ids), -1, np.int64)
         inside = np.flatnonzero(entries < len(self))
         inside = inside[(self.ids[entries[inside]] == ids[inside]) & self.alive[entries[inside]]]
-        found[inside] = entries[inside]
-        return found
+        live_entries[inside] = entries[inside]
+        return live_entries
 
     def names_at(self, ids: IntArray) -> IntArray:
-        """Return the name of each id's trajectory, 0 for those that are not there."""
+        """Return the name of each id's trajectory, 0 for absent ones."""
         entries = self.find(ids)
-        found = np.zeros(len(ids), np.int64)
-        found[entries >= 0] = self.names[entries[entries >= 0]]
-        return found
+        names = np.zeros(len(ids), np.int64)
+        names[entries >= 0] = self.names[entries[entries >= 0]]
+        return names
 
     def first_leaf(self, entries: IntArray) -> IntArray:
-        """Return the first leaf of some entries."""
+        """Return the first leaf of each entry."""
         return self._ends.values[entries] - self.leaf_counts(entries)
 
     def leaf_counts(self, entries: IntArray) -> IntArray:
-        """Return how many leaves some entries have."""
+        """Return the number of leaves of each entry."""
         ends = self._ends.values
         before = np.where(entries > 0, ends[entries - 1], 0) if len(entries) else ends[:0]
         counts: IntArray = ends[entries] - before
         return counts
 
     def entry_of(self, leaves: IntArray) -> IntArray:
-        """Return the entry to which each leaf belongs."""
+        """Return the entry of each leaf."""
         return leaves if self._single else searched(self._ends.values, leaves, "right")
 
     def leaf_runs(self, entries: IntArray) -> tuple[IntArray, IntArray]:
-        """Return all leaves of some entries, and how many each of them has."""
+        """Return all leaves of some entries, and the number of leaves of each."""
         counts = self.leaf_counts(entries)
         ends = np.cumsum(counts)
         within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -190,7 +190,7 @@ class Roster:
         return 2 * self.live_leaves < self.leaves
 
     def compact(self) -> tuple[IntArray, IntArray]:
-        """Forget evicted entries; return the entries and the leaves that were kept, in order."""
+        """Drop evicted entries; return the kept entries and leaves, in order."""
         kept = np.flatnonzero(self.alive).astype(np.int64)
         leaves, counts = self.leaf_runs(kept)
         self._ids.keep(kept)

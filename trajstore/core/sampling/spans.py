@@ -1,7 +1,7 @@
-"""Steps that follow each other in one environment: which rows they are, and where an episode ends. Arithmetic only.
+"""Consecutive steps of one environment: their rows, and the ends of episodes. Arithmetic only.
 
-A trajectory ``[T, B, ...]`` holds B environments beside each other; row ``t * B + b`` is step t of environment b, and
-the next step of the same environment lies B rows later.
+A trajectory ``[T, B, ...]`` holds B environments side by side; row ``t * B + b`` is step t of environment b, and the
+environment's next step is B rows later.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Mask = npt.NDArray[np.bool_]
 
 
 def rows_after(samples: IntArray, steps: IntArray, batch: IntArray, length: int) -> tuple[IntArray, Mask]:
-    """Return the rows of ``length`` steps from each row on, and which of them the trajectory has.
+    """Return the rows of ``length`` steps from each row on, and a mask of existing ones.
 
     Args:
         samples: first row of each span within its trajectory, ``[n]``.
         steps: T of each trajectory, ``[n]``.
         batch: B of each trajectory, ``[n]``.
-        length: steps of a span.
+        length: number of steps in a span.
 
     Returns:
-        Rows ``[n, length]``, those beyond the trajectory's end being its last of that environment, and a mask of the
-        same shape.
+        Rows ``[n, length]``, with the environment's last row in place of rows beyond the end, and a mask of the same
+        shape.
     """
     time = samples // batch
     ahead = time[:, None] + np.arange(length)
@@ -35,11 +35,11 @@ def rows_after(samples: IntArray, steps: IntArray, batch: IntArray, length: int)
 
 
 def within_episode(inside: Mask, ends: Mask) -> Mask:
-    """Return which steps of spans belong to the episode of their first step.
+    """Return a mask of the steps in the same episode as their span's first step.
 
     Args:
-        inside: which steps there are, ``[n, length]``.
-        ends: after which steps an episode ends, ``[n, length]``; that step still belongs to it.
+        inside: mask of existing steps, ``[n, length]``.
+        ends: mask of steps that end an episode, ``[n, length]``; such a step still belongs to it.
     """
     before = np.zeros_like(ends)
     before[:, 1:] = np.logical_or.accumulate(ends & inside, axis=1)[:, :-1]
@@ -48,7 +48,7 @@ def within_episode(inside: Mask, ends: Mask) -> Mask:
 
 
 def last_of(mask: Mask) -> IntArray:
-    """Return the place of the last step of each span, ``[n]``; spans have at least one."""
+    """Return the index of each span's last step, ``[n]``; spans have at least one step."""
     last: IntArray = mask.sum(axis=1).astype(np.int64) - 1
     return last
 

@@ -1,4 +1,4 @@
-"""Trajectories of recent policy versions only, but of every task a few: a factor.
+"""Limits trajectories to recent policy versions, with a minimum per task: a factor.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -24,23 +24,23 @@ from trajstore.errors import ConfigurationError
 
 @dataclass(slots=True)
 class _Task:
-    """Live entries of a task: how many are young enough, and which are older, as (version, entry), ascending."""
+    """A task's live entries: number of young ones, and the older ones as (version, entry), ascending."""
 
     young: int = 0
     stale: list[tuple[int, int]] = field(default_factory=list)
     held: int = 0
-    """How many of the newest stale ones are drawn all the same, because of the floor."""
+    """Number of the newest stale entries that the floor still admits."""
 
 
 class Staleness(Factor):
-    """Only trajectories of recent policy versions are drawn, but of every task a few.
+    """Draws only recent policy versions, with a minimum number of trajectories per task.
 
     Args:
-        max_age: how many versions a trajectory may lie behind the newest version of all.
-        floor: of each task the newest this many are drawn whatever their age, so that tasks that are rolled out seldom
-            do not vanish. How many tasks live by it is the figure ``starving_tasks``.
+        max_age: maximum number of versions behind the newest of all.
+        floor: each task's newest trajectories that are drawn whatever their age, so that rarely rolled out tasks do not
+            vanish. The metric ``starving_tasks`` counts tasks that depend on it.
 
-    Trajectories without a known version are not drawn; the first is warned of.
+    Trajectories without a known version are not drawn; the first triggers a warning.
     """
 
     name = "staleness"
@@ -54,7 +54,7 @@ class Staleness(Factor):
         self._task_of: list[str] = []
         self._tasks: dict[str, _Task] = {}
         self._ageing: list[tuple[int, int]] = []
-        """A heap of (version, entry) of those that are young enough."""
+        """Heap of (version, entry) of the young entries."""
         self._gone: set[int] = set()
         self._newest: int | None = None
         self._told = False

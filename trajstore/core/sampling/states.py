@@ -1,7 +1,7 @@
-"""What a state says of its sampler and its trajectories, and is compared before it is taken up. Pure.
+"""Checks of a sampler's state against sampler and trajectories, before it is loaded. Pure.
 
-A trajectory's *name* is the first half of its UUID. Ids are given by each store anew, and anew again where stores are
-united; names stay with trajectories wherever they are copied. 0 stands for a name that is not known.
+A trajectory's *name* is the first half of its UUID. Ids are assigned by each store, and again when stores are merged;
+names stay with trajectories across copies. 0 means an unknown name.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ IntArray = npt.NDArray[np.int64]
 logger = logging.getLogger(__name__)
 
 OF_WHOM = "sampler"
-"""Key of a state under which :func:`described` stands."""
+"""Key of :func:`described` in a state."""
 
 
 def described(kind: str, fixed: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state says of its sampler.
+    """Return a state's description of its sampler.
 
     Args:
-        kind: of sampler.
-        fixed: arguments without which the state means something else.
+        kind: kind of the sampler.
+        fixed: arguments that must match for the state to apply.
         free: arguments that a resumed run may change.
     """
     return {"kind": kind, "fixed": dict(fixed), "free": dict(free)}
 
 
 def check_state(state: Any, needed: Sequence[str]) -> None:
-    """Refuse what is no state.
+    """Raise if a value is not a state.
 
     Raises:
-        ConfigurationError: it is no dict, or lacks what such states have; names it.
+        ConfigurationError: it is not a dict, or lacks required keys; names it.
     """
     if not isinstance(state, Mapping):
         raise ConfigurationError(
@@ -57,15 +57,15 @@ def check_state(state: Any, needed: Sequence[str]) -> None:
 
 
 def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[str]) -> None:
-    """Refuse the state of another sampler; warn of arguments that have changed.
+    """Reject the state of another sampler; warn of changed arguments.
 
     Args:
-        state: to be taken up.
-        here: what :func:`described` says of the sampler that is to take it up.
-        needed: what its states have.
+        state: state to load.
+        here: result of :func:`described` for the sampler that loads it.
+        needed: required keys of its states.
 
     Raises:
-        ConfigurationError: it is no state, or that of a sampler of another kind, or with other fixed arguments.
+        ConfigurationError: it is not a state, or is of another kind of sampler or other fixed arguments.
     """
     check_state(state, (OF_WHOM,))
     then = state[OF_WHOM]
@@ -95,21 +95,21 @@ def _differences(then: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 
 def names_of(uuids: npt.NDArray[np.void]) -> IntArray:
-    """Return the names of trajectories, given their UUIDs, ``[n]`` of 16 bytes each."""
+    """Return the names of trajectories from their UUIDs, ``[n]`` of 16 bytes each."""
     return np.ascontiguousarray(uuids).view("<i8").reshape(-1, 2)[:, 0].astype(np.int64)
 
 
 def check_names(what: str, ids: IntArray, then: IntArray, here: IntArray) -> None:
-    """Refuse a state in which an id stands for another trajectory than here.
+    """Reject a state whose ids refer to other trajectories here.
 
     Args:
-        what: the state is of.
-        ids: that the state names, ``[n]``.
-        then: their names when it was taken; 0 where unknown.
-        here: their names now; 0 where unknown, or where they are not here.
+        what: description of the state.
+        ids: ids in the state, ``[n]``.
+        then: their names in the state; 0 if unknown.
+        here: their current names; 0 if unknown or absent.
 
     Raises:
-        ConfigurationError: says of how many, and of one which.
+        ConfigurationError: ids refer to other trajectories; gives their number and an example.
     """
     other = np.flatnonzero((then != here) & (then != 0) & (here != 0))
     if len(other):
@@ -123,7 +123,7 @@ def check_names(what: str, ids: IntArray, then: IntArray, here: IntArray) -> Non
 
 
 def tell_gone(what: str, ids: IntArray, here: int) -> None:
-    """Warn of a state of which nothing is left: ``here`` trajectories are, and none of ``ids`` among them."""
+    """Warn if none of the state's ``ids`` are among the ``here`` present trajectories."""
     if len(ids):
         logger.warning(
             "state: none of the %d trajectories that %s names is here; what it says of them has no effect%s",
@@ -134,7 +134,7 @@ def tell_gone(what: str, ids: IntArray, here: int) -> None:
 
 
 def name_text(name: int) -> str:
-    """Return a name as the UUID begins."""
+    """Return a name formatted as the beginning of its UUID."""
     text = int(name & ((1 << 64) - 1)).to_bytes(8, "little").hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:]}"
 
@@ -148,48 +148,48 @@ def array_in(
     least: float = -INT64_MAX - 1,
     most: float = INT64_MAX,
 ) -> npt.NDArray[Any]:
-    """Return a copy of an array or tensor of a state, ``[count]``.
+    """Validate and copy an array or tensor of a state, ``[count]``.
 
     Args:
-        state: that has it.
-        name: of its key.
-        kind: of its numbers.
-        count: how many there are; None = any number.
-        least: of each number.
-        most: of each number.
+        state: state with the array.
+        name: key of the array.
+        kind: kind of the numbers.
+        count: required length; None = any.
+        least: minimum of each number.
+        most: maximum of each number.
 
     Raises:
-        ConfigurationError: it is absent, of another type, shape or length, or a number is out of range or none.
+        ConfigurationError: it is absent, of another type, shape or length, or a number is out of range or NaN.
     """
     check_state(state, (name,))
     value = state[name]
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged, on a device, with a gradient
-        found = np.zeros((), np.object_)
-    if not isinstance(value, torch.Tensor | np.ndarray) or found.ndim != 1 or found.dtype.kind not in _KINDS[kind]:
+        array = np.zeros((), np.object_)
+    if not isinstance(value, torch.Tensor | np.ndarray) or array.ndim != 1 or array.dtype.kind not in _KINDS[kind]:
         raise ConfigurationError(
             f"state: {name}: {shown(value)} is a {type(value).__name__}, must be a tensor of one dimension, of "
             f"{'whole numbers' if kind is np.int64 else 'numbers'}"
         )
-    if count is not None and len(found) != count:
-        raise ConfigurationError(f"state: {name}: has {len(found)} numbers, must have {count}")
-    bad = np.flatnonzero(~((found >= least) & (found <= most)))
+    if count is not None and len(array) != count:
+        raise ConfigurationError(f"state: {name}: has {len(array)} numbers, must have {count}")
+    bad = np.flatnonzero(~((array >= least) & (array <= most)))
     if len(bad):
         raise ConfigurationError(
-            f"state: {name}: number {int(bad[0])} is {found[bad[0]]}, must be at least {least:g} and at most {most:g}"
+            f"state: {name}: number {int(bad[0])} is {array[bad[0]]}, must be at least {least:g} and at most {most:g}"
         )
-    return found.astype(kind)
+    return array.astype(kind)
 
 
 _KINDS: Mapping[Any, str] = {np.int64: "iu", np.float64: "iuf"}
 
 
 def ids_in(state: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Return the ids of trajectories that a state has, and their names.
+    """Return a state's trajectory ids and names.
 
     Raises:
-        ConfigurationError: they are none, or one comes twice.
+        ConfigurationError: they are invalid, or an id is duplicated.
     """
     ids = array_in(state, "ids", np.int64)
     if len(np.unique(ids)) < len(ids):
@@ -198,10 +198,10 @@ def ids_in(state: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 
 
 def whole_in(state: Mapping[str, Any], name: str, least: int = 0, most: int = INT64_MAX) -> int:
-    """Return a whole number of a state.
+    """Return an integer of a state.
 
     Raises:
-        ConfigurationError: it is absent, none, or out of range.
+        ConfigurationError: it is absent, not an integer, or out of range.
     """
     check_state(state, (name,))
     return whole(f"state: {name}", state[name], least, most)
@@ -211,14 +211,14 @@ def mapping_in(state: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
     """Return a dict of a state.
 
     Raises:
-        ConfigurationError: it is absent, or none.
+        ConfigurationError: it is absent, or not a dict.
     """
     check_state(state, (name,))
     check_instance(f"state: {name}", state[name], Mapping, "a dict")
-    found: Mapping[Any, Any] = state[name]
-    return found
+    mapping: Mapping[Any, Any] = state[name]
+    return mapping
 
 
 def tensor_of(values: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a copy as a tensor, which ``torch.load`` reads with ``weights_only=True``."""
+    """Return a copy as a tensor, readable by ``torch.load`` with ``weights_only=True``."""
     return torch.from_numpy(values.copy())

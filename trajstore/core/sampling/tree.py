@@ -1,7 +1,7 @@
-"""A sum tree: weights by leaf, drawn from and changed in O(log n).
+"""A sum tree over leaf weights: draws and updates in O(log n).
 
 Source of the use in replay: Schaul et al., "Prioritized Experience Replay", 2016, appendix B.2.1. Nodes have sixteen
-children instead of two: a search then reads a sixth as many cache lines that are far apart.
+children instead of two, so a search reads a sixth as many distant cache lines.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -21,9 +21,9 @@ _FANOUT = 16
 
 
 class SumTree:
-    """Weights of leaves ``0 .. capacity - 1``, float64, at least 0; all of them 0 at first.
+    """Weights of leaves ``0 .. capacity - 1``, float64, at least 0; initially 0.
 
-    Every node is the sum of its children, worked out anew from them whenever one changes, so no rounding adds up.
+    Every node is recomputed from its children on each change, so rounding errors do not accumulate.
 
     Args:
         capacity: number of leaves.
@@ -40,7 +40,7 @@ class SumTree:
 
     @property
     def leaves(self) -> FloatArray:
-        """Weights of all leaves, ``[capacity]``, a view that must not be written."""
+        """Weights of all leaves, ``[capacity]``; a read-only view."""
         return self._sums[: self.capacity]
 
     @property
@@ -49,10 +49,10 @@ class SumTree:
         return float(self._sums[-1])
 
     def set(self, leaves: IntArray, weights: FloatArray) -> None:
-        """Set the weights of some leaves; where one is named twice, its last weight counts.
+        """Set the weights of some leaves; for duplicates the last weight counts.
 
         Raises:
-            ConfigurationError: a weight is negative, infinite or not a number; nothing was set.
+            ConfigurationError: a weight is negative, infinite or NaN; nothing was set.
         """
         if not np.all((weights >= 0) & (weights < np.inf)):
             bad = weights[~((weights >= 0) & (weights < np.inf))][0]
@@ -61,18 +61,18 @@ class SumTree:
             tree_kernels.set_leaves(self._sums, self._offsets, leaves, weights)
 
     def total_from(self, low: int) -> float:
-        """Return the sum of the weights of a leaf and all after it, added up: no difference of sums that hides it."""
+        """Return the sum of the weights from a leaf on, added directly: a difference of sums could lose it."""
         return float(self._partial(low)[-1])
 
     def find(self, targets: FloatArray, low: int = 0) -> IntArray:
-        """Return, for each target in ``[0, total_from(low))``, the leaf at which the running total first exceeds it.
+        """Return the leaf at which the running total first exceeds each target in ``[0, total_from(low))``.
 
-        The running total begins at leaf ``low``. With uniform targets a leaf is found with a chance in proportion to
-        its weight; one of weight 0, or before ``low``, never is. The total must be positive.
+        The running total begins at leaf ``low``. For uniform targets, a leaf's probability is proportional to its
+        weight; leaves of weight 0 or before ``low`` are never returned. The total must be positive.
         """
-        found = np.empty(len(targets), np.int64)
-        tree_kernels.find_leaves(self._sums, self._offsets, low, self._partial(low), targets.copy(), found)
-        return found
+        leaves = np.empty(len(targets), np.int64)
+        tree_kernels.find_leaves(self._sums, self._offsets, low, self._partial(low), targets.copy(), leaves)
+        return leaves
 
     def _partial(self, low: int) -> FloatArray:
         partial = np.zeros(len(self._offsets) - 1, np.float64)
@@ -81,7 +81,7 @@ class SumTree:
         return partial
 
     def replace(self, weights: FloatArray, capacity: int) -> None:
-        """Hold these weights, then zeros up to ``capacity``, instead of the present ones. Takes O(capacity)."""
+        """Replace all weights by these, then zeros up to ``capacity``. Takes O(capacity)."""
         self.__init__(capacity)  # type: ignore[misc]
         self._sums[: len(weights)] = weights
         tree_kernels.rebuild(self._sums, self._offsets)

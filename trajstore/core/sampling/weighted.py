@@ -1,4 +1,4 @@
-"""Draws in proportion to weights: priorities, age, staleness and use, alone or multiplied.
+"""Weighted draws: by priority, age, staleness and use, alone or multiplied.
 
 Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
 """
@@ -34,23 +34,23 @@ from trajstore.errors import ConfigurationError, EmptyBufferError
 
 _LEAST_CAPACITY = 1024
 _MOST_POWER = 1e100
-"""With the largest factor, 2 ** 500 of recency, and as many rows as there may be, sums stay finite."""
+"""Keeps sums finite with the largest factor, 2 ** 500 of recency, and the maximum number of rows."""
 
 
 @dataclass(frozen=True)
 class Priorities:
-    """How priorities become chances and weights.
+    """Converts priorities to probabilities and importance weights.
 
-    A row of priority p is drawn with a chance in proportion to ``(p + eps) ** alpha``; its importance weight is
-    ``(least / chance) ** beta``, ``least`` being the smallest chance in the batch, so that the largest weight is 1. New
-    rows get the largest priority seen so far.
+    A row of priority p is drawn with a probability proportional to ``(p + eps) ** alpha``. Its importance weight is
+    ``(least / chance) ** beta``, where ``least`` is the smallest probability in the batch, so that the largest weight
+    is 1. New rows get the largest priority seen so far.
     Source: Schaul et al., "Prioritized Experience Replay", 2016, equations 1 and 2.
 
     Attributes:
-        alpha: 0 = uniform, 1 = in proportion.
+        alpha: 0 = uniform, 1 = proportional.
         beta: 0 = no correction, 1 = full correction of the bias.
-        eps: added to every priority, so that a row of priority 0 can be drawn again.
-        per: ``"sample"``: every transition has a priority of its own; ``"trajectory"``: all of a trajectory share one.
+        eps: added to every priority, so that rows of priority 0 can be drawn again.
+        per: ``"sample"``: one priority per transition; ``"trajectory"``: one per trajectory.
     """
 
     alpha: float = 0.6
@@ -62,13 +62,13 @@ class Priorities:
         for name in ("alpha", "beta", "eps"):
             object.__setattr__(self, name, finite(f"priorities: {name}", getattr(self, name), 0))
         one_of("priorities: per", self.per, get_args(Unit))
-        self.powers(np.ones(1))  # that of new rows
+        self.powers(np.ones(1))  # power of new rows
 
     def powers(self, priorities: FloatArray) -> FloatArray:
         """Return ``(p + eps) ** alpha`` of priorities, which are at least 0.
 
         Raises:
-            ConfigurationError: one is more than :data:`_MOST_POWER`, so that sums of weights would not be finite.
+            ConfigurationError: a power exceeds :data:`_MOST_POWER`, so sums of weights might not be finite.
         """
         with np.errstate(over="ignore"):
             powers: FloatArray = (priorities + self.eps) ** self.alpha
@@ -82,16 +82,16 @@ class Priorities:
 
 
 class WeightedSampler(Sampler):
-    """Draws rows in proportion to their weight, the product of all factors and of the row's priority.
+    """Draws rows in proportion to their weight: the product of all factors and the priority.
 
-    Drawing transitions, each transition of a trajectory has the trajectory's weight, and rows can come twice. Drawing
-    trajectories, none comes twice in a batch, and fewer than asked for come where fewer have a weight above 0. A draw
-    and a change cost O(log n) for n leaves; nothing ever passes over all of them, save growing, which is amortised.
+    For transitions, each one has its trajectory's weight, and rows can repeat. For trajectories, a batch has no
+    duplicates, and is shorter if fewer have a weight above 0. Draws and changes cost O(log n) for n leaves; only
+    growing visits all leaves, which is amortised.
 
     Args:
         factors: weights of trajectories.
-        priorities: weights of rows; they are changed with :meth:`update`.
-        unit: what is drawn.
+        priorities: weights of rows, changed with :meth:`update`.
+        unit: unit of the draws.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class WeightedSampler(Sampler):
         self._roster = Roster()
         self._samples = Growing(np.int64)
         self._powers = Growing(np.float64)
-        """``(priority + eps) ** alpha`` of each leaf, whatever its trajectory's weight; empty without priorities."""
+        """``(priority + eps) ** alpha`` of each leaf, without its trajectory's weight; empty without priorities."""
         self._largest = 1.0
         self._tree = SumTree(_LEAST_CAPACITY)
 
-    # -- what is there ----------------------------------------------------------------------------
+    # -- trajectories -----------------------------------------------------------------------------
 
     @property
     def ids(self) -> IntArray:
@@ -159,8 +159,8 @@ class WeightedSampler(Sampler):
 
     def used(self, ids: IntArray, uses: IntArray) -> None:
         entries = self._roster.find(ids)
-        there = entries >= 0
-        self._weigh([entries[:0], *(factor.used(entries[there], uses[there]) for factor in self.factors)])
+        alive = entries >= 0
+        self._weigh([entries[:0], *(factor.used(entries[alive], uses[alive]) for factor in self.factors)])
 
     def reached(self, version: int) -> None:
         self._weigh([np.zeros(0, np.int64), *(factor.reached(version) for factor in self.factors)])
@@ -174,7 +174,7 @@ class WeightedSampler(Sampler):
         self._tree.set(leaves, weights)
 
     def _shares(self, entries: IntArray) -> FloatArray:
-        """Return what each leaf of some entries weighs besides its priority."""
+        """Return the weight of each leaf of some entries, without its priority."""
         weights: FloatArray = self._roster.alive[entries].astype(np.float64)
         for factor in self.factors:
             weights *= factor.weights(entries)
@@ -209,7 +209,7 @@ class WeightedSampler(Sampler):
         return drawn
 
     def _awaken(self, low: int) -> None:
-        """See to it that something can be drawn, if only what rests."""
+        """Ensure that something can be drawn, if necessary by ending pauses."""
         while not self._tree.total_from(low) > 0:
             changed = [factor.awakened() for factor in self.factors]
             if not any(len(some) for some in changed):
@@ -217,7 +217,7 @@ class WeightedSampler(Sampler):
             self._weigh(changed)
 
     def _rows(self, count: int, generator: torch.Generator, low: int) -> tuple[IntArray, IntArray]:
-        """Draw leaves, and of each a place within its trajectory."""
+        """Draw leaves, and a place within the trajectory for each."""
         if self.unit == "trajectory":
             leaves = self._without_repeats(count, generator, low)
             return leaves, np.zeros(len(leaves), np.int64)
@@ -232,28 +232,28 @@ class WeightedSampler(Sampler):
         return self._tree.find(uniform(count, generator) * self._tree.total_from(low), low)
 
     def _without_repeats(self, count: int, generator: torch.Generator, low: int) -> IntArray:
-        """Draw again and again, leaving out what was drawn: as if one by one without replacement."""
-        found: list[IntArray] = []
+        """Draw repeatedly, excluding earlier draws: equivalent to one by one without replacement."""
+        parts: list[IntArray] = []
         weights: list[FloatArray] = []
         still_wanted = count
         try:
             while still_wanted > 0 and self._tree.total_from(low) > 0:
                 leaves = self._leaves(still_wanted, generator, low)
                 leaves = leaves[np.sort(np.unique(leaves, return_index=True)[1])]
-                found.append(leaves)
+                parts.append(leaves)
                 weights.append(self._tree.leaves[leaves].copy())
                 self._tree.set(leaves, np.zeros(len(leaves)))
                 still_wanted -= len(leaves)
         finally:
-            for leaves, weight in zip(found, weights, strict=False):
+            for leaves, weight in zip(parts, weights, strict=False):
                 self._tree.set(leaves, weight)
-        return np.concatenate(found)
+        return np.concatenate(parts)
 
     def _importance(self, leaves: IntArray) -> npt.NDArray[np.float32] | None:
         if self.priorities is None:
             return None
         chances = self._tree.leaves[leaves]
-        if self.unit == "sample" and not self._by_sample:  # one leaf stands for all rows of a trajectory
+        if self.unit == "sample" and not self._by_sample:  # one leaf for all rows of a trajectory
             chances = chances / self._samples.values[self._roster.entry_of(leaves)]
         weights: npt.NDArray[np.float32] = ((chances.min() / chances) ** self.priorities.beta).astype(np.float32)
         return weights
@@ -272,16 +272,16 @@ class WeightedSampler(Sampler):
     # -- priorities -------------------------------------------------------------------------------
 
     def update(self, ids: IntArray, samples: IntArray, priorities: npt.ArrayLike) -> int:
-        """Set the priorities of rows that were drawn; return how many of them are no longer there.
+        """Set the priorities of drawn rows; return the number of rows no longer present.
 
         Args:
             ids: trajectory ids, ``[n]``.
-            samples: places within their trajectories, ``[n]``; of no account with priorities per trajectory, where the
-                largest of a trajectory counts.
+            samples: places within their trajectories, ``[n]``; ignored with priorities per trajectory, where the
+                largest counts.
             priorities: ``[n]``, at least 0, usually the absolute TD error.
 
         Raises:
-            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing changed.
         """
         if self.priorities is None:
             raise ConfigurationError("this sampler has no priorities to update; give it priorities=Priorities(...)")
@@ -293,22 +293,22 @@ class WeightedSampler(Sampler):
             raise ConfigurationError("priorities must be finite numbers, at least 0")
         powers = self.priorities.powers(given)
         entries = self._roster.find(ids)
-        there = entries >= 0
-        entries, given, samples, powers = entries[there], given[there], samples[there], powers[there]
+        alive = entries >= 0
+        entries, given, samples, powers = entries[alive], given[alive], samples[alive], powers[alive]
         leaves = self._roster.first_leaf(entries)
         if self._by_sample:
             if np.any((samples < 0) | (samples >= self._roster.leaf_counts(entries))):
                 raise ConfigurationError("samples: a place lies outside its trajectory")
             leaves = leaves + samples
         else:
-            order = np.argsort(given, kind="stable")  # the last of a trajectory's counts: the largest
+            order = np.argsort(given, kind="stable")  # the last of a trajectory counts: the largest
             leaves, entries, powers = leaves[order], entries[order], powers[order]
         self._largest = float(given.max(initial=self._largest))
         self._powers.values[leaves] = powers
         different, of_each = np.unique(entries, return_inverse=True)
-        # The same product as everywhere: a weight is a function of what is there, whichever way it came about.
+        # The same product as elsewhere, so that a weight does not depend on the order of changes.
         self._tree.set(leaves, self._shares(different)[of_each] * powers)
-        return int(np.count_nonzero(~there))
+        return int(np.count_nonzero(~alive))
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class WeightedSampler(Sampler):
         rows = [factor.read(mapping_in(factors, factor.name), len(ids)) for factor in self.factors]
         entries = self._roster.find(ids)
         kept = np.flatnonzero(entries >= 0)
-        kept = kept[np.argsort(entries[kept])]  # in the order of this roster
+        kept = kept[np.argsort(entries[kept])]  # in this roster's order
         entries = entries[kept]
         others = np.setdiff1d(np.flatnonzero(self._roster.alive), entries)
         if self.priorities is not None:
@@ -365,13 +365,15 @@ class WeightedSampler(Sampler):
             self._powers.values[self._roster.leaf_runs(others)[0]] = self.priorities.powers(np.array([largest]))
         if not len(kept):
             tell_gone("a sampler", ids, self._roster.live)
-        for factor, said in zip(self.factors, rows, strict=True):
-            here = {name: value[kept] if isinstance(value, np.ndarray) else value for name, value in said.items()}
+        for factor, factor_rows in zip(self.factors, rows, strict=True):
+            here = {
+                name: value[kept] if isinstance(value, np.ndarray) else value for name, value in factor_rows.items()
+            }
             factor.take_up(entries, others, here)
         self._weigh([np.arange(len(self._roster))])
 
     def _read_powers(self, state: Mapping[str, Any], kept: IntArray, entries: IntArray) -> tuple[float, FloatArray]:
-        """Return the largest priority of a state, and the powers of the leaves of the entries that are kept."""
+        """Return a state's largest priority, and the leaf powers of the kept entries."""
         powers = array_in(state, "powers", np.float64, least=0.0, most=_MOST_POWER)
         counts = array_in(state, "leaves", np.int64, len(state["ids"]), least=0, most=len(powers))
         if counts.sum() != len(powers):

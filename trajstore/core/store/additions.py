@@ -1,4 +1,4 @@
-"""What a record of the log says of the shards that a commit adds, and the index columns that it means. Pure; no I/O."""
+"""Converts added shards between log records and index columns. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trajstore.errors import CorruptStoreError
 
 
 def entries_to_json(entries: NewEntries) -> dict[str, Any]:
-    """Return the part of a log record on the trajectories of a shard, whose ids ascend, as JSON values."""
+    """Return a shard's trajectories as JSON values for a log record; ids ascend."""
     columns = entries.columns
     bounds = zip(columns["version_low"].tolist(), columns["version_high"].tolist(), strict=True)
     return {
@@ -40,7 +40,7 @@ def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return number, manifest and entries of each shard that a record adds.
 
     Raises:
-        CorruptStoreError: it adds none.
+        CorruptStoreError: the record adds no shard.
     """
     shards = record.get("shards")
     if not isinstance(shards, list) or not shards:
@@ -50,15 +50,15 @@ def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class AddedShard:
-    """What a record says that was added.
+    """A shard that a log record adds.
 
     Attributes:
-        generation: of the record; several shards may come with one.
+        generation: of the record; several shards may share one.
         number: of the shard.
         row: in the shard table.
         manifest: the shard's.
-        entries: the record's, of its trajectories.
-        committed: when, in µs since 1970.
+        entries: the record's entries for the shard's trajectories.
+        committed: commit time in µs since 1970.
     """
 
     generation: int
@@ -70,30 +70,30 @@ class AddedShard:
 
 
 def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of the trajectories of some records, those of each by id; ranges are not checked.
+    """Return the index columns of the trajectories of several records, by id within each; ranges are not checked.
 
     Args:
-        added: what the records say, in their order; one shard or more.
-        texts: table that takes their texts.
+        added: one or more shards, in the order of their records.
+        texts: string table that receives the texts.
 
     Raises:
-        CorruptStoreError: the trajectories do not add up to a shard's rows, or their ids are no ranges.
+        CorruptStoreError: the trajectories do not add up to a shard's rows, or their ids are not ranges.
         KeyError, TypeError, ValueError, OverflowError: values are absent or of the wrong kind.
     """
-    entries = [one.entries for one in added]
+    entries = [part.entries for part in added]
     for name in ("extents", "versions", "weights", "max_episode_length"):
-        if not all(type(one[name]) is list for one in entries):
+        if not all(type(part[name]) is list for part in entries):
             raise TypeError(f"{name} must be a list")
-    extents = integers([item for one in entries for item in one["extents"]], 4)
-    counts = np.array([len(one["extents"]) for one in entries], np.int64)
-    versions = [_UNKNOWN if pair is None else pair for one in entries for pair in one["versions"]]
+    extents = integers([item for part in entries for item in part["extents"]], 4)
+    counts = np.array([len(part["extents"]) for part in entries], np.int64)
+    versions = [_UNKNOWN if pair is None else pair for part in entries for pair in part["versions"]]
     bounds = integers(versions, 2)
-    weights = [text for one in entries for text in one["weights"]]
+    weights = [text for part in entries for text in part["weights"]]
     if not all(isinstance(text, str) for text in weights):
         raise TypeError("weights must be strings")
-    if any(("facts" in one.entries) == (one.manifest.schema.kind == "step") for one in added):
+    if any(("facts" in part.entries) == (part.manifest.schema.kind == "step") for part in added):
         raise CorruptStoreError("facts are told of rollouts, and of nothing else")
-    of_steps = np.repeat(np.array([one.manifest.schema.kind == "step" for one in added], np.bool_), counts)
+    of_steps = np.repeat(np.array([part.manifest.schema.kind == "step" for part in added], np.bool_), counts)
     rows = _rows_of(extents)
     starts, nbytes = _lay_out(added, counts, rows)
     columns: dict[str, npt.NDArray[Any]] = {
@@ -101,19 +101,21 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
         "num_samples": np.where(of_steps, rows[Axis.SAMPLES], 1).astype(np.int64),
         **{name: extents[:, at] for at, name in enumerate(("steps", "batch", "extra", "document"))},
         "nbytes": nbytes.astype(np.int64),
-        "max_episode_length": integers([number for one in entries for number in one["max_episode_length"]]),
+        "max_episode_length": integers([number for part in entries for number in part["max_episode_length"]]),
         "version_low": bounds[:, 0],
         "version_high": bounds[:, 1],
-        "committed": np.repeat(np.array([one.committed for one in added], np.int64), counts),
+        "committed": np.repeat(np.array([part.committed for part in added], np.int64), counts),
         "weights": np.array([texts.add(text) for text in weights], np.int32),
-        "uuid": np.frombuffer(bytes.fromhex("".join([one["uuids"] for one in entries])), "V16"),
-        "shard": np.repeat(np.array([one.row for one in added], np.int32), counts),
+        "uuid": np.frombuffer(bytes.fromhex("".join([part["uuids"] for part in entries])), "V16"),
+        "shard": np.repeat(np.array([part.row for part in added], np.int32), counts),
         "start_samples": starts[Axis.SAMPLES],
         "start_extra": np.where(of_steps, starts[Axis.FIRST_EXTRA], starts[Axis.RESPONSE]),
         "start_document": starts[Axis.DOCUMENT],
-        **fact_columns([(one.get("facts"), count) for one, count in zip(entries, counts.tolist(), strict=True)], texts),
+        **fact_columns(
+            [(part.get("facts"), count) for part, count in zip(entries, counts.tolist(), strict=True)], texts
+        ),
     }
-    generations = [one.generation for one in added]
+    generations = [part.generation for part in added]
     if len(set(generations)) == len(added):
         return columns
     ends = np.cumsum(counts).tolist()
@@ -126,10 +128,10 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
 
 
 def by_id(shards: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of the trajectories of one commit, by ascending id.
+    """Return the index columns of one commit's trajectories, by ascending id.
 
     Args:
-        shards: columns of the trajectories in each of its shards, by ascending id.
+        shards: per shard, the columns of its trajectories, by ascending id.
 
     Raises:
         CorruptStoreError: the ids within a shard do not ascend.
@@ -148,7 +150,7 @@ _UNKNOWN = (UNKNOWN_VERSION, UNKNOWN_VERSION)
 
 
 def _rows_of(extents: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
-    """Return, per axis, the rows of each trajectory; as exact Python numbers where 64 bits might not do."""
+    """Return the rows of each trajectory per axis, as Python integers where 64 bits could overflow."""
     exact: npt.NDArray[Any] = extents
     if len(extents) and (extents.min() < 0 or extents.max() > RANGES["steps"][1]):
         exact = extents.astype(object)
@@ -158,7 +160,7 @@ def _rows_of(extents: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
 def rows_by_axis(
     steps: npt.NDArray[Any], batch: npt.NDArray[Any], extra: npt.NDArray[Any], document: npt.NDArray[Any]
 ) -> list[npt.NDArray[Any]]:
-    """Return, per axis, the rows of trajectories of these extents, each ``[n]``."""
+    """Return the rows per axis of trajectories with these extents, each ``[n]``."""
     more = (steps + extra) * batch
     return [steps * batch, more, more, extra, document]
 
@@ -166,20 +168,20 @@ def rows_by_axis(
 def _lay_out(
     added: Sequence[AddedShard], counts: npt.NDArray[np.int64], rows: Sequence[npt.NDArray[Any]]
 ) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[Any]]:
-    """Return, per axis, where the rows of each trajectory begin in its shard; and its bytes.
+    """Return the first row of each trajectory in its shard, per axis, and its bytes.
 
     Raises:
-        CorruptStoreError: they do not add up to the rows of a shard.
+        CorruptStoreError: the rows do not add up to those of a shard.
     """
     if counts.min() == 0:
         raise CorruptStoreError("a shard without trajectories")
     begins = np.cumsum(counts) - counts
     totals = np.stack([np.add.reduceat(each, begins) for each in rows], axis=1).tolist()
-    for one, total in zip(added, totals, strict=True):
-        for column, count in zip(one.manifest.schema.columns, one.manifest.rows, strict=True):
+    for shard, total in zip(added, totals, strict=True):
+        for column, count in zip(shard.manifest.schema.columns, shard.manifest.rows, strict=True):
             if total[column.axis] != count:
                 raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {count} rows")
-    widths = np.repeat(np.array([one.manifest.schema.axis_nbytes for one in added]), counts, axis=0)
+    widths = np.repeat(np.array([shard.manifest.schema.axis_nbytes for shard in added]), counts, axis=0)
     starts = []
     nbytes = np.zeros(len(rows[0]), np.int64)
     for axis, each in enumerate(rows):
@@ -193,14 +195,14 @@ def _expand(entries: Sequence[Mapping[str, Any]], counts: npt.NDArray[np.int64])
     """Return the ids of all trajectories.
 
     Raises:
-        CorruptStoreError: a record names more or fewer than it has trajectories.
+        CorruptStoreError: a record has a different number of ids and trajectories.
     """
-    told = [one["ids"] for one in entries]
-    if not all(type(ranges) is list for ranges in told):
+    ranges_by_shard = [record["ids"] for record in entries]
+    if not all(type(ranges) is list for ranges in ranges_by_shard):
         raise CorruptStoreError("not a list of id ranges")
-    joined = parse_ranges([pair for ranges in told for pair in ranges])  # of all records at once
-    for ranges, count in zip(told, counts.tolist(), strict=True):
-        if sum([last - first + 1 for first, last in ranges]) != count:  # exact: a hostile sum of numpy's wraps around
+    joined = parse_ranges([pair for ranges in ranges_by_shard for pair in ranges])
+    for ranges, count in zip(ranges_by_shard, counts.tolist(), strict=True):
+        if sum([last - first + 1 for first, last in ranges]) != count:  # exact: numpy's sum could overflow
             raise CorruptStoreError(f"{count} trajectories, but the ids {ranges}")
     lengths = joined[:, 1] - joined[:, 0] + 1
     before = np.cumsum(lengths) - lengths

@@ -1,6 +1,6 @@
-"""Facts of rollouts as columns of an index and as a record of the log tells them. Pure; no I/O.
+"""Facts of rollouts, as index columns and in log records. Pure; no I/O.
 
-An index has those columns of which an entry knows something; what is not known is -1, in a column of scores NaN.
+An index has only the fact columns for which some entry has a value. Unknown values are -1, or NaN for scores.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ FACTS: Mapping[str, str] = {
     **DOCUMENT_FACTS,
     "readable": "false where the files are missing",
 }
-"""Names of the facts, and what each is. From ``version_low`` on they are null where they are not known.
+"""Names of the facts and their meanings. From ``version_low`` on, unknown values are null.
 
-Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
+Each number or bool in a reward's ``metadata`` is also a fact, ``reward_NAME``, and so is each late value.
 """
 
 AGENT = "agent"
-"""Name of the column that is 1 of rollouts and 0 of step trajectories."""
+"""Name of the column with 1 for rollouts and 0 for step trajectories."""
 
 TEXTS = ("task", "data_id", "rollout_id")
-"""Facts that are texts: numbers of a string table."""
+"""Text facts, stored as numbers of a string table."""
 
 _DTYPES: Mapping[str, npt.DTypeLike] = {
     AGENT: np.int8,
@@ -52,35 +52,35 @@ _DTYPES: Mapping[str, npt.DTypeLike] = {
 }
 
 NOTE, NOTE_TEXT = "note:", "text:"
-"""Columns of values that came late, numbers and texts, are called so, with the name behind it."""
+"""Prefixes of columns of late values: numbers and texts."""
 
 NOTE_ROWS, NOTE_START = "rows:", "start:"
-"""So are those of values by row: table (shard or slot) of the rows, -1 for none, and the first row in it."""
+"""Prefixes of columns of row values: their table (shard or slot; -1 for none), and their first row in it."""
 
 MOST_SCORES = 64
-"""Names of scores that an index has; facts of further names stay in the rollouts alone."""
+"""Maximum number of score names in an index; further ones are stored only in the rollouts."""
 
 Facts = Mapping[str, Any]
-"""What is known of a rollout, by name."""
+"""Known facts of a rollout, by name."""
 
 
 def is_fact(name: str) -> bool:
-    """Return whether a fact has this name."""
+    """Return whether this is the name of a fact."""
     return name in _DTYPES or name.startswith(SCORE)
 
 
 def is_note(name: str) -> bool:
-    """Return whether a column is of values that came late."""
+    """Return whether this is a column of late values."""
     return name.startswith((NOTE, NOTE_TEXT, NOTE_ROWS, NOTE_START))
 
 
 def is_optional(name: str) -> bool:
-    """Return whether an index has this column only if one of its entries has something there."""
+    """Return whether an index has this column only if some entry has a value there."""
     return is_fact(name) or is_note(name)
 
 
 def is_text(name: str) -> bool:
-    """Return whether an optional column numbers texts."""
+    """Return whether an optional column holds string table numbers."""
     return name in TEXTS or name.startswith(NOTE_TEXT)
 
 
@@ -92,25 +92,25 @@ def fact_dtype(name: str) -> np.dtype[Any]:
 
 
 def unknown(name: str, count: int) -> npt.NDArray[Any]:
-    """Return the optional column of so many entries of which nothing is known."""
+    """Return an optional column of ``count`` unknown values."""
     dtype = fact_dtype(name)
     return np.full(count, 0 if name == AGENT else np.nan if dtype.kind == "f" else -1, dtype)
 
 
 def facts_to_json(facts: Sequence[Facts]) -> dict[str, list[Any]]:
-    """Return the facts of the rollouts of a shard as JSON values, by name; None where one lacks it."""
-    return {name: [one.get(name) for one in facts] for name in dict.fromkeys(chain.from_iterable(facts))}
+    """Return the facts of a shard's rollouts as JSON values by name; None where a rollout lacks one."""
+    return {name: [rollout.get(name) for rollout in facts] for name in dict.fromkeys(chain.from_iterable(facts))}
 
 
 def fact_columns(told: Sequence[tuple[Any, int]], table: StringTable) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of facts of the trajectories of several shards; names that no fact has are passed over.
+    """Return the fact columns of the trajectories of several shards; names that are not facts are ignored.
 
     Args:
-        told: of each shard what :func:`facts_to_json` returned, None of step trajectories; and how many there are.
-        table: takes the texts.
+        told: per shard, the result of :func:`facts_to_json` (None for step trajectories), and its trajectory count.
+        table: string table that receives the texts.
 
     Raises:
-        TypeError, ValueError, OverflowError: a fact has values of the wrong kind, or not as many.
+        TypeError, ValueError, OverflowError: a fact has values of the wrong kind, or the wrong number of them.
     """
     if all(facts is None for facts, _ in told):
         return {}
@@ -142,7 +142,7 @@ def _column(name: str, values: Sequence[Any], table: StringTable) -> npt.NDArray
 
 
 def joined(parts: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of all entries of several indexes; facts that one lacks are unknown there."""
+    """Return the concatenated columns of several indexes; facts missing from one are unknown there."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {
         name: np.concatenate(

@@ -1,8 +1,7 @@
-"""What records of a log that cannot be read have committed, as far as their neighbours tell it. Pure; no I/O.
+"""Estimates which ids unreadable log records had committed. Pure; no I/O.
 
-Ids grow from record to record: what lies between two records that can be read was given by those between them, unless
-nobody ever got it (a rank that gives out every fourth id, an addition that was interrupted). What was evicted later is
-not lost.
+Ids grow from record to record, so the ids between two readable records were assigned by the unreadable records
+between them, or never (a rank that uses every fourth id, an interrupted addition). Ids evicted later are not lost.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from trajstore.core.store.log_records import lie_in, parse_ranges, ranges_in_wor
 from trajstore.errors import CorruptStoreError
 
 _MOST = 1 << 20
-"""Wider gaps between ids, together, say nothing: numbers may be forged, or begin anywhere."""
+"""Limit on the total width of id gaps; wider gaps prove nothing, since ids may be forged or start anywhere."""
 
 _LEFT_OUT = "; what was committed there is left out"
 
 _NOTHING = "; no trajectory is lost by it; what was evicted there, if anything, is shown again"
 
 _ENOUGH = 8
-"""So many trajectories must be known before the stride of their ids is believed."""
+"""Minimum number of known trajectories for a reliable id stride."""
 
 
 def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
-    """Return what is lost, in words; empty if nothing is.
+    """Return a description of the lost ids; empty if none are lost.
 
     Args:
         lost: inclusive ranges of ids, ascending.
@@ -45,7 +44,7 @@ def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return inclusive ranges, ascending, those that follow each other as one."""
+    """Return ascending inclusive ranges, with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if joined and low <= joined[-1][1] + 1:
@@ -57,11 +56,11 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 @dataclass
 class Damage:
-    """One thing that is damaged.
+    """One damage to a store.
 
     Attributes:
-        message: what, beginning with its file.
-        lost: ids of the trajectories that are lost by it, as inclusive ranges; empty where it is not known which.
+        message: description, beginning with the file.
+        lost: ids of the lost trajectories, as inclusive ranges; empty if unknown.
         uncounted: whether more may be lost.
     """
 
@@ -81,7 +80,7 @@ class Damage:
 
 @dataclass
 class _Hole:
-    """Records that cannot be read, which gave out ids from ``low`` to before ``high``; None = not known yet."""
+    """Unreadable records that assigned ids from ``low`` up to, excluding, ``high``; None = not known yet."""
 
     damage: Damage
     low: int
@@ -89,7 +88,7 @@ class _Hole:
 
 
 class LostRecords:
-    """Follows a log that has holes; :meth:`settle` says what is lost when all of it was read."""
+    """Tracks the gaps of a log; call :meth:`settle` after the whole log was read."""
 
     def __init__(self) -> None:
         self._damage: list[Damage] = []
@@ -98,22 +97,22 @@ class LostRecords:
         self._next_id = 0
 
     def begins(self, next_id: int) -> None:
-        """Note the next id of the snapshot that the log follows."""
+        """Set the next id of the snapshot that precedes the log."""
         self._next_id = max(self._next_id, next_id)
 
     def missing(self, damage: Damage) -> None:
-        """Note that records are missing after those that were read."""
+        """Add a gap after the records read so far."""
         self._note(damage)
         self._holes.append(_Hole(damage, self._next_id))
 
     def read(self, record: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """Note the ids of a record that could be read, if it can be applied or not; return those that it adds."""
+        """Track the ids of a readable record, valid or not; return the ids that it adds."""
         try:
             if record.get("operation") == "evict":
                 self._evicted.append(parse_ranges(record["ids"]))
             if record.get("operation") != "add":
                 return ()
-            ranges = np.concatenate([parse_ranges(one["entries"]["ids"]) for one in added_in(record)])
+            ranges = np.concatenate([parse_ranges(shard["entries"]["ids"]) for shard in added_in(record)])
         except (CorruptStoreError, KeyError, TypeError, ValueError):
             return ()
         if not len(ranges):
@@ -123,7 +122,7 @@ class LostRecords:
         return tuple((int(low), int(high)) for low, high in ranges[np.argsort(ranges[:, 0])])
 
     def _note(self, damage: Damage) -> None:
-        if not any(one is damage for one in self._damage):
+        if not any(known is damage for known in self._damage):
             self._damage.append(damage)
 
     def _close(self, high: int) -> None:
@@ -132,20 +131,20 @@ class LostRecords:
                 hole.high = max(high, hole.low)
 
     def refused(self, damage: Damage, record: Mapping[str, Any], ranges: Sequence[tuple[int, int]]) -> None:
-        """Note that a record could be read, but not applied, and which ids it adds."""
+        """Add a record that is readable but invalid, with the ids that it adds."""
         self._note(damage)
         self._holes += [_Hole(damage, low, high + 1) for low, high in ranges]
         damage.uncounted |= not ranges and record.get("operation") not in ("evict", "rewrite", "annotate")
 
     def settle(self, present: npt.NDArray[np.int64], counter: int) -> None:
-        """Write into each damage what is lost by it.
+        """Set the lost ids of each damage.
 
         Args:
-            present: ids of the trajectories that are there.
-            counter: the next id, as far as other files say it; 0 if none does.
+            present: ids of the existing trajectories.
+            counter: the next id according to other files; 0 if unknown.
         """
         for hole in self._holes:
-            if hole.high is None:  # no later record tells where it ends
+            if hole.high is None:  # the log's last records are missing
                 hole.damage.uncounted = True
                 hole.high = max(counter, hole.low)
         present = np.unique(present)

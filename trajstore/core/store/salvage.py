@@ -1,8 +1,8 @@
-"""Opening a damaged directory: what can be worked out again from what is whole, with a sentence on the rest.
+"""Opens a damaged directory and recovers its intact data.
 
-``Catalog.open`` refuses a directory at the first damage. This reads on: ``metadata.json`` is worked out again from
-the index, a damaged index from the log if that still has every commit, and single records and entries that make no
-sense are left out. Nothing is written.
+``Catalog.open`` refuses a directory at the first damage. This module continues: it rebuilds ``metadata.json`` from the
+index, rebuilds a damaged index from the log if that has every commit, and skips invalid records and entries.
+Nothing is written.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from trajstore.core.store.sealed import (
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
 
 _LOST = Schema("step", ())
-"""Stands for a schema that a damaged record told; no shard fits it."""
+"""Placeholder for a schema of a damaged record; it matches no shard."""
 
 _BAD_VALUES = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError, CorruptStoreError)
 
 
 class SalvagedCatalog(Catalog):
-    """The committed state of a damaged directory, as far as it can be told. For reading only.
+    """The readable part of a damaged directory. Read-only.
 
     Attributes:
-        damage: each file that is damaged, and what was left out or worked out again.
+        damage: each damaged file, and what was left out or rebuilt.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -58,33 +58,33 @@ class SalvagedCatalog(Catalog):
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence on each damage."""
+        """One sentence per damage."""
         return [str(damage) for damage in self.damage]
 
     @property
     def lost(self) -> int:
-        """Number of the trajectories that damaged records had committed, as far as it can be told."""
+        """Number of lost trajectories, as far as known."""
         return sum(damage.count for damage in self.damage)
 
     @classmethod
     def open(cls, directory: Directory) -> SalvagedCatalog:
-        """Load what can be loaded.
+        """Load the intact part of a directory.
 
         Raises:
             StoreNotFoundError: there is no store.
             UnsupportedVersionError: it has another layout version.
-            CorruptStoreError: neither the index nor the log says what is in it.
+            CorruptStoreError: neither the index nor the log is usable.
         """
         catalog = cls(directory)
-        catalog.metadata()  # first: another layout is refused
+        catalog.metadata()  # first: refuses another layout
         catalog._load_snapshot()
         catalog._lost.begins(catalog.next_id)
-        catalog.load_pins()  # first: what is evicted stays where a pin names it
+        catalog.load_pins()  # first: pinned entries survive eviction
         catalog._read_whole_log()
         catalog.load_pins()
         if catalog.left_out:
-            found = listed(f"trajectory {number} ({what})" for number, what in catalog.left_out.items())
-            catalog._warn(f"{directory.url}: entries that cannot be served are left out: {found}")
+            left_out = listed(f"trajectory {number} ({reason})" for number, reason in catalog.left_out.items())
+            catalog._warn(f"{directory.url}: entries that cannot be served are left out: {left_out}")
         metadata = catalog.metadata()
         newest = metadata["generation"] - catalog.generation
         if newest > 0:
@@ -94,13 +94,13 @@ class SalvagedCatalog(Catalog):
             try:
                 check()
             except CorruptStoreError as error:
-                if not catalog.damage:  # else it is what that damage has made
+                if not catalog.damage:  # else a consequence of that damage
                     catalog._lost.missing(catalog._warn(without_advice(str(error))))
         catalog._settle()
         return catalog
 
     def _settle(self) -> None:
-        """Find out what is lost, also of the end of the log: by how far the metadata and the pins say that ids went."""
+        """Determine the lost ids; metadata and pins bound those at the end of the log."""
         present = [index["trajectory_id"] for index in (self.index, self.pinned)]
         named = [int(head.ids.max()) + 1 for head in self.pins.heads.values() if len(head.ids)]
         self._lost.settle(np.concatenate(present), max([self.told_ids, *named]))
@@ -113,7 +113,7 @@ class SalvagedCatalog(Catalog):
         return self.damage[-1]
 
     def metadata(self) -> dict[str, Any]:
-        """Return ``metadata.json``; where it is damaged, what the index and the shards tell."""
+        """Return ``metadata.json``, or values rebuilt from the index and the shards if it is damaged."""
         try:
             return super().metadata()
         except FileNotFoundError as error:
@@ -145,8 +145,8 @@ class SalvagedCatalog(Catalog):
             segments = log_segments(self.directory)
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names(SHARDS_FOLDER):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
-            what = without_advice(str(error)).removeprefix(f"{source}: ")
-            reason = f"{source}: missing" if isinstance(error, FileNotFoundError) else f"{source}: {what}"
+            detail = without_advice(str(error)).removeprefix(f"{source}: ")
+            reason = f"{source}: missing" if isinstance(error, FileNotFoundError) else f"{source}: {detail}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()
                 too = f"; {METADATA_NAME} is damaged too" if self.damage else ""
@@ -161,7 +161,10 @@ class SalvagedCatalog(Catalog):
             self._warn(f"{reason}: worked out again from the log, which has every commit")
 
     def _has_first_commits(self, segments: Sequence[tuple[int, str]]) -> bool:
-        """Return whether a log begins with the first commit and goes on; fences stay when what is between them goes."""
+        """Return whether the log begins with the first commit and continues; a lone first fence does not count.
+
+        A fence's segment is kept when the segments after it are deleted.
+        """
         if not segments or segments[0][0] != 1:
             return False
         with contextlib.suppress(FileNotFoundError):
@@ -171,7 +174,7 @@ class SalvagedCatalog(Catalog):
         return False
 
     def _check_not_overwritten(self) -> None:
-        """Say so, where RLinf wrote the two files that are in place of trajstore's."""
+        """Raise if RLinf overwrote the index and the metadata."""
         with contextlib.suppress(FileNotFoundError):
             data = self.directory.read(METADATA_NAME)
             if is_of_rlinf(data):
@@ -185,7 +188,7 @@ class SalvagedCatalog(Catalog):
             source = f"{self.directory.url}/{name}"
             try:
                 data = self.directory.read(name)
-            except FileNotFoundError:  # a writer took a snapshot meanwhile, and needs it no longer
+            except FileNotFoundError:  # a concurrent writer took a snapshot and deleted it
                 continue
             except CorruptStoreError as error:
                 self._lost.missing(self._warn(str(error)))
@@ -204,11 +207,11 @@ class SalvagedCatalog(Catalog):
                     self._apply_if_whole(whole, source)
                     self.segment_end = end
                 else:
-                    self.segment_torn = len(data) - self.segment_end  # as a crash leaves it
+                    self.segment_torn = len(data) - self.segment_end  # left by a crash
             if bad:
                 damaged = "1 record is" if bad == 1 else f"{bad:,} records are"
                 damage = self._warn(f"{source}: {damaged} damaged")
-                if bad > last and place == len(segments) - 1:  # no later record tells what these were
+                if bad > last and place == len(segments) - 1:  # no later record bounds their ids
                     self._lost.missing(damage)
 
     def _apply_if_whole(self, record: Mapping[str, Any], source: str) -> None:
@@ -222,12 +225,12 @@ class SalvagedCatalog(Catalog):
                 missing = f"record of generation {first} is" if first == last else f"records {first} to {last} are"
                 self._lost.missing(self._warn(f"{source}: the {missing} missing"))
             adds = self._lost.read(record)
-            told = record.get("rows", record) if record["operation"] == "annotate" else record
-            if told.get("schemas") and record["operation"] in ("add", "annotate"):
-                # The schemas that a record tells are those of its own shards, and have the highest numbers of these.
-                shards = [told] if "rows" in record else added_in(told)
-                last = max(natural(one["shard"]["schema"]) for one in shards)
-                number = max(last + 1 - len(told["schemas"]), 0)
+            source_record = record.get("rows", record) if record["operation"] == "annotate" else record
+            if source_record.get("schemas") and record["operation"] in ("add", "annotate"):
+                # A record's new schemas belong to its own shards and have the highest numbers.
+                shards = [source_record] if "rows" in record else added_in(source_record)
+                last = max(natural(shard["shard"]["schema"]) for shard in shards)
+                number = max(last + 1 - len(source_record["schemas"]), 0)
                 self._schemas += [_LOST] * (number - len(self._schemas))
                 del self._schemas[number:]
             self.apply([record])
@@ -237,7 +240,7 @@ class SalvagedCatalog(Catalog):
                 self.generation = max(self.generation, record["generation"])
 
     def _refused(self, source: str, generation: Any, reason: str) -> Damage:
-        """Return the damage of a record that cannot be applied; those of one reason in a row are one."""
+        """Return the damage of an invalid record; consecutive records with the same reason share one."""
         last = self._last_refused
         if last is not None and last.continued_by(source, generation, reason):
             last.damage.message = f"{source}: generations {last.first} to {generation}: {reason}"
@@ -250,7 +253,7 @@ class SalvagedCatalog(Catalog):
 
 @dataclass
 class _Refused:
-    """Records in a row that cannot be applied, all for one reason."""
+    """Consecutive invalid records with the same reason."""
 
     damage: Damage
     source: str
@@ -259,7 +262,7 @@ class _Refused:
     generation: Any
 
     def continued_by(self, source: str, generation: Any, reason: str) -> bool:
-        """Return whether a record is the next one, and has the same reason."""
+        """Return whether a record directly follows, with the same reason."""
         following = isinstance(generation, int) and generation - 1 == self.generation
         return following and (source, reason) == (self.source, self.reason)
 
@@ -268,12 +271,12 @@ _WORKED_OUT = "worked out again from the index; seed and generator state are los
 
 
 def open_leniently(directory: Directory) -> tuple[Catalog, list[Damage]]:
-    """Return the catalog of a directory, and what is damaged of it; an undamaged one is opened as always.
+    """Return the catalog of a directory and its damage; an undamaged directory is opened normally.
 
     Raises:
         StoreNotFoundError: there is no store.
         UnsupportedVersionError: it has another layout version.
-        CorruptStoreError: neither the index nor the log says what is in it.
+        CorruptStoreError: neither the index nor the log is usable.
     """
     try:
         return Catalog.open(directory), []

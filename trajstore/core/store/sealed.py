@@ -1,4 +1,4 @@
-"""The JSON files of a directory and their checksums: sealed bodies, and ``metadata.json``. Pure; no I/O."""
+"""The checksummed JSON files of a directory: sealed bodies and ``metadata.json``. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
 
 LEDGER_NAME = "mirror.json"
-"""In a mirror: whose it is, and what was copied to it and is not named by its index yet."""
+"""In a mirror: its owner, and the copied files that its index does not name yet."""
 
 
 FROM_A_COPY = "; restore it from a copy"
-"""How sentences on damaged files end."""
+"""Ending of messages about damaged files."""
 
 OR_WHAT_IS_WHOLE = "; strict=False loads what is whole, and `trajstore repair` makes a new store of it"
-"""What else can be done where something of it can be read."""
+"""Further remedy where part of the file is readable."""
 
 OR_FROM_THE_LOG = f"{OR_WHAT_IS_WHOLE}, if the log still has every commit"
-"""The same, where the index cannot be read."""
+"""The same, where the index is unreadable."""
 
 
 def without_advice(text: str) -> str:
-    """Return a sentence on damage without what can be done about it, for whoever does it."""
+    """Strip the repair hint from a damage message."""
     for advice in (OR_FROM_THE_LOG, OR_WHAT_IS_WHOLE, FROM_A_COPY):
         text = text.removesuffix(advice)
     return text
@@ -39,21 +39,21 @@ _OF_METADATA = (
     "it says format and generation of the store and where its draws stand, and holds no trajectory"
     f"{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
 )
-"""What is lost with a ``metadata.json``, and what to do."""
+"""Consequence of losing ``metadata.json``, and the remedy."""
 
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 1
-"""Version of the layout on disk; directories of other versions are refused."""
+"""Version of the layout on disk; other versions are refused."""
 
 _FOR_RLINF = (
     b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '
     b"load it with trajstore, or save it for RLinf with save_checkpoint(layout='rlinf')\"],"
 )
-"""RLinf's index has its ids under this key and makes numbers of them; without it, it loads nothing, in silence."""
+"""RLinf converts the ids under this key to integers, so this text fails; without the key it silently loads nothing."""
 
 
 def _between(name: str) -> bytes:
-    """Return what stands in a sealed file between checksum and body."""
+    """Return the bytes between checksum and body of a sealed file."""
     return b'",%b"%b":' % (_FOR_RLINF if name == "snapshot" else b"", name.encode())
 
 
@@ -63,7 +63,7 @@ def seal(name: str, body: bytes) -> bytes:
 
 
 def begins_sealed(name: str, data: bytes) -> bool:
-    """Return whether a file begins as :func:`seal` begins it, damaged behind that or not."""
+    """Return whether a file has the beginning that :func:`seal` writes; the rest may be damaged."""
     return data[:10] == b'{"crc32":"' and data.startswith(_between(name), 18)
 
 
@@ -71,7 +71,7 @@ def unseal(name: str, data: bytes, source: str) -> Any:
     """Return the parsed body of a sealed file.
 
     Raises:
-        CorruptStoreError: it is no such file, or its checksum does not fit.
+        CorruptStoreError: it is not a sealed file, or its checksum does not match.
     """
     if not begins_sealed(name, data) or data[-1:] != b"}":
         raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
@@ -85,11 +85,11 @@ def unseal(name: str, data: bytes, source: str) -> Any:
 
 
 _KEYS_OF_RLINF = frozenset({"trajectory_format", "size", "total_samples", "trajectory_counter", "seed"})
-"""All that RLinf's ``metadata.json`` has."""
+"""All keys of RLinf's ``metadata.json``."""
 
 
 def is_of_rlinf(data: bytes) -> bool:
-    """Return whether a ``metadata.json`` is one of RLinf."""
+    """Return whether a ``metadata.json`` was written by RLinf."""
     try:
         values = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -98,7 +98,7 @@ def is_of_rlinf(data: bytes) -> bool:
 
 
 def metadata_json(values: Mapping[str, Any]) -> bytes:
-    """Return ``metadata.json``: flat values, readable by any program, with a checksum of them."""
+    """Return a checksummed ``metadata.json`` of flat values."""
     body = dict(values)
     checksum = zlib.crc32(orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
     return orjson.dumps({**body, "crc32": f"{checksum:08x}"}, option=orjson.OPT_INDENT_2)
@@ -138,7 +138,7 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
     checksum = values.pop("crc32", None)
     try:
         body = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:  # it can be nested more deeply than anything that was written
+    except TypeError as error:  # nested more deeply than any written file
         raise CorruptStoreError(f"{source}: damaged ({error}); {_OF_METADATA}") from error
     if checksum != f"{zlib.crc32(body):08x}":
         raise CorruptStoreError(f"{source}: damaged (the checksum does not fit the content); {_OF_METADATA}")

@@ -1,6 +1,6 @@
-"""The durable account of a store: every change to its log, index, pins and files passes through here.
+"""The durable state of a store: all changes to its log, index, pins and files.
 
-Only for the holder of the writer's lock. What a crash leaves at each point is written in docs/design/store.md.
+Only for the holder of the writer's lock. docs/design/store.md describes the state after a crash at each point.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_RECORDS = 20_000
-"""Records of the log after which the index is written whole, or a sixteenth of the entries if that is more."""
+"""The index is written whole after this many log records, or after a sixteenth of the entries if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a thread may do while no other one changes the store, see :meth:`CommitLog.turn`.
+    """Operations for a thread that has exclusive access to the store, see :meth:`CommitLog.turn`.
 
     Attributes:
         commit: see :meth:`CommitLog._commit`.
@@ -70,61 +70,61 @@ class Turn:
 
 
 class CommitLog:
-    """Appends commits and evictions to the log, and writes the index whole now and then.
+    """Appends commits and evictions to the log, and periodically writes the index whole.
 
-    Methods take its lock themselves; the few that expect it to be held say within which of them to call.
+    Methods take its lock themselves; those that expect it to be held name the context manager to call them in.
 
     Args:
-        directory: where; created if absent, continued if it holds a store.
-        format_name: what ``metadata.json`` says of the format of new shards.
+        directory: created if absent, continued if it holds a store.
+        format_name: format of new shards, for ``metadata.json``.
         snapshot_bytes: a snapshot is due when the log has grown by this, or by twice the last snapshot if that is more.
-        listener: told of each commit and eviction.
+        listener: receives each commit and eviction.
 
     Raises:
         StoreWriteError: the directory cannot be written.
-        CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
+        CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
     def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
         self.directory = directory
         self._lock = locks.lock("CommitLog._lock")
         self.must_keep_house = False
-        """Whether ``keep_house`` is to be called: half a record may stand in the log, or the last call has failed."""
+        """Whether ``keep_house`` must be called: the log may end in half a record, or the last call failed."""
         self._snapshot_bytes = snapshot_bytes
         self._listener = listener
         self.evicted_bytes = 0
-        """Bytes of all trajectories that were evicted through this log or let go by a pin."""
+        """Bytes of all trajectories evicted or released from a pin by this log."""
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
         self._taken_in: set[int] = set()
-        """First shards of commits in the catalog. Those that are asked for again had been told to have failed."""
+        """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
         self._snapshots = Snapshots(directory, format_name, listener)
         self.catalog, self.garbage, segment = open_store(directory, self._snapshots)
         self._end = LogEnd(directory, self.catalog, segment)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock for a change that the writer's user asked for."""
-        check_process(self._pid, self.directory.url)  # first: in a forked child the lock may never come free
+        """Hold the lock for a change by the writer's user."""
+        check_process(self._pid, self.directory.url)  # first: in a forked child the lock may stay held forever
         with self._lock:
             self.check_open()
             yield
 
     @contextmanager
     def standing_still(self) -> Iterator[Catalog]:
-        """Let nothing be committed, evicted or deleted by others while the caller is at the catalog."""
+        """Yield the catalog while no other thread commits, evicts or deletes."""
         with self._lock:
             yield self.catalog
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
-        """Let one thread choose what it commits, commit it and tell of it, before another one does the same."""
+        """Give one thread exclusive access to select, commit and report groups."""
         with self._lock:
             yield Turn(self._commit, self._keep_house)
 
     def check_open(self) -> None:
-        """Refuse a closed writer; within :meth:`changing`, or while it is chosen what to read.
+        """Raise if the writer is closed; within :meth:`changing`, or while selecting files to read.
 
         Raises:
             StoreClosedError: it was closed.
@@ -133,22 +133,22 @@ class CommitLog:
             raise StoreClosedError(f"{self.directory.url}: the writer was closed")
 
     def close(self) -> None:
-        """Refuse every further change from outside."""
+        """Refuse all further changes by users."""
         with self._lock:
             self._closed = True
 
     # -- commits ----------------------------------------------------------------------------------
 
     def _commit(self, commits: Sequence[Sequence[ShardDraft]]) -> None:
-        """Append commits to the log in one go, take them into the catalog, and tell the listener.
+        """Append commits to the log in one write, apply them to the catalog and notify the listener.
 
-        Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
+        All errors caused by the shards occur before the append; a durable commit never fails afterwards.
 
         Args:
-            commits: the shards of each, one or more; a commit is one record, and so there whole or not at all.
+            commits: the shards of each, one or more; a commit is one record, so it is atomic.
 
         Raises:
-            StoreWriteError: the log could not be written; nothing of it happened.
+            StoreWriteError: the log could not be written; nothing was committed.
         """
         if not commits:
             return
@@ -175,10 +175,10 @@ class CommitLog:
 
     @contextmanager
     def _durable(self) -> Iterator[None]:
-        """Take what is in the log into the catalog. If that fails, nothing more may be written on top of it."""
+        """Apply logged changes to the catalog; after a failure all further writes are refused."""
         try:
             yield
-        except Exception as error:  # a bug, or no memory left; the disk is right and stays so
+        except Exception as error:  # a bug, or out of memory; the files on disk are correct
             logger.exception("%s: what was committed could not be taken in", self.directory.url)
             self._out_of_step = error
 
@@ -189,28 +189,31 @@ class CommitLog:
             ) from self._out_of_step
 
     def _tell(self, call: Callable[[], None], *, adds: bool = False) -> None:
-        """Tell the listener; what was only added can be read from memory all the same, if that fails."""
+        """Notify the listener; mark it as out of step if it fails.
+
+        A failure on additions is only logged: they remain readable from memory.
+        """
         try:
             call()
-        except Exception as error:  # what it was told is durable all the same
+        except Exception as error:  # the change is durable regardless
             logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
             if not adds:
                 self._listener.out_of_step(error)
 
     def keep_house(self) -> None:
-        """Evict what retention wants evicted, and write the index if the log has grown much.
+        """Apply retention, and write the index if the log has grown enough.
 
         Raises:
-            StoreWriteError: it could not be written; nothing of it happened.
+            StoreWriteError: writing failed; nothing changed.
         """
         with self.turn() as turn:
             turn.keep_house()
 
     def _keep_house(self) -> None:
-        """Do what :meth:`keep_house` says, with the lock held.
+        """Run :meth:`keep_house` with the lock held.
 
         Raises:
-            StoreWriteError: it could not be written; nothing of it happened.
+            StoreWriteError: writing failed; nothing changed.
         """
         self.must_keep_house = True
         with written(": a record that was not committed could not be cut off"):
@@ -225,7 +228,7 @@ class CommitLog:
         self.must_keep_house = False
 
     def _append(self, make: Callable[[], tuple[bytes, TakeIn]]) -> None:
-        """Append lines to the log and take them in, see :meth:`LogEnd.append`."""
+        """Append lines to the log and apply them, see :meth:`LogEnd.append`."""
 
         def checked() -> tuple[bytes, TakeIn]:
             self._check_in_step()
@@ -240,7 +243,7 @@ class CommitLog:
     # -- eviction, moving, pins -------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
-        """Take committed trajectories out of the store, durably; their files go when nobody needs them.
+        """Evict committed trajectories durably; their files are deleted once unneeded.
 
         Raises:
             StoreWriteError: the log could not be written; nothing was evicted.
@@ -265,12 +268,12 @@ class CommitLog:
         self._append(lambda: (evict_line(catalog, ranges), take_in))
 
     def annotate(self, said: Said) -> None:
-        """Give trajectories values, durably.
+        """Add late values to trajectories, durably.
 
         Raises:
-            ConfigurationError: they contradict those that are there.
-            TrajectoryUnavailableError: an id is not in the store; nothing was given to any.
-            StoreWriteError: the log could not be written; nothing was given.
+            ConfigurationError: they contradict existing values.
+            TrajectoryUnavailableError: an id is not in the store; no value was added.
+            StoreWriteError: the log could not be written; no value was added.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
@@ -284,22 +287,22 @@ class CommitLog:
                     catalog.generation += 1
                     self._tell(lambda: self._listener.noted(noted))
                 if catalog.notes.has_rows:
-                    self.garbage.collect(catalog)  # earlier ones may be needed by nobody now
+                    self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
 
             self._append(lambda: (annotate_line(catalog, said), take_in))
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
-        """Return the ids that no trajectory of the store has by now."""
+        """Return the ids without a trajectory in the store."""
         with self._lock:
             return self.catalog.unknown(ids)
 
     def forget_sources(self, stay: Collection[str]) -> None:
-        """Forget the names of files of the inbox that are deleted, durably, which are all but these."""
+        """Keep only these names of inbox files; the others were durably deleted."""
         with self._lock:
             self.catalog.notes.sources.intersection_update(stay)
 
     def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
-        """Record a shard, whose files are durable, that holds trajectories of others; these are read from it now.
+        """Record a durable shard with trajectories of other shards; they are read from it from now on.
 
         Args:
             number: of the shard.
@@ -324,30 +327,30 @@ class CommitLog:
 
     @contextmanager
     def recording(self, manifest: ShardManifest) -> Iterator[None]:
-        """Record a shard within, whose files go if that fails: no commit names them then."""
+        """Delete a shard's files if recording it in this context fails: no commit names them."""
         try:
             yield
-        except WriterFencedError:  # the store is another writer's, which clears up
+        except WriterFencedError:  # another writer owns the store and cleans up
             raise
         except TrajstoreError:
-            if not self.must_keep_house:  # else half a record may stand in the log, and name them
+            if not self.must_keep_house:  # else the log may end in half a record that names them
                 self.directory.remove([file.name for file in manifest.files])
             raise
 
     def space(self) -> tuple[int, int]:
-        """Return bytes of the live trajectories, and bytes of the files that they and the pins need."""
+        """Return the bytes of live trajectories, and of the files that live and pinned trajectories need."""
         with self._lock:
             catalog = self.catalog
             return int(catalog.index["nbytes"].sum()), int(catalog.shards.nbytes()[catalog.needed_shards()].sum())
 
     def collect_garbage(self) -> None:
-        """Delete what nobody needs any more."""
+        """Delete unneeded files."""
         with self._lock:
             self.garbage.collect(self.catalog)
 
     def release_pins(self, names: Sequence[str]) -> None:
-        """Let go of pins; evicted trajectories that only they named are deleted. Within :meth:`changing`."""
-        # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
+        """Remove pins and delete evicted trajectories that only they named. Within :meth:`changing`."""
+        # Durably, before any shard is deleted: power loss must not restore a pin whose files are gone.
         self.directory.remove([pin_name(name) for name in names], durable=True)
         before = int(self.catalog.pinned["nbytes"].sum())
         self.catalog.load_pins()
@@ -355,13 +358,12 @@ class CommitLog:
         self.garbage.collect(self.catalog)
 
     def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex, notes: Notes, line: tuple[str, ...]) -> None:
-        """Commit other entries, late values and saved points than there are; within :meth:`changing`.
+        """Commit replacements of entries, late values and saved points; within :meth:`changing`.
 
-        The index is written whole. It is the one commit that is not in the log: whoever follows finds that the log does
-        not go on, and loads again.
+        The index is written whole. This is the only commit outside the log: followers see a gap in the log and reload.
 
         Raises:
-            StoreWriteError: it could not be written. Nothing more can be, until the store is opened again: on disk is
+            StoreWriteError: writing failed. All further writes are refused until the store is reopened; on disk is
                 the state before or the one after.
         """
         self._check_in_step()
@@ -383,16 +385,16 @@ class CommitLog:
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
-        """Delete no shard meanwhile, whatever is evicted; the end of this makes up for it."""
+        """Delete no shard in this context; deletions are made up for at its end."""
         with self.keeping_files_for(lambda: True):
             yield
 
     @contextmanager
     def keeping_files_for(self, choose: Callable[[], T | None]) -> Iterator[T | None]:
-        """Choose what to read, and delete no shard meanwhile if that is anything.
+        """Select shards to read, and delete no shard in this context unless the selection is None.
 
         Args:
-            choose: called while nothing can be committed or evicted; None where there is nothing to read.
+            choose: called while nothing can be committed or evicted; returns None if there is nothing to read.
         """
         with self._lock:
             chosen = choose()
@@ -410,10 +412,10 @@ class CommitLog:
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshot(self) -> None:
-        """Write the index whole and begin a new log segment, if anything was committed since the last time.
+        """Write the index whole and begin a new log segment, if there are new commits.
 
         Raises:
-            StoreWriteError: it could not be written; the log still has everything.
+            StoreWriteError: writing failed; the log still has everything.
         """
         with self._lock:
             if self.catalog.generation > self.catalog.snapshot_generation:
@@ -421,7 +423,7 @@ class CommitLog:
                 self._end.begin_segment()
 
     def _begin_segment(self) -> None:
-        """Write the index whole, and keep the segment before the new one: a reader that follows is often in it."""
+        """Write the index whole; keep the previous segment, which followers are often still reading."""
         earlier = self.catalog.snapshot_generation if self.directory.can_append else None
         self._write_snapshot(self.catalog, earlier)
         self._end.begin_segment()
@@ -441,15 +443,15 @@ class CommitLog:
         return self._snapshots.renewal_due(self.catalog)
 
     def renew_metadata(self) -> None:
-        """Let ``metadata.json`` tell of what is committed by now, at most once a second; it is for people and tools.
+        """Update ``metadata.json`` to the current commits, at most once a second; it is for people and tools.
 
-        Not part of the durable order: what is missed now comes later.
+        It is not part of the durable order: a skipped update is made later.
         """
         if not self.renewal_due or not self._lock.acquire(blocking=False):
             return
         try:
             if not self._closed and self._out_of_step is None and not self._snapshots.renew(self.catalog):
-                self._begin_segment()  # which keeps the files of RLinf
+                self._begin_segment()  # this also keeps RLinf's files
         except (OSError, StoreLockedError) as error:
             logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
         finally:
@@ -457,7 +459,7 @@ class CommitLog:
 
 
 def check_process(pid: int, url: str) -> None:
-    """Refuse to go on in a forked child.
+    """Raise in a forked child.
 
     Raises:
         StoreClosedError: this is not the process ``pid``.

@@ -1,6 +1,6 @@
-"""What a commit is: the shards to be recorded, the line of the log, what the listener is told. Pure; no I/O.
+"""Builds commits: shards to record, log lines and listener calls. Pure; no I/O.
 
-Lines are made with ``CommitLog._lock`` held, for they go on from what the catalog has.
+Build lines with ``CommitLog._lock`` held; they depend on the catalog's current generation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trajstore.core.writing.groups import ShardDraft
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One committed shard, as told to the listener."""
+    """One committed shard, as passed to the listener."""
 
     ids: tuple[int, ...]
     row: int
@@ -36,49 +36,50 @@ class Commit:
 
 
 class CommitListener:
-    """What a writer tells; called with the log's lock held, so it must not call the writer back. This one does nothing.
+    """Receives a writer's changes; this base class ignores them.
 
-    What it is told is durable: an error that it raises is logged and changes nothing. After one of
-    ``evicted``, ``moved``, ``noted`` or ``replaced`` it is told that it is ``out_of_step``.
+    Methods run with the log's lock held and must not call the writer. Every reported change is durable: an error raised
+    here is logged and changes nothing. If ``evicted``, ``moved``, ``noted`` or ``replaced`` raises,
+    ``out_of_step`` is called.
     """
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return what else ``metadata.json`` shall say (seed, ...)."""
+        """Return extra values for ``metadata.json`` (seed, ...)."""
         return {}
 
     def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
-        """Have memory in the store's index for entries of these ids."""
+        """Reserve memory in the store's index for entries of these ids."""
         index.reserve(len(ids))
 
     def committed(self, commits: Sequence[Commit]) -> None:
         """These shards are durable."""
 
     def rejected(self, ids: Sequence[int]) -> None:
-        """These trajectories cannot be written, for their own sake, and will never be durable."""
+        """These trajectories are invalid and will never become durable."""
 
     def to_evict(self) -> Sequence[int]:
-        """Return the ids that retention wants evicted now."""
+        """Return the ids that the retention policy evicts now."""
         return ()
 
     def evicted(self, ids: Sequence[int]) -> None:
-        """These trajectories are durably out of the store."""
+        """These trajectories were durably evicted."""
 
     def moved(self, moved: Moved) -> None:
-        """These trajectories are durably in another shard."""
+        """These trajectories were durably moved to another shard."""
 
     def noted(self, noted: Noted) -> None:
-        """These trajectories durably have values that came late."""
+        """These trajectories durably received late values."""
 
     def replaced(self) -> None:
-        """The catalog has other live trajectories now, durably: those of a saved point, or what was set aside too."""
+        """The catalog's live trajectories were durably replaced, by a saved point or by re-adding data set aside."""
 
     def out_of_step(self, error: Exception) -> None:
-        """What is shown may not be what is durable, because being told raised an error: show nothing any more."""
+        """A listener failed, so the shown index may be stale; refuse reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddLines:
-    """Commits as they go into the log, the catalog and the view.
+    """Commits in the forms for the log, the catalog and the listener.
 
     Attributes:
         data: one line for each commit.
@@ -92,18 +93,18 @@ class AddLines:
 
 
 def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> AddLines:
-    """Return the lines of commits that follow the catalog's generation, one or more shards in each.
+    """Return the log lines of commits that follow the catalog's generation.
 
     Args:
-        catalog: as the log has it.
-        commits: the shards of each.
-        now: the machine's time in µs since 1970. A commit is never older than those before it.
+        catalog: the log's catalog.
+        commits: the shards of each commit, at least one per commit.
+        now: the machine's time in µs since 1970; raised to the newest commit time if that is later.
     """
     time = max(now, catalog.newest_time)
     schemas = _SchemaNumbers(catalog)
     lines: list[bytes] = []
     entries: list[Mapping[str, Any]] = []
-    told: list[Commit] = []
+    added: list[Commit] = []
     row = len(catalog.shards)
     for offset, shards in enumerate(commits):
         numbers = [schemas.number(shard.manifest.schema) for shard in shards]
@@ -132,31 +133,31 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
             columns["shard"] = np.full(len(shard.entries), row, np.int32)
             columns |= starts_of(shard.entries.extents, shard.manifest.schema.kind)
             of_shards.append(columns)
-            told.append(Commit(tuple(shard.ids), row, columns))
+            added.append(Commit(tuple(shard.ids), row, columns))
             row += 1
         entries.append(by_id(of_shards))
-    return AddLines(b"".join(lines), entries, told)
+    return AddLines(b"".join(lines), entries, added)
 
 
 def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
-    """Return the line of an eviction, of inclusive ranges of ids, that follows the catalog's generation."""
+    """Return the log line that evicts inclusive ranges of ids."""
     return encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges})
 
 
 def annotate_line(catalog: Catalog, said: Said) -> bytes:
-    """Return the line of values that came late, which follows the catalog's generation."""
-    told: dict[str, Any] = {}
+    """Return the log line for late values."""
+    rows: dict[str, Any] = {}
     if said.rows is not None:
         schemas = _SchemaNumbers(catalog)
         schema = schemas.number(said.rows.manifest.schema)
-        told["rows"] = said.rows.to_json(schemas.news(), schema)
-    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json(), **told})
+        rows["rows"] = said.rows.to_json(schemas.news(), schema)
+    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json(), **rows})
 
 
 def rewrite_line(
     catalog: Catalog, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]
 ) -> bytes:
-    """Return the line of a rewrite that follows the catalog's generation; as :meth:`CommitLog.move` is given it."""
+    """Return the log line of a rewrite; arguments as in :meth:`CommitLog.move`."""
     schemas = _SchemaNumbers(catalog)
     schema = schemas.number(manifest.schema)
     return encode_line(
@@ -172,10 +173,10 @@ def rewrite_line(
 
 
 class _SchemaNumbers:
-    """Numbers of the schemas that new records refer to. The catalog has those of new ones when the records are durable.
+    """Assigns numbers to schemas in new records. The catalog learns new schemas once the records are durable.
 
     Args:
-        catalog: as the log has it.
+        catalog: the log's catalog.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -194,6 +195,6 @@ class _SchemaNumbers:
         return number
 
     def news(self) -> list[Any]:
-        """Return, as JSON values, the schemas that the next record has to tell; they are new but once."""
-        untold, self._untold = self._untold, []
-        return [schema.to_json() for schema in untold]
+        """Return the new schemas for the next record as JSON values; each is returned once."""
+        new_schemas, self._untold = self._untold, []
+        return [schema.to_json() for schema in new_schemas]

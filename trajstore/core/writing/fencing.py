@@ -1,4 +1,4 @@
-"""How the writer of an object store keeps out one that held the store before and does not know that it lost it."""
+"""Fences off an earlier writer of an object store that lost its lock without noticing."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from trajstore.core.store.log_records import decode_lines, encode_line, segment_
 from trajstore.errors import StoreWriteError, WriterFencedError
 
 SHARDS_OF_A_WRITER = 1 << 32
-"""Numbers of shards in the block of which each writer gives out its own."""
+"""Size of the block of shard numbers that each writer uses."""
 
-_ATTEMPTS = 20  # the earlier writer may be committing still
+_ATTEMPTS = 20  # the earlier writer may still be committing
 
 
 def fence(directory: Directory, catalog: Catalog) -> None:
-    """Begin a writer's time with a commit of its own, which changes nothing.
+    """Start a writer's session with an empty commit of its own.
 
-    Its segment of the log stands where an earlier writer would put its next one, and segments are created only where
-    none is: nothing of an earlier writer's can be committed any more. The record also says from which number on this
-    writer names its shards, so that those that an earlier writer is still sending have other names.
+    Its log segment takes the place of an earlier writer's next one. Segments are only created where none exists, so an
+    earlier writer can commit nothing more. The record also has the first shard number of this writer, so that shards
+    still being uploaded by an earlier writer have other names.
 
     Args:
         directory: an object store, whose lock is held.
-        catalog: its state, which is brought up to date.
+        catalog: its state; updated.
 
     Raises:
         StoreWriteError: the log could not be written.
-        WriterFencedError: another writer has taken the store over meanwhile.
+        WriterFencedError: another writer has taken over the store meanwhile.
     """
-    writer = uuid.uuid4().hex  # no two of these records are the same
+    writer = uuid.uuid4().hex  # makes each fence record unique
     for _ in range(_ATTEMPTS):
         generation = catalog.generation + 1
         next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + 1) * SHARDS_OF_A_WRITER
-        told = {"writer": writer, "next_shard": next_shard}
-        line = encode_line({"generation": generation, "operation": "evict", "ids": [], "fence": told})
+        content = {"writer": writer, "next_shard": next_shard}
+        line = encode_line({"generation": generation, "operation": "evict", "ids": [], "fence": content})
         try:
             directory.append(segment_name(generation), line)
         except WriterFencedError:
             raise
-        except FileExistsError:  # the earlier writer has committed something since
+        except FileExistsError:  # the earlier writer has committed since
             catalog.refresh()
         except OSError as error:
             raise StoreWriteError(f"{error}: the log cannot be written") from error
         else:
-            directory.confirm()  # with this fence behind theirs, whoever took over meanwhile steps over it
+            directory.confirm()  # a writer that took over meanwhile skips this fence, which is behind its own
             catalog.fence(generation, next_shard)
             catalog.generation = generation
             catalog.log_bytes += len(line)
@@ -54,10 +54,10 @@ def fence(directory: Directory, catalog: Catalog) -> None:
 
 
 def step_over(directory: Directory, catalog: Catalog) -> bool:
-    """Take in a fence that stands where the next commit should; return whether one did.
+    """Apply a fence found in place of the next commit; return whether there was one.
 
-    It is of a writer that was frozen while it opened the store and has lost the lock since: it commits nothing more. To
-    be called by who has the lock.
+    It belongs to a writer that stalled while opening the store and lost the lock; it commits nothing more. The caller
+    must hold the lock.
     """
     name = segment_name(catalog.generation + 1)
     records = decode_lines(directory.read(name), f"{directory.url}/{name}").records

@@ -1,8 +1,8 @@
-"""Values that other processes have for trajectories of a store: one file each, which the store's writer takes in.
+"""Late values from other processes: one file each, which the store's writer records.
 
-Whoever has values publishes a file ``inbox/<time>-<uuid>.json``. The writer records it in the log by its name, and then
-deletes it. A crash between the two leaves a file whose name is in the log: it is deleted, and not taken in again. What
-contradicts the store, since others gave the name another kind meanwhile, is set aside: ``inbox/<time>-<uuid>.refused``.
+A process publishes a file ``inbox/<time>-<uuid>.json``. The writer records it in the log by its name and then deletes
+it. A crash between the two leaves a file whose name is in the log: it is deleted and not recorded again. Values that
+contradict the store (the name got another kind meanwhile) are set aside as ``inbox/<time>-<uuid>.refused``.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ _WAITS, _REFUSED = ".json", ".refused"
 _STAMPED = re.compile(rf"{INBOX_FOLDER}/([0-9]{{20}})-[0-9a-f]{{32}}{_WAITS}")
 
 _SECONDS, _SECONDS_REMOTE = 1.0, 10.0
-"""Between two looks; a look at an object store is a request."""
+"""Polling intervals; on an object store each poll is a request."""
 
 
 def put(directory: Directory, store_id: str, said: Said) -> str:
-    """Put values into the inbox of a store, durably, behind what waits there; return the name of the file.
+    """Publish values to a store's inbox, durably and after its current files; return the file name.
 
     Raises:
-        OSError: it could not be written.
+        OSError: writing failed.
     """
-    stamps = [int(found[1]) for name in waiting(directory) if (found := _STAMPED.fullmatch(name))]
+    stamps = [int(match[1]) for name in waiting(directory) if (match := _STAMPED.fullmatch(name))]
     name = f"{INBOX_FOLDER}/{max([said.time, *(stamp + 1 for stamp in stamps)]):020d}-{uuid.uuid4().hex}{_WAITS}"
     directory.publish([EncodedFile(name, [encode_line({"store_id": store_id, **said.to_json()})])])
     return name
 
 
 def waiting(directory: Directory) -> list[str]:
-    """Return the names of the files in the inbox of a store, the oldest first."""
+    """Return the names of the pending files in a store's inbox, oldest first."""
     return sorted(name for name in directory.names(INBOX_FOLDER) if name.endswith(_WAITS))
 
 
 def waiting_or_refused(directory: Directory) -> list[str]:
-    """Return the names of the files in the inbox of a store, also of those set aside, the oldest first.
+    """Return the names of the pending and the refused files in a store's inbox, oldest first.
 
-    A file is set aside before it is deleted; between the two only the one set aside is named.
+    The refused copy is written before the original is deleted; in between, only the copy is listed.
     """
-    there = {name for name in directory.names(INBOX_FOLDER) if name.endswith((_WAITS, _REFUSED))}
-    return sorted(name for name in there if name.endswith(_REFUSED) or _aside(name) not in there)
+    names = {name for name in directory.names(INBOX_FOLDER) if name.endswith((_WAITS, _REFUSED))}
+    return sorted(name for name in names if name.endswith(_REFUSED) or _aside(name) not in names)
 
 
 def _aside(name: str) -> str:
-    """Return the name under which a file of the inbox is set aside."""
+    """Return the name of the refused copy of an inbox file."""
     return name.removesuffix(_WAITS) + _REFUSED
 
 
 def said_in(directory: Directory, name: str, store_id: str) -> Said:
-    """Return the values that a file of the inbox has.
+    """Return the values in an inbox file.
 
     Raises:
-        CorruptStoreError: it is damaged, or is for another store.
-        FileNotFoundError: it is gone.
+        CorruptStoreError: the file is damaged, or is for another store.
+        FileNotFoundError: the file was deleted.
     """
     source = f"{directory.url}/{name}"
     records = decode_lines(directory.read(name), source).records
@@ -87,33 +87,35 @@ def said_in(directory: Directory, name: str, store_id: str) -> Said:
 
 
 def refused_in_words(said: Said) -> str:
-    """Return which values were refused, of whom, and why."""
-    who = f", given by {said.who}," if said.who else ""
+    """Describe refused values: their names, origin and the reason."""
+    origin = f", given by {said.who}," if said.who else ""
     return (
-        f"the values {listed(said.values)} of trajectories {ids_in_words(said.ids)}{who} are refused and reach no "
+        f"the values {listed(said.values)} of trajectories {ids_in_words(said.ids)}{origin} are refused and reach no "
         f"trajectory: {said.refused.removeprefix('annotate: ')}"
     )
 
 
 def kinds_to_come(catalog: Catalog, names: Collection[str]) -> Mapping[str, str]:
-    """Return the kinds that the names of values have in a store, or will have once what waits is taken in.
+    """Return the kinds of value names in a store, including those pending in its inbox.
 
-    A name keeps its kind, so the inbox is read only where the store lacks one of them.
+    A name keeps its kind, so the inbox is read only if the store lacks one of the names.
 
     Args:
         catalog: of the store.
-        names: those that are asked about.
+        names: of the values.
     """
     if catalog.notes.kinds.keys() >= set(names):
         return catalog.notes.kinds
-    there = InboxView(catalog.directory).look(catalog.store_id)
-    catalog = Catalog.open(catalog.directory)  # after that: what was taken in between is in the store
-    left = [said.without(catalog.unknown(said.ids)) for said in there if not said.refused]
-    return catalog.notes.foreseen(said for said in left if said.ids)[0]
+    pending = InboxView(catalog.directory).look(catalog.store_id)
+    catalog = Catalog.open(
+        catalog.directory
+    )  # opened after the inbox was read, so nothing recorded in between is missed
+    known = [said.without(catalog.unknown(said.ids)) for said in pending if not said.refused]
+    return catalog.notes.foreseen(said for said in known if said.ids)[0]
 
 
 class InboxView:
-    """What the inbox of a store has, for somebody who only looks. Not safe to call from several threads.
+    """Read-only view of a store's inbox. Not thread-safe.
 
     Args:
         directory: of the store.
@@ -122,25 +124,25 @@ class InboxView:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._known: dict[str, Said | None] = {}
-        """By file; None for what cannot be read, which the writer warns of. No file changes."""
+        """Values by file; None for unreadable files (the writer warns). Files never change."""
 
     def look(self, store_id: str) -> list[Said]:
-        """Return what is there and can be read, also what is set aside, the oldest first.
+        """Return the readable values, pending and refused, oldest first.
 
         Args:
-            store_id: of the store; values for others are passed over.
+            store_id: of the store; values for others are skipped.
 
         Raises:
             OSError: the inbox cannot be read.
         """
-        there = waiting_or_refused(self._directory)
-        for name in self._known.keys() - set(there):
+        names = waiting_or_refused(self._directory)
+        for name in self._known.keys() - set(names):
             del self._known[name]
-        for name in there:
+        for name in names:
             if name not in self._known:
-                with suppress(FileNotFoundError):  # it was taken in just now
+                with suppress(FileNotFoundError):  # recorded just now
                     self._known[name] = self._read(name, store_id)
-        return [said for name in there if (said := self._known.get(name)) is not None]
+        return [said for name in names if (said := self._known.get(name)) is not None]
 
     def _read(self, name: str, store_id: str) -> Said | None:
         try:
@@ -150,7 +152,7 @@ class InboxView:
 
 
 class Inbox:
-    """Takes in what the inbox of the writer's store has. Safe to call from several threads.
+    """Records the values in the inbox of the writer's store. Thread-safe.
 
     Args:
         log: of the store.
@@ -165,28 +167,28 @@ class Inbox:
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def take_in(self) -> int:
-        """Record what is there, and delete it; return how many files.
+        """Record and delete the pending files; return their number.
 
-        A warning names what contradicts the store, which is set aside, and what is damaged, which stays.
+        Contradicting files are set aside and damaged ones stay, with a warning for each.
 
         Raises:
-            StoreWriteError: the log could not be written; the rest stays.
+            StoreWriteError: the log could not be written; the remaining files stay.
             StoreClosedError: the writer was closed.
             OSError: the inbox cannot be read.
         """
         with self._one:
-            there = waiting(self._directory)
-            for name in there:
+            names = waiting(self._directory)
+            for name in names:
                 if name not in self._damaged:
                     self._take(name)
-            gone = [name for name in there if name not in self._damaged]
+            gone = [name for name in names if name not in self._damaged]
             if gone:
                 self._directory.remove(gone, durable=True)
             self._log.forget_sources(self._damaged)
             return len(gone)
 
     def _take(self, name: str) -> None:
-        """Record one file, if its values are not recorded yet."""
+        """Record one file, unless its values are already recorded."""
         catalog = self._log.catalog
         if name in catalog.notes.sources:
             return
@@ -212,14 +214,14 @@ class Inbox:
             self._set_aside(replace(said, source="", refused=str(error)), name)
 
     def _set_aside(self, said: Said, name: str) -> None:
-        """Keep what contradicts the store under a name that says so; the file itself is deleted after that."""
+        """Publish a ``.refused`` copy of contradicting values; the caller then deletes the original."""
         aside = _aside(name)
         line = encode_line({"store_id": self._log.catalog.store_id, **said.to_json()})
         self._directory.publish([EncodedFile(aside, [line])])
         logger.warning("%s/%s: %s", self._directory.url, aside, refused_in_words(said))
 
     def look(self) -> bool:
-        """Take in what is there; a failure is logged once, and the rest tried again the next time.
+        """Record pending files; a failure is logged once and retried at the next call.
 
         Returns:
             Whether the writer is open.
@@ -236,7 +238,7 @@ class Inbox:
         return True
 
     def run(self) -> None:
-        """Take in what comes, until :meth:`stop`."""
+        """Poll and record pending files until :meth:`stop`."""
         seconds = _SECONDS if self._directory.can_append else _SECONDS_REMOTE
         while True:
             with suppress(queue.Empty):
@@ -246,5 +248,5 @@ class Inbox:
                 return
 
     def stop(self) -> None:
-        """Let :meth:`run` return."""
+        """Make :meth:`run` return."""
         self._news.put(True)

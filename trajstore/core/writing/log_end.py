@@ -14,20 +14,20 @@ from trajstore.errors import StoreWriteError, WriterFencedError
 logger = logging.getLogger(__name__)
 
 TakeIn = Callable[[], None]
-"""Takes lines that are in the log into the catalog, and tells of them."""
+"""Applies logged lines to the catalog and notifies the listener."""
 
 
 class LogEnd:
-    """Appends lines, and takes them in when they are there. Every call is made with the lock of its ``CommitLog`` held.
+    """Appends lines and applies them once written. Call all methods with the lock of the ``CommitLog`` held.
 
-    In an object store an answer may be lost: lines of which the caller was told that they failed are there all the
-    same, or come to be there late. A segment is created once, so nothing else can stand in their place: what stands
-    there is looked at before anything is committed behind it, and taken in.
+    In an object store a response may be lost: lines whose append was reported as failed may exist, or appear late. A
+    segment can be created only once, so nothing else can take its place: before the next commit, an existing segment is
+    read and applied.
 
     Args:
         directory: of the store.
-        catalog: its state, the same object for ever.
-        segment: name of the segment to which the next lines go.
+        catalog: its state, always the same object.
+        segment: name of the segment for the next lines.
     """
 
     def __init__(self, directory: Directory, catalog: Catalog, segment: str) -> None:
@@ -37,14 +37,14 @@ class LogEnd:
         self._unanswered: list[tuple[bytes, TakeIn]] = []
 
     def begin_segment(self) -> None:
-        """Let the next lines go to a new segment."""
+        """Send the next lines to a new segment."""
         self.segment = segment_name(self._catalog.generation + 1)
 
     def append(self, make: Callable[[], tuple[bytes, TakeIn]]) -> None:
-        """Append lines, and take them in.
+        """Append lines and apply them.
 
         Args:
-            make: returns them, for the generation that is the next one when it is called. No lines: all is there.
+            make: returns the lines for the generation that is next when it is called; no lines if all are written.
 
         Raises:
             StoreWriteError: the log could not be written.
@@ -61,7 +61,7 @@ class LogEnd:
             except OSError as error:
                 if isinstance(error, FileExistsError) and (self.settle() or self._step_over()):
                     continue
-                if not self._directory.can_append:  # elsewhere a failed append leaves nothing
+                if not self._directory.can_append:  # elsewhere a failed append leaves no data
                     self._unanswered.append((data, take_in))
                 remedy = "free space and" if error.errno in FULL else "then"
                 raise StoreWriteError(
@@ -74,21 +74,21 @@ class LogEnd:
         take_in()
 
     def settle(self) -> bool:
-        """Take in lines that are there after all; return whether there were any.
+        """Apply lines of a failed append that were written after all; return whether there were any.
 
         Raises:
-            StoreWriteError: the store cannot be asked.
+            StoreWriteError: the store cannot be read.
         """
         if not self._unanswered:
             return False
         try:
-            there = self._directory.read(self.segment)
+            content = self._directory.read(self.segment)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise StoreWriteError(f"{error}: cannot be looked at, and may have been written; flush() again") from error
         for data, take_in in self._unanswered:
-            if data == there:
+            if data == content:
                 self._unanswered.clear()
                 logger.warning("%s/%s: is committed; its answer was lost", self._directory.url, self.segment)
                 self._catalog.log_bytes += len(data)

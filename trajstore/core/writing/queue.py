@@ -1,10 +1,9 @@
-"""The queue between those who add and the threads that write: bounded by bytes, first in, first out.
+"""FIFO queue between callers and writer threads, bounded by bytes. No I/O.
 
-Owns ids, the order of commits, and what ``flush`` and ``wait`` are told. No I/O.
+It assigns ids and the commit order, and reports errors and completion to ``flush`` and ``wait``.
 
-Whoever adds may be interrupted between any two instructions. Therefore a batch enters with one call
-(``deque.append``), ids are given before it and never back, and the count of bytes is made anew from what is
-there before anybody waits for room.
+A caller may be interrupted between any two instructions. Therefore a batch enters with one call (``deque.append``),
+ids are assigned before that and never reused, and the byte count is recomputed before anyone waits for room.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from trajstore.errors import (
 _UUIDS_AHEAD = 256
 
 _PAUSES = (0.05, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the second, third, ... attempt to write a group; the last one stands for all later ones."""
+"""Seconds before the second, third, ... attempt to write a group; the last value applies to all later ones."""
 
 
 class WriteQueue:
-    """Safe to call from several threads; everything is guarded by one lock.
+    """Thread-safe; one lock guards everything.
 
     Args:
-        url: what messages call the store.
+        url: the store's name in messages.
         options: limits.
-        next_id: first id to give out.
-        next_shard: first shard number to give out.
+        next_id: first id to assign.
+        next_shard: first shard number to assign.
         check_usable: raises when the caller's process must not write.
 
     Attributes:
-        retries: failed attempts that a later one made up for.
-        set_aside: trajectories that could not be written for their own sake.
+        retries: failed attempts before successful ones.
+        set_aside: number of trajectories rejected as unwritable.
     """
 
     def __init__(
@@ -59,9 +58,9 @@ class WriteQueue:
         self.check_process = check_usable
         self._lock = locks.rlock("WriteQueue._lock")  # a signal handler may flush while its thread is in here
         self._wait_list = WaitList()
-        self._adding: dict[int, weakref.ref[Batch]] = {}  # room was reserved for them, and they are not queued yet
+        self._adding: dict[int, weakref.ref[Batch]] = {}  # reserved, not queued yet
         self._waiting: deque[Batch] = deque()
-        self._groups: dict[int, Group] = {}  # by ticket: taken and not finished
+        self._groups: dict[int, Group] = {}  # by ticket: taken, unfinished
         self._retry: deque[Group] = deque()
         self._retry_at = 0.0
         self._ready: dict[int, Group] = {}
@@ -76,15 +75,15 @@ class WriteQueue:
         self._committed = next_id - 1
         self._flushes = 0
         self._closing = False
-        self._failure: StoreWriteError | None = None  # why nothing can be written at present
-        self._untold: StoreWriteError | None = None  # what the next caller is to be told
+        self._failure: StoreWriteError | None = None  # cause of the current write failure
+        self._untold: StoreWriteError | None = None  # error to raise to the next caller
         self._rejected: list[UnwritableTrajectoryError] = []
         self._uuids = b""
 
     # -- adding -----------------------------------------------------------------------------------
 
     def reserve_ids(self, first: int, stride: int) -> int:
-        """Give out ids from ``first`` on, every ``stride``-th (ranks of one run keep apart so); return the first."""
+        """Assign every ``stride``-th id from ``first`` on; ranks of one run interleave this way. Return the first."""
         with self._lock:
             late = max(0, self._next_id - first)
             self._next_id = first + -(-late // stride) * stride
@@ -92,20 +91,20 @@ class WriteQueue:
             return self._next_id
 
     def reserve(self, batch: Batch, total: int | None) -> None:
-        """Wait until the bytes of a batch may be held, and count them as held.
+        """Wait until there is room for the bytes of a batch, and reserve it.
 
         Args:
             batch: has no trajectories yet.
-            total: bytes of all that the call adds, if this is its first batch; None for the others. Only the first
-                one is refused because of what went wrong before, or of ``on_full="raise"``.
+            total: bytes of the whole call, for its first batch; None for the others. Only the first batch is refused
+                because of earlier errors or ``on_full="raise"``.
 
         Raises:
-            StoreWriteError: an earlier write failed, or there is no room and nothing can be written at present.
-            UnwritableTrajectoryError: earlier trajectories could not be written for their own sake.
+            StoreWriteError: an earlier write failed, or there is no room and writing currently fails.
+            UnwritableTrajectoryError: earlier trajectories were rejected as unwritable.
             PendingFullError: there is no room and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        self.check_process()  # first: in a forked child the lock may never come free
+        self.check_process()  # first: in a forked child the lock may stay held forever
         refuse = self._options.on_full == "raise"
         while True:
             with self._lock:
@@ -117,7 +116,7 @@ class WriteQueue:
                     self._adding[id(batch)] = weakref.ref(batch)
                     self._pending_bytes += batch.nbytes
                     return
-                if self._failure is not None:  # nobody knows when there will be room
+                if self._failure is not None:  # room may never become free
                     self._untold = None
                     raise self._failure
                 if refuse and total is not None:
@@ -126,7 +125,7 @@ class WriteQueue:
                         f"do not fit into max_pending_bytes = {self._options.max_pending_bytes}; "
                         "add more slowly or allow more"
                     )
-                self._flush_until = max(self._flush_until, self._next_id)  # do not wait for more to fill a shard
+                self._flush_until = max(self._flush_until, self._next_id)  # write shards that are not full yet
                 self._wait_list.wake()
                 gate = self._wait_list.gate()
             self._wait_list.wait(gate)
@@ -139,7 +138,7 @@ class WriteQueue:
         return self._pending_bytes == 0 or self._pending_bytes + nbytes <= limit
 
     def _recount(self) -> None:
-        """Count what is held anew; an interrupt may have kept somebody from counting."""
+        """Recompute the pending bytes; an interrupt may have skipped an update."""
         queued = {id(batch) for batch in self._waiting}
         adding = 0
         for key, reference in list(self._adding.items()):
@@ -152,7 +151,7 @@ class WriteQueue:
         self._pending_bytes = adding + waiting + sum([group.nbytes for group in self._groups.values()])
 
     def take_ids(self, count: int) -> tuple[list[int], bytes]:
-        """Return the next ids and a UUID (16 bytes) for each. Nobody is given them again, whatever becomes of them."""
+        """Return the next ids and a UUID (16 bytes) for each; they are never assigned again."""
         with self._lock:
             if len(self._uuids) < 16 * count:
                 self._uuids = random_uuids(max(count, _UUIDS_AHEAD))
@@ -162,7 +161,7 @@ class WriteQueue:
             return ids, uuids
 
     def submit(self, batch: Batch, blocks: Sequence[Block], entries: NewEntries) -> None:
-        """Queue trajectories whose bytes are reserved, in order of the ids that were taken for them.
+        """Queue trajectories whose bytes are reserved, in the order of their ids.
 
         Raises:
             StoreClosedError: the writer was closed meanwhile.
@@ -172,16 +171,16 @@ class WriteQueue:
         with self._lock:
             if self._closing:
                 raise StoreClosedError(f"{self._url}: the writer was closed")
-            if batch.first <= self._newest():  # a signal handler added something in the midst of this
+            if batch.first <= self._newest():  # a signal handler added trajectories meanwhile
                 raise StoreWriteError(f"{self._url}: later trajectories were queued meanwhile; add these again")
             idle = not self._waiting
             self._waiting.append(batch)  # from here on it will be written
             self._adding.pop(id(batch), None)
-            if idle or self._pending_bytes >= self._options.shard_bytes:  # else a thread's pause runs already
+            if idle or self._pending_bytes >= self._options.shard_bytes:  # else a thread's timer is already running
                 self._wait_list.wake()
 
     def withdraw(self, batch: Batch) -> bool:
-        """Give back what :meth:`reserve` counted, unless the batch is queued already; return whether it is not."""
+        """Release a reservation by :meth:`reserve` unless the batch is queued; return whether it was released."""
         with self._lock:
             if batch.taken or any(other is batch for other in self._waiting):
                 self._wait_list.wake()
@@ -195,26 +194,26 @@ class WriteQueue:
 
     @property
     def committed(self) -> int:
-        """Watermark: every trajectory up to this id survives a crash; -1 before the first."""
+        """Highest id up to which every trajectory is durable; -1 before the first."""
         return self._committed
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of trajectories that are not committed yet."""
+        """Bytes of uncommitted trajectories."""
         return self._pending_bytes
 
     @property
     def pending_ids(self) -> list[int]:
-        """Ids of the trajectories that are not committed yet, in no order."""
+        """Ids of uncommitted trajectories, in no order."""
         with self._lock:
             waiting = [number for batch in self._waiting for number in batch.ids]
             return waiting + [number for group in self._groups.values() for number in group.ids]
 
     def wait(self, trajectory_id: int, timeout: float | None = None) -> bool:
-        """Wait until an id is committed; return whether it is (False after ``timeout`` seconds).
+        """Wait until an id is committed; return False after ``timeout`` seconds.
 
         Raises:
-            StoreWriteError: it cannot be written at present.
+            StoreWriteError: writing currently fails.
             TrajectoryUnavailableError: no trajectory of this id was added.
             StoreClosedError: the writer was closed and could not write it.
         """
@@ -235,11 +234,11 @@ class WriteQueue:
             self._wait_list.wait(gate, left)
 
     def _newest(self) -> int:
-        """Return the highest id that was queued; -1 if none was."""
+        """Return the highest queued id; -1 if there is none."""
         return self._waiting[-1].runs[-1].last if self._waiting else self._last_taken
 
     def begin_flush(self) -> int:
-        """Let everything that was submitted be written now, failed writes again; return the last id of it, or -1."""
+        """Start writing everything submitted, and retry failed writes now; return the last submitted id, or -1."""
         with self._lock:
             self._failure = self._untold = None
             self._retry_at = 0.0
@@ -249,11 +248,11 @@ class WriteQueue:
             return self._newest()
 
     def tell_untold(self) -> None:
-        """Raise what went wrong and nobody was told yet; each error is raised once.
+        """Raise each error that was not reported yet, once.
 
         Raises:
             StoreWriteError: a write failed.
-            UnwritableTrajectoryError: trajectories could not be written for their own sake.
+            UnwritableTrajectoryError: trajectories were rejected as unwritable.
         """
         with self._lock:
             if self._untold is not None:
@@ -264,7 +263,7 @@ class WriteQueue:
                 raise rejected[0] if len(rejected) == 1 else UnwritableTrajectoryError.of(rejected)
 
     def close(self) -> None:
-        """Take nothing more; threads that ask for a group get what is left and then None."""
+        """Refuse new batches; threads that ask for a group get the remaining ones, then None."""
         with self._lock:
             self._closing = True
             self._wait_list.wake()
@@ -277,9 +276,9 @@ class WriteQueue:
     # -- for the pool -----------------------------------------------------------------------------
 
     def next_group(self, meanwhile: Callable[[], None] = lambda: None) -> Group | None:
-        """Wait for a group that should be written now; None when the queue closes and nothing can be written.
+        """Wait for a group that is due; None when the queue closes and nothing can be written.
 
-        ``meanwhile`` is called now and then while there is none.
+        ``meanwhile`` is called from time to time during the wait.
         """
         while True:
             with self._lock:
@@ -293,7 +292,7 @@ class WriteQueue:
             meanwhile()
 
     def _time_to_wait(self) -> float | None:
-        """Return the seconds until a group should be written; None if there is none."""
+        """Return the seconds until a group is due; None if there is none."""
         if self._retry:
             if self._closing:
                 return 0.0 if self._failure is None else None
@@ -320,20 +319,20 @@ class WriteQueue:
         return group
 
     def new_shard(self) -> int:
-        """Return the number of one more shard."""
+        """Assign and return a shard number."""
         with self._lock:
             self._next_shard += 1
             return self._next_shard - 1
 
     def published(self, group: Group) -> None:
-        """Note that a group's files are durable."""
+        """Mark a group's files as durable."""
         with self._lock:
             self._ready[group.ticket] = group
 
     def take_ready(self) -> list[Group]:
-        """Take all groups that can be committed now, in order: published ones, with none before them that is not.
+        """Take all groups that can be committed now, in order: published, with no unpublished one before them.
 
-        The caller says :meth:`finish` or :meth:`fail` of them before anybody takes more.
+        The caller must :meth:`finish` or :meth:`fail` them before the next call.
         """
         with self._lock:
             groups: list[Group] = []
@@ -342,7 +341,7 @@ class WriteQueue:
             return groups
 
     def finish(self, groups: Sequence[Group]) -> int:
-        """Note that groups are committed; return how many failed attempts this made up for."""
+        """Mark groups as committed; return the number of failed attempts before that."""
         with self._lock:
             for group in groups:
                 self._groups.pop(group.ticket, None)
@@ -357,9 +356,9 @@ class WriteQueue:
             return overcome
 
     def fail(self, groups: Sequence[Group], error: StoreWriteError) -> None:
-        """Keep groups that could not be written, and all that wait for them; they are tried again after a pause.
+        """Schedule a retry of failed groups and of all groups waiting for them.
 
-        The error is for callers from the second attempt on; what the second one overcomes is no news to them.
+        The error is reported to callers from the second failed attempt on; a single failure stays internal.
         """
         with self._lock:
             kept = sorted([*groups, *self._retry, *self._ready.values()], key=lambda group: group.ticket)
@@ -369,7 +368,7 @@ class WriteQueue:
                 group.failures += 1
             attempts = max(group.failures for group in groups)
             self._retry_at = time.monotonic() + _PAUSES[min(attempts, len(_PAUSES)) - 1]
-            if groups[0].flushes != self._flushes:  # flush was called meanwhile, which means: try again
+            if groups[0].flushes != self._flushes:  # flush was called meanwhile: retry at once
                 self._retry_at = 0.0
             elif attempts > 1:
                 if self._failure is None:
@@ -378,7 +377,7 @@ class WriteQueue:
             self._wait_list.wake()
 
     def reject(self, group: Group, error: UnwritableTrajectoryError, nbytes: int) -> None:
-        """Count trajectories that are not in their group any more because they cannot be written."""
+        """Count unwritable trajectories that were removed from their group."""
         with self._lock:
             group.nbytes -= nbytes
             self._pending_bytes -= nbytes
@@ -387,6 +386,6 @@ class WriteQueue:
             self._wait_list.wake()
 
     def tell(self, error: StoreWriteError) -> None:
-        """Let the next ``add``, ``flush`` or ``close`` raise an error that concerns no group."""
+        """Set an error that concerns no group; the next ``add``, ``flush`` or ``close`` raises it."""
         with self._lock:
             self._untold = error

@@ -1,4 +1,4 @@
-"""``trajectory_index.json`` written whole, and ``metadata.json`` beside it. Called with ``CommitLog._lock`` held."""
+"""Writes ``trajectory_index.json`` and ``metadata.json``. Called with ``CommitLog._lock`` held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trajstore.core.writing.maintenance import Garbage, files_of_rlinf, keep_fil
 from trajstore.errors import written
 
 _RENEWAL = 1.0
-"""Seconds between two renewals of ``metadata.json``."""
+"""Minimum seconds between two updates of ``metadata.json``."""
 
 
 class Snapshots:
@@ -19,8 +19,8 @@ class Snapshots:
 
     Args:
         directory: the store's.
-        format_name: what ``metadata.json`` says of the format of new shards.
-        listener: knows what else it says.
+        format_name: format of new shards, for ``metadata.json``.
+        listener: provides the other values of ``metadata.json``.
     """
 
     def __init__(self, directory: Directory, format_name: str, listener: CommitListener) -> None:
@@ -28,26 +28,26 @@ class Snapshots:
         self._format_name = format_name
         self._listener = listener
         self.renewed = -1
-        """Generation that ``metadata.json`` tells of."""
+        """Generation described by ``metadata.json``."""
         self._renew_at = 0.0
 
     def write(self, catalog: Catalog, garbage: Garbage, keep_after: int | None = None) -> None:
-        """Write both files of this state; the index first, so that whoever sees the metadata finds it.
+        """Write both files of this state, the index before the metadata that refers to it.
 
-        What nobody needs any more then is deleted: shards, and segments of the log.
+        Shards and log segments that are no longer needed are then deleted.
 
         Args:
             catalog: the state.
             garbage: of the store.
-            keep_after: segments that begin with a later generation than this stay; None = than the state's.
+            keep_after: segments that begin with a later generation are kept; None = the state's generation.
 
         Raises:
-            StoreWriteError: one of them could not be written; the log still has everything.
+            StoreWriteError: writing failed; the log still has everything.
         """
         with written(": the index could not be written; the log still has everything"):
-            theirs = files_of_rlinf(self._directory, catalog.snapshot_bytes)
-            if theirs:
-                keep_files_of_rlinf(self._directory, theirs)
+            rlinf_files = files_of_rlinf(self._directory, catalog.snapshot_bytes)
+            if rlinf_files:
+                keep_files_of_rlinf(self._directory, rlinf_files)
             index = catalog.snapshot_file()
             self._directory.publish([index])
             metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
@@ -59,16 +59,16 @@ class Snapshots:
         remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 
     def renewal_due(self, catalog: Catalog) -> bool:
-        """Return whether ``metadata.json`` should be renewed."""
+        """Return whether ``metadata.json`` is due for an update."""
         return self.renewed != catalog.generation and time.monotonic() >= self._renew_at
 
     def renew(self, catalog: Catalog) -> bool:
-        """Let ``metadata.json`` tell of this state; return whether both files are trajstore's, else it is left alone.
+        """Update ``metadata.json`` to this state; return False, without writing, if RLinf has overwritten the files.
 
-        Its generation stays that of the snapshot, which readers rely on.
+        The stored generation stays that of the snapshot, which readers rely on.
 
         Raises:
-            OSError: it could not be written.
+            OSError: writing failed.
         """
         self._renew_at = time.monotonic() + _RENEWAL
         if files_of_rlinf(self._directory, catalog.snapshot_bytes):

@@ -1,9 +1,8 @@
-"""The one writer of a directory: a thread pool between the queue of what was added and the commit log.
+"""The single writer of a directory: a thread pool between the queue of additions and the commit log.
 
-The way of a group: taken from the queue by a pool thread, encoded, published (files durable), then, in
-the order of ids, committed in the log (one append for all groups that are ready), then visible. What a
-crash leaves at each point is written in docs/design/store.md. Groups are encoded and published without a lock, and
-committed with ``CommitLog._lock`` held.
+A pool thread takes a group from the queue, encodes and publishes it (files durable). Groups are then committed in the
+order of ids (one append for all that are ready) and become visible. docs/design/store.md describes the state after a
+crash at each point. Groups are encoded and published without a lock, and committed with ``CommitLog._lock`` held.
 """
 
 from __future__ import annotations
@@ -51,26 +50,26 @@ _TRIED_AGAIN = "; they are kept in memory and tried again"
 
 
 class StoreWriter:
-    """Adds trajectories to a directory and evicts them. Safe to call from several threads.
+    """Adds trajectories to a directory and evicts them. Thread-safe.
 
     Args:
-        directory: where to write; created if absent, continued if it holds a store.
-        trajectory_format: how new shards are written.
+        directory: created if absent, continued if it holds a store.
+        trajectory_format: format of new shards.
         options: threads and memory.
-        listener: told by a pool thread of each commit and eviction, before ``flush`` learns of it.
-        on_commit: called with the ids of each commit by a thread of its own, after ``flush`` could learn of it.
+        listener: called by a pool thread for each commit and eviction, before ``flush`` returns.
+        on_commit: called with the ids of each commit in a separate thread, possibly after ``flush`` has returned.
 
     Attributes:
-        queue: takes what is to be written, and tells what is committed.
+        queue: accepts trajectories and reports commits.
         log: evicts, and has the catalog.
         points: snapshots: saved points, pins, and heads that were left.
-        inbox: values that other processes have for trajectories.
-        rewriter: gives back the space of shards that are partly alive.
+        inbox: late values from other processes.
+        rewriter: frees the space of shards that are partly alive.
 
     Raises:
-        StoreLockedError: somebody else writes there.
+        StoreLockedError: another writer has the directory open.
         StoreWriteError: the directory cannot be written.
-        CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
+        CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class StoreWriter:
             self.points = Points(self.log, self.inbox)
             self.inbox.look()
         except BaseException as error:
-            try:  # corruption here may mean that another writer took the store over meanwhile
+            try:  # corruption may mean that another writer took over
                 if isinstance(error, CorruptStoreError | StoreNotFoundError):
                     directory.confirm()
             finally:
@@ -113,7 +112,7 @@ class StoreWriter:
         self._threads.append(threading.Thread(target=self.inbox.run, name="trajstore-inbox", daemon=True))
 
     def start(self) -> None:
-        """Start the threads. Only now is there somebody besides the caller who holds this object."""
+        """Start the threads, once the caller's object is complete."""
         for thread in self._threads:
             start_thread(thread)
 
@@ -123,11 +122,11 @@ class StoreWriter:
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything submitted before survives SIGKILL and power loss.
 
-        A write that failed earlier is tried again first.
+        Failed writes are retried first.
 
         Raises:
-            StoreWriteError: it failed (again); names the file.
-            UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
+            StoreWriteError: writing failed (again); names the file.
+            UnwritableTrajectoryError: trajectories were rejected as unwritable; all others are on disk.
             StoreClosedError: the writer belongs to the parent process.
             TimeoutError: ``timeout`` seconds passed.
         """
@@ -148,15 +147,15 @@ class StoreWriter:
         self.queue.tell_untold()
 
     def annotate(self, said: Said, rows: Rows) -> None:
-        """Give trajectories values, after all that others had for them before.
+        """Add late values to trajectories, after recording the inbox.
 
         Args:
             said: values of each trajectory.
             rows: values by row, a tensor for each trajectory.
 
         Raises:
-            ConfigurationError: rows do not fit their trajectories; or, as the others, see :meth:`CommitLog.annotate`.
-            TrajectoryUnavailableError, StoreWriteError, StoreClosedError: nothing was given to any.
+            ConfigurationError: rows do not fit their trajectories; or see :meth:`CommitLog.annotate`.
+            TrajectoryUnavailableError, StoreWriteError, StoreClosedError: no value was added.
         """
         self._check_process()
         self.inbox.look()
@@ -178,17 +177,17 @@ class StoreWriter:
             self.log.annotate(said)
 
     def retain(self) -> None:
-        """Evict what retention wants evicted; a failure is logged, and tried again by the next commit or flush."""
+        """Apply retention; a failure is logged and retried at the next commit or flush."""
         try:
             uninterrupted(self.log.keep_house)
         except StoreWriteError as error:
             logger.warning("%s: retention could not be applied: %s", self.directory.url, error)
 
     def compact(self) -> None:
-        """Rewrite shards until no row of them is dead and no two small ones are left.
+        """Rewrite shards until no dead rows and no two small shards are left.
 
         Raises:
-            StoreWriteError: it could not be written; the store is as it was.
+            StoreWriteError: writing failed; the store is unchanged.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self.flush()
@@ -197,7 +196,7 @@ class StoreWriter:
                 while self.rewriter.step(everything=True):
                     pass
             except CorruptStoreError:
-                self.directory.confirm()  # files may be gone because another writer has taken the store over
+                self.directory.confirm()  # another writer may have taken over and deleted files
                 raise
 
     def _rewrite(self) -> None:
@@ -212,7 +211,7 @@ class StoreWriter:
         while True:
             try:
                 group = self.queue.next_group(self.log.renew_metadata)
-            except Exception:  # out of memory, if ever; without its threads the queue would stand still
+            except Exception:  # probably out of memory; the thread must stay alive
                 logger.exception("writing %s", self.directory.url)
                 time.sleep(0.1)
                 continue
@@ -220,18 +219,18 @@ class StoreWriter:
                 return
             try:
                 self._publish(group, publisher)
-            except Exception as error:  # whatever went wrong must reach the caller, not end a thread unseen
+            except Exception as error:  # errors must reach the caller, not end the thread
                 self._fail([group], error)
             else:
                 self.queue.published(group)
                 self._commit_ready()
                 self.log.renew_metadata()
-            del group  # not to be kept alive while there is nothing to do
+            del group  # free its memory while idle
 
     def _publish(self, group: Group, publisher: Publisher) -> None:
-        """Make a group's files durable; what cannot be written for its own sake leaves the group."""
+        """Make a group's files durable; unwritable trajectories leave the group."""
         if group.is_published:
-            return  # an earlier attempt did; only the log failed
+            return  # only the log failed in an earlier attempt
         group.parts, unwritable = publisher.publish(group.parts, group.failures)
         self._set_aside(group, unwritable)
 
@@ -250,11 +249,11 @@ class StoreWriter:
         self.queue.reject(group, error, sum(item.nbytes for item in unwritable))
         try:
             self._listener.rejected(ids)
-        except Exception:  # whoever listens must not stop what is written
+        except Exception:  # a listener's error must not stop the writer
             logger.exception("%s: trajectories %s are still shown", self.directory.url, ids)
 
     def _commit_ready(self) -> None:
-        """Commit all groups whose turn it is; if an earlier one is not published yet, that one's thread does it."""
+        """Commit all groups that are ready; behind an unpublished one, its thread commits them later."""
         with self.log.turn() as turn:
             groups = self.queue.take_ready()
             while groups:
@@ -277,17 +276,17 @@ class StoreWriter:
                 groups = groups[len(committed) :]
 
     def _commit(self, turn: Turn, groups: list[Group]) -> list[Group]:
-        """Commit groups, at least the first one; return those that are done with.
+        """Commit at least the first group; return the finished groups.
 
         Raises:
             StoreWriteError: the log could not be written.
-            MemoryError: there is none.
+            MemoryError: out of memory.
         """
         try:
             turn.commit([group.parts for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
-        except Exception as error:  # whatever it is, it must not stop what comes behind
+        except Exception as error:  # one bad group must not block the later ones
             if len(groups) > 1:
                 return self._commit(turn, groups[:1])
             (group,) = groups
@@ -296,9 +295,9 @@ class StoreWriter:
         return groups
 
     def _keep_house(self, turn: Turn) -> StoreWriteError | None:
-        """Evict and take a snapshot if it is time; return what went wrong. The commit itself stands.
+        """Apply retention and write a due snapshot after a commit; return the error, if any.
 
-        It is tried again by ``flush`` and after the next commit.
+        A failure is retried by ``flush`` and after the next commit; the commit stays valid.
         """
         try:
             turn.keep_house()
@@ -320,29 +319,29 @@ class StoreWriter:
                 f"{_TRIED_AGAIN}"
             )
             failure.__cause__ = error
-        # An error of the disk says all that there is to say; others are bugs, and need the place.
+        # Errors of the disk need no traceback; others are bugs.
         trace = None if isinstance(error, OSError | TrajstoreError) else error
         logger.warning("writing %s failed: %s", self.directory.url, failure, exc_info=trace)
         self.queue.fail(groups, failure)
 
     def is_own_thread(self) -> bool:
-        """Return whether the caller is one of the pool's threads, which cannot wait for themselves."""
+        """Return whether the caller is a pool thread, which must not wait for the pool."""
         return threading.current_thread() in self._threads
 
     # -- the end ----------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` has come to its end, or need not."""
+        """Whether :meth:`close` has finished; always true in a forked child."""
         return self._closed or os.getpid() != self._pid
 
     def close(self) -> None:
-        """Flush, write a snapshot, stop the threads and give the lock back. Closing again does nothing.
+        """Flush, write a snapshot, stop the threads and release the lock. Idempotent.
 
-        An interrupt ends the waiting for it; the closing itself goes on.
+        An interrupt ends the wait; closing continues.
 
         Raises:
-            StoreWriteError: something did not reach the disk; the writer is closed all the same.
+            StoreWriteError: some data did not reach the disk; the writer is closed all the same.
         """
         if not self.closed:
             uninterrupted(self._close)
@@ -359,7 +358,7 @@ class StoreWriter:
                 failure = self._try(self.log.snapshot) or failure
             self.queue.close()
             for thread in self._threads:
-                if thread.ident is not None:  # an interrupt may have come before it was started
+                if thread.ident is not None:  # an interrupt may have prevented its start
                     thread.join()
             self.log.close()
             self.rewriter.wait()
@@ -370,9 +369,9 @@ class StoreWriter:
         lost = self.queue.pending_ids
         if lost:
             kind = WriterFencedError if isinstance(failure, WriterFencedError) else StoreWriteError
-            what = str(failure).removesuffix(_TRIED_AGAIN)
+            reason = str(failure).removesuffix(_TRIED_AGAIN)
             raise kind(
-                f"{what}; the store was closed, and {len(lost):,} trajectories from id {min(lost)} on are lost"
+                f"{reason}; the store was closed, and {len(lost):,} trajectories from id {min(lost)} on are lost"
             ) from failure
         if failure is not None:
             raise failure
@@ -386,7 +385,7 @@ class StoreWriter:
 
 
 def _yield_to_callers() -> None:
-    """Lower this thread's priority a little: whoever adds and trains goes first when cores are scarce."""
-    with contextlib.suppress(OSError, AttributeError):  # a matter of Linux; elsewhere nothing is lost
+    """Lower this thread's priority slightly in favour of adding and training threads."""
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities per thread
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="package")  # Ray ends before other tests begin theirs
+@pytest.fixture(scope="package")  # stops Ray before other tests start theirs
 def _plane() -> Iterator[None]:
     from tests.trainer_hooks.verl.plane.sessions import own_plane  # verl need not be installed
 

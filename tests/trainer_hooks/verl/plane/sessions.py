@@ -1,4 +1,4 @@
-"""Rows on a real data plane of verl, and sessions that work with them."""
+"""Rows on verl's real data plane, and replay sessions over them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batch_of(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
 
 
 def put(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
-    """Write rows as the agent loop does, one session at a time; return them as a sampler does."""
+    """Write rows session by session, like the agent loop; return them like a sampler."""
     for row in rows:
         add_rows([row], partition)
     return batch_of(rows, partition)
@@ -55,7 +55,7 @@ def put_prompts(*uids: str, partition: str = TRAINING, status: str = "finished")
 
 
 def rollouts(uid: str, count: int, index: int = 0, **more: Any) -> list[Row]:
-    """Return rollouts of one prompt, no two of the same length; the first two succeeded."""
+    """Return rollouts of one prompt with distinct lengths; the first two succeeded."""
     return [
         fresh_row(uid, session, response=2 + session, score=float(session < 2), index=index, seed=index, **more)
         for session in range(count)
@@ -63,7 +63,7 @@ def rollouts(uid: str, count: int, index: int = 0, **more: Any) -> list[Row]:
 
 
 def rate(batch: KVBatchMeta, value: float = -0.5) -> None:
-    """Write what a pass of the policy gives, for padding rows too."""
+    """Write the policy pass's output, for padding rows too."""
     for name, start in (("old_log_probs", value), ("entropy", 1.0)):
         columns = [start - torch.arange(tag["response_len"]) / 100 for tag in batch.tags]
         write_column(batch.keys, TRAINING, name, columns)
@@ -93,14 +93,14 @@ MakeSession = Callable[..., ReplaySession]
 def train(
     session: ReplaySession, rows: Sequence[Row], step: int, value: float = -0.5
 ) -> tuple[KVBatchMeta, dict[str, float]]:
-    """Do a step with these rows; return the joined batch and the figures."""
+    """Run a step with these rows; return the joined batch and the figures."""
     joined = session.join(put(rows))
     rate(joined, value)
     return joined, session.scored(joined, step)
 
 
 def fill(session: ReplaySession) -> None:
-    """Do the first step of a training: every task has n rollouts, two of which succeed and enter the pool."""
+    """Run the first step: every task has n rollouts, two of which succeed and enter the pool."""
     rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
     joined, _ = train(session, rows, 1, value=-2.0)
     tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
@@ -108,16 +108,16 @@ def fill(session: ReplaySession) -> None:
 
 def planned(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
     """Return the histories of the next step by task."""
-    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
-    assert sorted(found) == TASKS
-    assert all(found.values()), "the pool has histories of every task"
-    return found
+    histories = {task_plan.task: task_plan.histories for task_plan in session.plan(TASKS, 0.5, 2)}
+    assert sorted(histories) == TASKS
+    assert all(histories.values()), "the pool has histories of every task"
+    return histories
 
 
 def expecting(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
-    """Let the histories of the next step join prompts ``u0`` to ``u3``, one of each task; return them by prompt."""
-    found = planned(session)
-    uids = {f"u{index}": found[task] for index, task in enumerate(TASKS)}
+    """Join the next step's histories to prompts ``u0`` to ``u3``, one per task; return them by prompt."""
+    histories = planned(session)
+    uids = {f"u{index}": histories[task] for index, task in enumerate(TASKS)}
     session.expect(uids)
     return uids
 
@@ -134,7 +134,7 @@ def sessions(batch: KVBatchMeta) -> Counter[str]:
 
 
 def shown(row: Row, mode: TrainMode) -> Row:
-    """Return a row as the agent loop of guided rollouts writes it."""
+    """Return a row in the format of the guided agent loop."""
     exchanged = mode == "discard"
     report = Report(Guidance(mode, ("7",), (Insertion(0, "tip: "),), exchanged), exchanged)
     extra = {**row.columns["extra_fields"], OFFER: report.to_json()}
@@ -143,7 +143,7 @@ def shown(row: Row, mode: TrainMode) -> Row:
 
 @contextmanager
 def own_plane() -> Iterator[None]:
-    """Run a data plane, in a Ray of its own."""
+    """Run a data plane in a separate Ray instance."""
     if ray.is_initialized():
         pytest.skip("needs a Ray of its own, and one runs in this process already")
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def new_session(
     longest: tuple[int | None, int | None] = (None, None),
     **options: Any,
 ) -> ReplaySession:
-    """Return a session of four tasks; it is for the caller to close."""
+    """Return a session of four tasks; the caller closes it."""
     values: dict[str, Any] = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0, "figures": "all"} | options
     block = ReplayBlock(
         experience_replay=ExperienceReplayConfig(**values),

@@ -1,4 +1,4 @@
-"""A session on a full disk, and one that goes on where another ended."""
+"""Sessions on a full disk, and resumed sessions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with failing_disk(plan):
         for step in range(1, 5):
-            assert sorted(one.task for one in session.plan(TASKS, 0.5, step)) == TASKS
+            assert sorted(task_plan.task for task_plan in session.plan(TASKS, 0.5, step)) == TASKS
             plane.train(session, rollouts(f"u{step}", N, index=step - 1), step)
             session.save(tmp_path / f"global_step_{step}", step)
         plan.heal()
@@ -44,7 +44,7 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
 
 
 def second_step(session: ReplaySession) -> dict[str, float]:
-    """Record a step whose rollouts are new to the pool; return its figures."""
+    """Record a step of rollouts that are new to the pool; return its figures."""
     rows = [
         fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
         for index in range(len(TASKS))
@@ -90,7 +90,7 @@ def test_keeping_what_was_recorded_since_on_a_full_disk(
 def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
     make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A checkpoint that was written without the plugin, or copied without its file."""
+    """Resume from a checkpoint written without the plugin or copied without its file."""
     files: Mapping[str, Any] = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1, "store": None}
     session = make_session(**files)
     session.plan(TASKS, 0.5, 1)
@@ -103,10 +103,10 @@ def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
     with caplog.at_level(logging.INFO):
         resumed.resume(tmp_path / "global_step_1", 1)
     assert "step_1 with 8 trajectories of 4 tasks" in caplog.text
-    assert sum(len(one.histories) for one in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
+    assert sum(len(task_plan.histories) for task_plan in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
 
 
-# ---- prompts under way ----
+# ---- prompts in flight ----
 
 
 def test_histories_of_dropped_prompts_are_forgotten(make_session: MakeSession) -> None:
@@ -156,7 +156,7 @@ def test_rollouts_recorded_after_the_checkpoint(
 
     resumed = make_session(on_resume=on_resume, **pool)
     resumed.resume(folder, 1)
-    # The rollouts of the third group are those of the first once more: nothing new for the pool.
+    # The third group repeats the first group's rollouts, so the pool gains nothing.
     _, figures = plane.train(resumed, rollouts("third", N, index=0), 2)
     assert figures["experience_replay/pool_trajectories"] == trajectories
 
@@ -166,14 +166,14 @@ def test_rollouts_recorded_after_the_checkpoint(
 def test_what_the_pool_had_not_committed_yet(
     on_resume: OnResume, tasks: int, checkpoint: bool, make_session: MakeSession, tmp_path: Path
 ) -> None:
-    """Rollouts are committed before what the pool makes of them; here a crash came in between."""
+    """A crash between the commit of rollouts and the commit of their pool entries."""
     session = make_session(store={"path": str(tmp_path / "pool")})
     plane.fill(session)
     session.close()
 
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
-    assert sum(map(bool, (one.histories for one in resumed.plan(TASKS, 0.5, 2)))) == tasks
+    assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
 
 
-# -- A pool whose file a disk changed under a training --
+# -- A pool file damaged on disk during training --

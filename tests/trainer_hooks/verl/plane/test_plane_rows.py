@@ -1,4 +1,4 @@
-"""What verl's data plane does to rows without a word, and what a replay session makes of it."""
+"""Silent changes of rows by verl's data plane, and their handling by a replay session."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_rows_come_in_the_order_of_the_batch() -> None:
     rows = rollouts("a", N) + rollouts("b", N)
     plane.put(rows)
     batch = plane.batch_of(rows[::-1])
-    found = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
-    for row, wanted in zip(found, rows[::-1], strict=True):
+    columns = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
+    for row, wanted in zip(columns, rows[::-1], strict=True):
         assert (row.key, row.tag) == (wanted.key, wanted.tag)
         assert torch.equal(row.columns["responses"], wanted.columns["responses"])
         for name in ("uid", "index", "raw_prompt"):
@@ -94,7 +94,7 @@ def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["sampled", "joined before"])
 def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSession) -> None:
-    """A session of two outputs has a row more than was planned for; verl would fill 17 rows up to 32."""
+    """A session of two outputs adds a row beyond the plan; verl would pad 17 rows to 32."""
     session = make_session()
     plane.fill(session)
     uids = plane.expecting(session)
@@ -153,7 +153,7 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The pool of an earlier run; a name of a task is another prompt now, or the limits of lengths are others."""
+    """The pool comes from an earlier run with other prompts for the same tasks, or other length limits."""
     pool = {"store": {"path": str(tmp_path / "pool")}, "prepare_in_background": background}
     first = make_session(**pool)
     plane.fill(first)
@@ -163,12 +163,12 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     plan = session.plan(TASKS, 0.5, 2)
     refused_at_once = reason == "other_prompts" or (reason and not background)
     counts = [N if refused_at_once else N - 1] * 4
-    assert [one.fresh_rollouts for one in plan] == counts
-    session.expect({f"u{number}": one.histories for number, one in enumerate(plan)})
+    assert [item.fresh_rollouts for item in plan] == counts
+    session.expect({f"u{number}": item.histories for number, item in enumerate(plan)})
     fresh = []
-    for number, one in enumerate(plan):
-        index = int(one.task.split(":")[1])
-        rows = rollouts(f"u{number}", one.fresh_rollouts, index)
+    for number, item in enumerate(plan):
+        index = int(item.task.split(":")[1])
+        rows = rollouts(f"u{number}", item.fresh_rollouts, index)
         prompt = [{"role": "user", "content": f"task {asks[index]}"}]
         fresh += [Row(row.key, row.tag, {**row.columns, "raw_prompt": prompt}) for row in rows]
     joined = session.join(plane.put(fresh))
@@ -176,9 +176,11 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     plane.rate(joined)
     figures = session.scored(joined, 2)
     begins = ("experience_replay/histories_refused/", "experience_replay/other_prompts")
-    told = {name.rpartition("/")[2]: value for name, value in figures.items() if value and name.startswith(begins)}
-    assert told == ({reason: 8.0 if reason == "other_prompts" else 4.0} if reason else {})
-    warned = [one.getMessage() for one in caplog.records if "not replayed" in one.getMessage()]
+    replay_figures = {
+        name.rpartition("/")[2]: value for name, value in figures.items() if value and name.startswith(begins)
+    }
+    assert replay_figures == ({reason: 8.0 if reason == "other_prompts" else 4.0} if reason else {})
+    warned = [item.getMessage() for item in caplog.records if "not replayed" in item.getMessage()]
     assert len(warned) == bool(reason), warned
 
 
@@ -250,9 +252,9 @@ def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> No
     session = make_session(task_sampling="similar", exp_ratio=0.5, prepare_in_background=True)
     plane.fill(session)
     plan = session.plan(["sums:1", "sums:3", "sums:0", "sums:2"], 0.5, 2)
-    assert [one.task for one in plan if one.histories] == ["sums:1", "sums:3"]
-    session.expect({one.task: one.histories for one in plan})
-    assert [one.task_id for held in session._histories.expected.values() for one in held] == ["sums:1", "sums:3"]
+    assert [item.task for item in plan if item.histories] == ["sums:1", "sums:3"]
+    session.expect({item.task: item.histories for item in plan})
+    assert [item.task_id for held in session._histories.expected.values() for item in held] == ["sums:1", "sums:3"]
 
 
 def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSession) -> None:
@@ -265,9 +267,11 @@ def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSessio
         mark = {"old_log_probs": None, "rollout_log_probs": None, "metadata": {DEMONSTRATION: True}}
         demos.append(dataclasses.replace(held[0], input_ids=ids + 1, policy_version=None, **mark))
     assert not manager.seed(demos)
-    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
-    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 3)}  # the demonstrations' turn
-    session.expect({f"u{index}": found[task] for index, task in enumerate(TASKS)})
+    histories = {task_plan.task: task_plan.histories for task_plan in session.plan(TASKS, 0.5, 2)}
+    histories = {
+        task_plan.task: task_plan.histories for task_plan in session.plan(TASKS, 0.5, 3)
+    }  # the demonstrations' turn
+    session.expect({f"u{index}": histories[task] for index, task in enumerate(TASKS)})
     joined = session.join(plane.put([row for index in range(4) for row in rollouts(f"u{index}", N - 2, index)]))
     plane.rate(joined)
     before = plane.column(joined, "old_log_probs")
@@ -279,7 +283,7 @@ def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSessio
         uid, number, _ = key.split("_")
         if int(number) < FIRST_REPLAYED_SESSION:
             continue
-        history = found[TASKS[int(uid[1:])]][int(number) - FIRST_REPLAYED_SESSION]
+        history = histories[TASKS[int(uid[1:])]][int(number) - FIRST_REPLAYED_SESSION]
         if history.old_log_probs is None:
             kept += 1
             assert torch.equal(after[key], current)
@@ -329,7 +333,7 @@ def test_padding_is_neither_recorded_nor_replaced(first: str, make_session: Make
     plane.fill(session)
     session.expect({"u": plane.planned(session)["sums:0"]})
     joined = session.join(plane.put(rollouts("u", 2)))  # one rollout failed
-    if first == "replayed":  # verl balances rows over ranks, and padding copies whichever comes first
+    if first == "replayed":  # verl balances rows over ranks, and padding copies the first
         joined = KVBatchMeta(partition_id=TRAINING, keys=joined.keys[::-1], tags=joined.tags[::-1])
     filled = upsample_batch_to_divisible_size(joined, N, plane.EOS)
     padding = filled.keys[len(joined) :]

@@ -72,10 +72,10 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
     assert metrics["experience_replay/fresh_score_mean"] == pytest.approx(2 / 6)
     assert metrics["experience_replay/replayed_score_mean"] == 1.0
     assert metrics["experience_replay/mixed_score_mean"] == pytest.approx(4 / 8)
-    assert "sums:1" not in {one.task for one in session.plan(TASKS, 0.5, 3) if one.histories}, "it is solved"
+    assert "sums:1" not in {item.task for item in session.plan(TASKS, 0.5, 3) if item.histories}, "it is solved"
     session.close()
-    second = [one for one in plane.recorded(tmp_path) if one.metadata["step"] == 2]
-    assert Counter((one.metadata["uid"], one.metadata["trained"]) for one in second) == {
+    second = [item for item in plane.recorded(tmp_path) if item.metadata["step"] == 2]
+    assert Counter((item.metadata["uid"], item.metadata["trained"]) for item in second) == {
         ("failed", True): 2,
         ("solved", False): 2,
         ("other", True): N,
@@ -89,7 +89,7 @@ def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSessi
     assert "_sync_metadata_from_transfer_queue" not in vars(sampler)
 
 
-# ---- rollouts that did not come back, or tell nothing ----
+# ---- rollouts that are missing or have no outcome ----
 
 
 def test_an_outcome_that_is_missing_is_told_once_and_counted(
@@ -99,9 +99,9 @@ def test_an_outcome_that_is_missing_is_told_once_and_counted(
     for step in (1, 2):
         rows = [fresh_row(f"u{step}", number, score=float("nan")) for number in range(N)]
         assert plane.train(session, rows, step)[1]["recording/without_outcome"] == N
-    told = [one.getMessage() for one in caplog.records if "no outcome" in one.getMessage()]
-    assert len(told) == 1
-    assert "4 of 4 rollouts have no outcome (u1_0_0 is the first): its score is nan" in told[0]
+    warnings = [record.getMessage() for record in caplog.records if "no outcome" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "4 of 4 rollouts have no outcome (u1_0_0 is the first): its score is nan" in warnings[0]
 
 
 # ---- sessions of several outputs ----
@@ -118,7 +118,7 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
     _, figures = plane.train(session, rows, 1, value=-2.0)
     assert (figures["recording/rollouts"], figures["experience_replay/rows"]) == (N, 2 * N)
     assert figures["experience_replay/pool_trajectories"] == 2
-    (history,) = next(one.histories for one in session.plan(TASKS, 0.5, 2) if one.task == "sums:0")
+    (history,) = next(task_plan.histories for task_plan in session.plan(TASKS, 0.5, 2) if task_plan.task == "sums:0")
     session.expect({"u": (history,)})
     joined = session.join(plane.put([fresh_row("u", number, seed=9) for number in range(N - 1)]))
     assert joined.keys[-2:] == ["u_1000_0", "u_1000_1"]
@@ -150,7 +150,7 @@ class Words:
     """A tokenizer."""
 
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        return [" ".join(map(str, one)) for one in ids]
+        return [" ".join(map(str, row_ids)) for row_ids in ids]
 
 
 def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: 
     session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
     plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
-    pooled = [one for held in session._hook.manager.task2trajectories.values() for one in held]
-    assert {len(one.messages) for one in pooled} == {1}
-    recorded = {one.rollout_id: one for one in plane.recorded(tmp_path)}
-    assert {one.messages[-1]["author"] for one in recorded.values()} == {"llm"}
-    for one in pooled:
-        other = recorded[one.rollout_id]
-        assert torch.equal(one.input_ids, other.input_ids)
+    pooled = [rollout for held in session._hook.manager.task2trajectories.values() for rollout in held]
+    assert {len(rollout.messages) for rollout in pooled} == {1}
+    recorded = {rollout.rollout_id: rollout for rollout in plane.recorded(tmp_path)}
+    assert {rollout.messages[-1]["author"] for rollout in recorded.values()} == {"llm"}
+    for rollout in pooled:
+        other = recorded[rollout.rollout_id]
+        assert torch.equal(rollout.input_ids, other.input_ids)
 
 
 # ---- guided rollouts ----
@@ -196,7 +196,7 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
         "the engine's are of another prompt"
     )
     session.close()
-    by_id = {one.rollout_id: one for one in plane.recorded(tmp_path)}
+    by_id = {rollout.rollout_id: rollout for rollout in plane.recorded(tmp_path)}
     assert Guidance.of(by_id["a_0_0"]) is None
     assert by_id["a_1_0"].messages[0]["content"] == "tip: task 0"
     assert by_id["a_2_0"].messages[0]["content"] == "task 0"
