@@ -146,19 +146,11 @@ def test_a_rollback_ends_what_answers_before_it_say(tmp_path: Path) -> None:
     store.save_point("me", 1, {}, 1)
     store.release("me")
     late = parcel_of([witness(0)])
-<<<<<<< HEAD
-    before = one.add(late, 1)
-    one.hold("me", 60.0)
-    one.go_to("me", 1, True)
-    one.release("me")
-    after = one.committed(late.key, 1, 0.0)
-=======
     before = store.add(late, 1)
     store.hold("me", 60.0)
-    store.rollback("me", 1, True)
+    store.go_to("me", 1, True)
     store.release("me")
     after = store.committed(late.key, 1, 0.0)
->>>>>>> integ
     heard.hear(0, after)
     assert after.ids is None
     assert not heard.cover(0, before.began, ids_of(before))
