@@ -77,6 +77,8 @@ def _serve(options: Namespace, out: Output) -> int:
 
     if options.who is not None and not options.write:
         raise ConfigurationError("view: --who has no effect without --write")
+    if options.write and options.pin is not None:
+        raise ConfigurationError("view: --write: a pin keeps the values that it showed; leave out --pin to give some")
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
         from trajstore.view.correcting import Correcting
