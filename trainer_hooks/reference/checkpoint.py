@@ -1,4 +1,4 @@
-"""Checkpoints of a reference run: one file per step, published whole; the pool's cut lies in it."""
+"""Checkpoints of a reference run: one file per step, written atomically, with the state of the pool."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def load_checkpoint(trainer: ReferenceTrainer, path: str | Path) -> None:
-    """Put a trainer of the same configuration into the state of a checkpoint. Runs no code of the file.
+    """Load a checkpoint into a trainer of the same configuration. Executes no code of the file.
 
     Raises:
-        StoreNotFoundError: there is no such file.
-        CorruptStoreError: it is damaged, or no checkpoint.
-        ConfigurationError: it is of another environment or of another size of model.
+        StoreNotFoundError: no such file.
+        CorruptStoreError: the file is damaged, or not a checkpoint.
+        ConfigurationError: the checkpoint is of another environment or model size.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""What a run of the reference trainer depends on, and what it shows of each step."""
+"""Configuration of the reference trainer, and the record of each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RowWeight = Literal["row", "rollout"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Settings):
-    """Everything that a run depends on.
+    """Configuration of a run.
 
     Raises:
         ConfigurationError: a value is out of range; the message names the key.
@@ -44,7 +44,7 @@ class TrainerConfig(Settings):
     """Supervised steps on replies that ignore the goal; see ``warm_start``."""
     warm_start_learning_rate: Positive = 2e-3
     evaluate_every: Count = 5
-    """Steps between evaluations; these draw from a generator of their own and do not count as rollouts."""
+    """Steps between evaluations; these use their own generator and do not count as rollouts."""
     evaluation_rollouts: Count = 4
     """Rollouts of each task in an evaluation."""
     solved_at: Annotated[float, Meta(gt=0, le=1)] = 0.9
@@ -54,11 +54,11 @@ class TrainerConfig(Settings):
     rows: Rows = "rollout"
     """``rollout``: each rollout is one row; ``turns``: each turn of the model is a row, and a rollout has several."""
     row_weight: RowWeight = "row"
-    """What weighs as one in the loss: each row, or each rollout whatever its number of rows."""
+    """Unit of weight in the loss: each row, or each rollout regardless of its number of rows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     replay: ExperienceReplayConfig = field(default_factory=ExperienceReplayConfig)
     guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
-    """Guided rollouts. ``experience_template`` must be words around its place, such as ``"hint {} now "``."""
+    """Guided rollouts. ``experience_template`` needs spaces around ``{}`` and at the end: ``"hint {} now "``."""
 
     def contradictions(self) -> list[str]:
         if self.minibatches <= self.tasks_per_step * self.n_rollout:
@@ -68,7 +68,7 @@ class TrainerConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One training step, as curves show it."""
+    """One training step of a learning curve."""
 
     step: int
     fresh_rollouts: int
@@ -78,5 +78,5 @@ class CurvePoint:
     loss: float
     """Mean over the minibatches."""
     success_rate: float | None = None
-    """Over all tasks, if this step was followed by an evaluation."""
+    """Success rate over all tasks, if this step was followed by an evaluation."""
     success_by_level: Mapping[int, float] = field(default_factory=dict)

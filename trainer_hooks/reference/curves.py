@@ -15,7 +15,7 @@ from trajstore.errors import MissingDependencyError
 
 @dataclass(frozen=True, slots=True)
 class CurveSummary:
-    """What a curve comes to.
+    """Summary of a learning curve.
 
     Attributes:
         steps, fresh_rollouts: of the whole curve.
@@ -39,7 +39,7 @@ class CurveSummary:
 
 
 def summarize(curve: Sequence[CurvePoint], solved_at: float) -> CurveSummary:
-    """Return what a curve comes to; ``solved_at`` is the success rate that counts as solved."""
+    """Summarize a curve; ``solved_at`` is the success rate that counts as solved."""
     evaluated = [(point.fresh_rollouts, point.success_rate) for point in curve if point.success_rate is not None]
     rates = [rate for _, rate in evaluated]
     return CurveSummary(
@@ -60,7 +60,7 @@ def draw_curves(curves: Mapping[str, Sequence[CurvePoint]], solved_at: float, pa
         curves: label -> curve.
         solved_at: success rate that counts as solved; a dashed line.
         path: the file to write; its folder is made if absent.
-        title: stands above.
+        title: title of the figure.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

@@ -1,9 +1,8 @@
-"""Two small worlds in text whose rewards can be verified. Pure; no torch, no global randomness.
+"""Two small text environments with verifiable rewards. Pure; no torch, no global randomness.
 
-An :class:`Environment` is a fixed set of tasks; an :class:`Episode` is one try at one of them: the model
-writes a reply, the environment answers, until the episode is over. The reward is 1.0 for a solved task and
-0.0 for anything else. Every environment has levels, so that some tasks are solved early, some partly and
-some hardly ever.
+An :class:`Environment` is a fixed set of tasks; an :class:`Episode` is one attempt at one of them: the model writes a
+reply, the environment answers, until the episode is over. The reward is 1.0 for a solved task and 0.0 otherwise. Every
+environment has levels of difficulty.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TextTask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the environment says to a reply. ``reward`` is 0.0 until the task is solved."""
+    """The environment's answer to a reply. ``reward`` is 0.0 until the task is solved."""
 
     observation: str
     done: bool
@@ -36,14 +35,14 @@ class Answer:
 
 
 class Episode(ABC):
-    """One try at one task."""
+    """One attempt at one task."""
 
     first_message: str
-    """What the model reads first: the goal, and what it sees."""
+    """First message to the model: the goal, and the observation."""
 
     @abstractmethod
     def answer(self, reply: str) -> Answer:
-        """Take the model's reply and return the environment's. Not to be called after ``done``."""
+        """Return the environment's answer to the model's reply. Must not be called after ``done``."""
 
     @abstractmethod
     def any_reply(self, random: Random) -> str:
@@ -54,19 +53,19 @@ class Environment(ABC):
     """A set of tasks over one vocabulary."""
 
     name: str
-    """What configuration files call it."""
+    """Name in configuration files."""
 
     max_turns: int
-    """Replies per episode at the most."""
+    """Maximum number of replies per episode."""
 
     max_reply_tokens: int
-    """Words per reply at the most, the end mark included."""
+    """Maximum number of words per reply, including the end mark."""
 
     tasks: tuple[TextTask, ...]
     """All tasks, easiest first."""
 
     words: tuple[str, ...]
-    """Every word that a message of this environment or a well-formed reply can have."""
+    """Vocabulary of the environment's messages and of well-formed replies."""
 
     @abstractmethod
     def begin(self, task: TextTask) -> Episode:

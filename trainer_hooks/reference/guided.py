@@ -1,4 +1,4 @@
-"""Guidance in worlds of few words: the tokenizer knows no others, so experience is made of these."""
+"""Guidance for toy environments; experience text uses only the tokenizer's vocabulary."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from trajstore.trajectory import AgentTrajectory
 
 
 class WordSummarizer:
-    """One experience for each task that was solved: the replies of its shortest success, and nothing else."""
+    """Makes one experience per solved task: the replies of its shortest success."""
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        """Return what the rollouts of one task teach."""
-        good = [one for one in rollouts if one.reward is not None and is_success(one.reward.outcome)]
-        if not good:
+        """Return the experience of one task's rollouts; empty without a success."""
+        successes = [one for one in rollouts if one.reward is not None and is_success(one.reward.outcome)]
+        if not successes:
             return []
-        said = [[str(one["content"]) for one in rollout.messages if one.get("author") == "llm"] for rollout in good]
-        place = min(range(len(good)), key=lambda number: len(said[number]))
-        best = good[place]
+        replies = [
+            [str(one["content"]) for one in rollout.messages if one.get("author") == "llm"] for rollout in successes
+        ]
+        place = min(range(len(successes)), key=lambda number: len(replies[number]))
+        best = successes[place]
         return [
             Experience(
                 when_to_use="",
-                content=" ".join(said[place]),
+                content=" ".join(replies[place]),
                 query=str(best.messages[0]["content"]),
                 task_id=best.task_id,
                 score=1.0,
@@ -35,10 +37,10 @@ class WordSummarizer:
 
 
 def word_template(config: GuidanceConfig) -> ExperienceTemplate:
-    """Return the template, whose words are apart from the experience and from the message.
+    """Return the template.
 
     Raises:
-        ConfigurationError: they are not.
+        ConfigurationError: ``{}`` is not surrounded by spaces, or the template does not end with one.
     """
     template = ExperienceTemplate.of(config.experience_template)
     if not template.before.endswith(" ") or not template.after.startswith(" ") or not template.after.endswith(" "):
@@ -50,10 +52,10 @@ def word_template(config: GuidanceConfig) -> ExperienceTemplate:
 
 
 def word_maker(config: GuidanceConfig) -> LocalMaker | None:
-    """Return a maker in memory whose experiences are words of the world; ``None`` = what the configuration says.
+    """Return an in-memory maker whose experiences use the environment's words; ``None`` without guidance.
 
     Raises:
-        ConfigurationError: a service or a store is configured, whose experiences are of other words.
+        ConfigurationError: a service or a store is configured, whose experiences may have other words.
     """
     if not config.is_on:
         return None

@@ -1,8 +1,7 @@
-"""Many episodes at once: the policy writes, the environments answer, one key-value cache for all.
+"""Batched episodes of one policy with a shared key-value cache.
 
-Rows are in step by *columns*, not by tokens: in each column a row either has a token or a hole. Holes are
-masked and do not count as positions, so that every row sees exactly its own conversation, however long
-the messages of the others are.
+Rows are aligned by *columns*, not by tokens: in each column a row has a token or a hole. Holes are masked and have no
+position, so that every row attends to exactly its own conversation, whatever the length of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Row:
-    """One running episode and what was written in it so far."""
+    """One running episode and its messages so far."""
 
     episode: Episode
     ids: list[int]
@@ -34,7 +33,7 @@ class _Row:
     outcome: float = 0.0
     done: bool = False
     read: int = 0
-    """How many of ``ids`` the policy has read."""
+    """Number of ``ids`` that the policy has read."""
 
     def take_unread(self) -> list[int]:
         """Return the ids that the policy has not read yet, and count them as read."""
@@ -50,7 +49,7 @@ class _Row:
 
 
 class _Columns:
-    """The key-value cache of B rows, and which of its columns are real for which row."""
+    """The key-value cache of B rows, and the mask of tokens in its columns."""
 
     def __init__(self, model: LlamaForCausalLM, pad_id: int, rows: int, capacity: int) -> None:
         from transformers import DynamicCache
@@ -71,7 +70,7 @@ class _Columns:
         self._filled[:, start:stop] = filled.bool()
         self._width = stop
         positions = self._filled[:, :stop].cumsum(-1).sub_(1).clamp_(min=0)[:, start:]
-        # A hole sees itself, so that no softmax is over nothing; nobody else sees it.
+        # A hole attends only to itself, to avoid an empty softmax; no other token attends to it.
         order = torch.arange(stop, device=self._device)
         causal = order[None, :] <= order[start:, None]
         itself = order[None, :] == order[start:, None]
@@ -100,16 +99,15 @@ class RolloutWorker:
     def run(
         self, tasks: Sequence[TextTask], generator: torch.Generator, openings: Sequence[str] | None = None
     ) -> list[AgentTrajectory]:
-        """Return one trajectory per entry of ``tasks``, in order; the same task may stand there many times.
+        """Return one trajectory per entry of ``tasks``, in order; tasks may repeat.
 
-        Tokens are drawn from the policy's own distribution (temperature 1, nothing cut off). ``old_log_probs``
-        are those of the draw on the model's tokens and 0 on the environment's, where nothing was drawn.
-        ``rollout_id`` is left empty: the caller knows which step and which try this is.
+        Tokens are sampled from the policy's distribution (temperature 1, no truncation). ``old_log_probs`` are those of
+        the sampled tokens, and 0 on the environment's tokens. ``rollout_id`` is left empty for the caller.
 
         Args:
-            tasks: what to try.
-            generator: on the model's device.
-            openings: for each of them, the first message as the model is to read it; ``None`` = the environment's own.
+            tasks: tasks to attempt.
+            generator: random generator on the model's device.
+            openings: first message of each task, as shown to the model; ``None`` = the environment's message.
         """
         if not tasks:
             return []
@@ -133,7 +131,7 @@ class RolloutWorker:
         return _Row(episode, ids, len(ids), [message])
 
     def _reply(self, columns: _Columns, rows: Sequence[_Row], generator: torch.Generator) -> list[list[int]]:
-        """Let all rows that are not done write one reply; return the sampled ids per row."""
+        """Sample one reply in each unfinished row; return the sampled ids per row."""
         writing = [not row.done for row in rows]
         replies: list[list[int]] = [[] for _ in rows]
         for _ in range(self._environment.max_reply_tokens):
@@ -151,7 +149,7 @@ class RolloutWorker:
         return replies
 
     def _answer(self, row: _Row, reply: list[int]) -> None:
-        """Hand a reply to the environment, and its answer to the row."""
+        """Pass a reply to the environment, and append its answer to the row."""
         text = self._tokenizer.reply_text(reply)
         row.messages.append({"role": "assistant", "content": text, "author": "llm"})
         answer = row.episode.answer(text)

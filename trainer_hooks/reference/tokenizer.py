@@ -1,7 +1,7 @@
-"""A word tokenizer made on the spot, with a chat template of five marks. Pure; no I/O.
+"""A word tokenizer with a chat template of five marks. Pure; no I/O.
 
 A conversation is ``<bos>``, then messages. The environment's are ``<user> words <end>``; the model's are
-``<model> words <end>``, where ``<model>`` is given and the words and ``<end>`` are the model's own.
+``<model> words <end>``, where ``<model>`` is part of the prompt, and the model writes the words and ``<end>``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TEMPLATE = "bos (user words end | model words end)*"
 
 
 class WordTokenizer:
-    """Words to ids and back. Ids 0..4 are the marks, words follow in the order given.
+    """Maps words to ids and back. Ids 0..4 are the marks; words follow in the given order.
 
     Attributes:
         pad_id, end_id: ids of ``<pad>`` and of ``<end>``.
@@ -54,7 +54,7 @@ class WordTokenizer:
         """Return the words of ids, marks included."""
         return " ".join(self._words[index] for index in ids)
 
-    # ---- the same by the names of Hugging Face ----
+    # ---- Hugging Face's interface ----
 
     all_special_tokens = _MARKS
     all_special_ids = range(len(_MARKS))
@@ -64,8 +64,8 @@ class WordTokenizer:
     ) -> str:
         """Return a conversation as text, of words and marks."""
         words = [BOS]
-        for one in messages:
-            words += [MODEL if one["role"] == "assistant" else USER, str(one["content"]), END]
+        for message in messages:
+            words += [MODEL if message["role"] == "assistant" else USER, str(message["content"]), END]
         return " ".join([*words, MODEL] if add_generation_prompt else words)
 
     def convert_tokens_to_ids(self, words: Sequence[str]) -> list[int]:
@@ -77,7 +77,7 @@ class WordTokenizer:
         return {"input_ids": self.encode(text)}
 
     def opening(self, message: str) -> list[int]:
-        """Return the ids of a conversation's beginning, up to where the model begins to write."""
+        """Return the ids of a conversation's start, up to the model's first token."""
         return [self._ids[BOS], *self.turn(message)]
 
     def turn(self, message: str) -> list[int]:
@@ -89,5 +89,5 @@ class WordTokenizer:
         return [*self.encode(text), self.end_id]
 
     def reply_text(self, ids: Sequence[int]) -> str:
-        """Return what the model wrote, without the closing ``<end>``."""
+        """Return the text of the model's reply, without the closing ``<end>``."""
         return self.decode(ids[:-1] if ids and ids[-1] == self.end_id else ids)

@@ -1,8 +1,8 @@
-"""GRPO with experience replay on one process: a loop short enough to be read, complete enough to be measured.
+"""GRPO with experience replay in one process: a short but complete training loop.
 
-Random numbers come from two generators that are part of the trainer's state: one draws tokens (on the model's
-device), one the order of tasks and rows. On a CPU, with the same number of threads, two runs are equal to the
-bit, and so are a resumed and an uninterrupted one.
+Two random generators are part of the trainer's state: one for tokens (on the model's device), one for the order of
+tasks and rows. On a CPU with the same number of threads, two runs are bit-identical, as are a resumed and an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _STATE_VERSION = 1
 _STATE_KEYS = ("tokenizer_fingerprint", "model", "optimizer", "tokens", "order", "waiting", "curve", "replay")
 _PATIENCE = 60.0
-"""Seconds that a step waits for its summaries at the most."""
+"""Maximum seconds that a step waits for its summaries."""
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -92,7 +92,7 @@ class ReferenceTrainer(Closing):
 
     @property
     def step(self) -> int:
-        """Number of training steps that are done."""
+        """Number of finished training steps."""
         return self.curve[-1].step if self.curve else 0
 
     @property
@@ -106,7 +106,7 @@ class ReferenceTrainer(Closing):
         return summarize(self.curve, self.config.solved_at).solved_after
 
     def warm_start(self) -> float:
-        """Do the supervised start, once, before the first step; return its last loss in nats per token."""
+        """Run the supervised start, once, before the first step; return its last loss in nats per token."""
         return warm_start(
             self.model,
             self.tokenizer,
@@ -165,7 +165,7 @@ class ReferenceTrainer(Closing):
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
         self.metrics = self.hook.step_done(batch, fresh, current, entropys)
         self.metrics |= self.guidance.step_done(fresh, step)
-        self.guidance.wait(_PATIENCE)  # so that two runs are equal; no other trainer has to
+        self.guidance.wait(_PATIENCE)  # for reproducible runs; other trainers need not wait
 
         success, by_level = self.evaluate() if step % self.config.evaluate_every == 0 else (None, {})
         point = CurvePoint(
@@ -180,9 +180,9 @@ class ReferenceTrainer(Closing):
         return point
 
     def evaluate(self) -> tuple[float, dict[int, float]]:
-        """Return the success rate over all tasks, and that of each level. The same draws for the same policy.
+        """Return the success rate over all tasks and per level, deterministic for a given policy.
 
-        Its rollouts are guided as ``guidance.val_rollout_expmode`` says, and become experience with
+        Rollouts are guided by ``guidance.val_rollout_expmode``, and become experience with
         ``guidance.val_summarizer_save``.
         """
         made = self._evaluated()
@@ -212,11 +212,11 @@ class ReferenceTrainer(Closing):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned, of a trainer with the same configuration.
+        """Load a state of :meth:`state_dict`, from a trainer with the same configuration.
 
         Raises:
-            ConfigurationError: the state is of another environment or of another size of model.
-            CorruptStoreError: this is no such state.
+            ConfigurationError: the state is of another environment or model size.
+            CorruptStoreError: not a state of a trainer.
         """
         if state.get("version") != _STATE_VERSION:
             raise CorruptStoreError(f"trainer state: version {state.get('version')!r}, must be {_STATE_VERSION}")
@@ -226,7 +226,7 @@ class ReferenceTrainer(Closing):
             raise ConfigurationError("trainer state: made with another tokenizer; resume with the same environment")
         try:
             self.model.load_state_dict(state["model"])
-        except RuntimeError as error:  # torch's way to say that names or shapes differ
+        except RuntimeError as error:  # raised by torch when names or shapes differ
             raise ConfigurationError(f"trainer state: another size of model: {error}") from error
         self._optimizer.load_state_dict(state["optimizer"])
         self._tokens.set_state(state["tokens"])
@@ -237,20 +237,20 @@ class ReferenceTrainer(Closing):
         self.guidance.load_state_dict(state.get("guidance", {}))
 
     def close(self) -> None:
-        """Write what is left of the pool and of the experiences, and give their stores back."""
+        """Flush the pool and the experiences, and close their stores."""
         self.guidance.close()
         self.hook.close()
 
     # ---- inside a step ----
 
     def _fill(self) -> None:
-        """Make experience of an evaluation, before the first step, where configured."""
+        """Make experience of an evaluation before the first step, if configured."""
         wanted = self.config.guidance.init_experience_before_training and self.step == 0
         if wanted and not self.guidance.begin(self._evaluated(), _PATIENCE):
             logger.warning("guidance: not all of the evaluation has become experience in %.0f s", _PATIENCE)
 
     def _next_tasks(self) -> list[TextTask]:
-        """Return the next tasks of an order that is shuffled anew when all have had their turn."""
+        """Return the next tasks of an order that is reshuffled after each pass."""
         while len(self._waiting) < self.config.tasks_per_step:
             names = list(self._tasks)
             self._waiting += [names[index] for index in torch.randperm(len(names), generator=self._order).tolist()]
@@ -274,7 +274,7 @@ class ReferenceTrainer(Closing):
     def _guided(
         self, plan: Sequence[PlannedTask[TextTask]], mode: RolloutMode, generator: torch.Generator
     ) -> list[AgentTrajectory]:
-        """Return the plan's rollouts, some of which were shown experience."""
+        """Return the plan's rollouts, some of them guided."""
         tasks = [one.task for one in plan for _ in range(one.fresh_rollouts)]
         configs = self.guidance.before_rollout(plan, mode)
         openings = [
@@ -294,8 +294,8 @@ class ReferenceTrainer(Closing):
     def _log_probs(self, batch: Batch, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the policy's log-probabilities and entropies, [B, R].
 
-        Computed in the parts of which the minibatches are made, because a matrix product of other shape rounds
-        in another way: so the first minibatch's ratio is 1 to the last bit on a CPU.
+        Computed per minibatch, because rounding depends on the shape of a matrix product: so the first minibatch's
+        ratio is exactly 1 on a CPU.
         """
         shape, device = batch.tensors["responses"].shape, self.config.device
         log_probs, entropys = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
@@ -308,7 +308,7 @@ class ReferenceTrainer(Closing):
         return response_log_probs(self.model, ids, attention, positions, batch.tensors["responses"].shape[1])
 
     def _advantages(self, batch: Batch, outcomes: Sequence[float]) -> Tensor:
-        """Return the advantages of rewards that fall due on each row's last token, [B, R]."""
+        """Return the advantages, [B, R], with each row's reward on its last token."""
         rewards = torch.zeros(batch.tensors["responses"].shape)
         rewards[torch.arange(len(outcomes)), batch.response_lengths - 1] = torch.tensor(outcomes)
         advantages, _ = compute_grpo_outcome_advantage(
@@ -348,7 +348,7 @@ class ReferenceTrainer(Closing):
 
     @torch.no_grad()
     def _current_entropy(self, trajectories: Sequence[AgentTrajectory]) -> list[float]:
-        """Return the mean entropy of each trajectory's own tokens under the policy as it is."""
+        """Return the mean entropy of each trajectory's own tokens under the current policy."""
         rows = [
             row for number, one in enumerate(trajectories) for row in rows_of_rollout(one, 0, number, is_replayed=False)
         ]
@@ -364,7 +364,7 @@ class ReferenceTrainer(Closing):
 
 
 def _outcome(trajectory: AgentTrajectory) -> float:
-    """Return the outcome of a trajectory that an environment rewarded."""
+    """Return the outcome of a trajectory; raises without one."""
     if trajectory.reward is None or trajectory.reward.outcome is None:
         raise InvalidTrajectoryError(f"field reward: task {trajectory.task_id!r} has no outcome to learn from")
     return trajectory.reward.outcome

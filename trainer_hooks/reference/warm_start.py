@@ -1,8 +1,8 @@
-"""A short supervised start, after which the policy writes well-formed replies and knows nothing else.
+"""A short supervised start that teaches the policy well-formed replies only.
 
-From random weights a reply of three right words is found once in tens of thousands of tries. So the policy
-first imitates replies that are drawn without looking at the goal: it learns the grammar and what can be done
-at the moment, not what is asked for. Reinforcement learning begins at the success rate of such replies.
+With random weights a correct reply of three words has a chance of one in tens of thousands. So the policy first
+imitates replies drawn without looking at the goal: it learns the grammar and the available actions, but not the goal.
+Reinforcement learning begins at the success rate of such replies.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def warm_start(
         steps: optimizer steps.
         learning_rate: of the first one.
         seed: of the episodes.
-        template: if given, every other episode begins with experience that holds the replies that follow. So the model
-            learns to read experience, as a language model can from the start; not what is right, for they are blind.
+        template: if given, every other episode begins with experience that contains its replies. So the model learns to
+            read experience, like a language model; it does not learn correct replies, as these ignore the goal.
     """
     random = Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -82,7 +82,7 @@ def _any_episode(
     random: Random,
     template: ExperienceTemplate | None,
 ) -> AgentTrajectory:
-    """Return an episode of blind replies; with a template, after experience that holds them."""
+    """Return an episode of replies that ignore the goal; with a template, after experience that contains them."""
     episode = environment.begin(task)
     opening = episode.first_message
     ids: list[int] = []
