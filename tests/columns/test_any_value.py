@@ -1,7 +1,7 @@
-"""Any value that a user can pass: refused with the field's name and nothing changed, or written, read and verified.
+"""Any user value: refused by field name without changes, or written, read and verified.
 
-One trajectory carries one strange value somewhere; sound neighbours are added before and after it. Whatever is
-said of the strange one, the store opens again, its neighbours are there, and what was taken comes back equal.
+One trajectory has one strange value; sound neighbours are added before and after it. In either case the store reopens,
+the neighbours are intact, and accepted values are restored equal.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class _Hidden:
 
 
 def brief(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return a strategy of the same values; hypothesis would write out the long one again and again."""
+    """Return a strategy of the same values with a short text; hypothesis would write out the long one repeatedly."""
     return st.just(_Hidden(strategy)).flatmap(lambda hidden: hidden.strategy)
 
 
 def nested(leaves: st.SearchStrategy[Any], names: st.SearchStrategy[str], most: int) -> st.SearchStrategy[Any]:
-    """Return a strategy of JSON values with up to so many of these leaves."""
+    """Return a strategy of JSON values with at most this many of these leaves."""
 
     def within(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         lists = st.one_of(st.lists(inner, max_size=3), st.tuples(inner, inner))
@@ -97,7 +97,7 @@ JSON = nested(SCALARS, TEXT, 6)
 
 @st.composite
 def tensors(draw: st.DrawFn, leading: tuple[int, ...] = ()) -> torch.Tensor:
-    """Small tensors of any dtype and shape, some laid out strangely, filled with any bytes."""
+    """Small tensors of any dtype and shape, some with unusual strides, filled with arbitrary bytes."""
     dtype = draw(st.sampled_from([*dtypes().values()]))
     shape = draw(st.one_of(st.just(leading), st.lists(st.integers(0, 3), max_size=4).map(tuple)))
     shape += draw(st.lists(st.integers(0, 3), max_size=2).map(tuple)) if shape == leading else ()
@@ -113,7 +113,7 @@ def tensors(draw: st.DrawFn, leading: tuple[int, ...] = ()) -> torch.Tensor:
 
 ANYTHING = st.one_of(JSON, tensors((2, 3)), INTEGERS)
 
-# What fits, so that much is taken: its place is what is strange.
+# Valid values, so that many are accepted: their place is strange.
 FITTING_TEXT = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=6), st.sampled_from(["a.b", "\\", ""])
 )
@@ -155,7 +155,7 @@ EXTENTS = [(2**31 - 1, 1), (2**31, 1), (1, 2**31), (2**33, 2), (2**21, 2**21), (
 
 
 def _fields(draw: st.DrawFn, fitting: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return up to so many fields with values that fit, one of them perhaps with any value."""
+    """Return at most this many fields with valid values, perhaps one with any value."""
     names = draw(st.lists(st.sampled_from(sorted(fitting)), max_size=most, unique=True))
     fields = {name: draw(fitting[name]) for name in names}
     if names and draw(st.integers(0, 2)) == 0:
@@ -165,7 +165,7 @@ def _fields(draw: st.DrawFn, fitting: dict[str, Any], most: int) -> dict[str, An
 
 @st.composite
 def step_trajectories(draw: st.DrawFn) -> Trajectory:
-    """Return ones of T = 2, B = 3, sound but for some fields; now and then of another extent."""
+    """Return trajectories of T = 2, B = 3, sound but for some fields; occasionally of another extent."""
     if draw(st.integers(0, 5)) == 0:
         return Trajectory(rewards=torch.zeros(*draw(st.sampled_from(EXTENTS)), 0))
     return Trajectory(**{"rewards": torch.ones(2, 3, 1), **_fields(draw, STEP_FIELDS, 3)})
@@ -173,7 +173,7 @@ def step_trajectories(draw: st.DrawFn) -> Trajectory:
 
 @st.composite
 def agent_trajectories(draw: st.DrawFn) -> AgentTrajectory:
-    """Return ones of five tokens, sound but for some fields of theirs or of their reward."""
+    """Return trajectories of five tokens, sound but for some fields or reward fields."""
     sound = {"input_ids": torch.arange(5), "old_log_probs": torch.zeros(3), "response_start": 2}
     reward = Reward(**_fields(draw, REWARD_FIELDS, 2))
     return AgentTrajectory(**{**sound, "reward": reward, **_fields(draw, AGENT_FIELDS, 3)})
@@ -183,7 +183,7 @@ TRAJECTORIES = st.one_of(step_trajectories(), agent_trajectories())
 
 
 def as_told(value: Any) -> Any:
-    """Return what the documentation says that a value comes back as."""
+    """Return the documented restored form of a value."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -196,7 +196,7 @@ def as_told(value: Any) -> Any:
 
 
 def check_equal(given: AnyTrajectory, found: AnyTrajectory) -> None:
-    """Refuse any difference but those that the documentation tells of."""
+    """Refuse undocumented differences."""
     assert type(given) is type(found)
     if isinstance(given, AgentTrajectory):
         assert isinstance(found, AgentTrajectory)
@@ -227,7 +227,7 @@ def check_equal(given: AnyTrajectory, found: AnyTrajectory) -> None:
 
 
 def columns_of(value: Any) -> Any:
-    """Return a field with numpy's arrays as tensors, which they are taken as, and JSON as it comes back."""
+    """Return a field in restored form: numpy's arrays as tensors, JSON after a round trip."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, dict):
@@ -236,17 +236,17 @@ def columns_of(value: Any) -> Any:
 
 
 def check(trajectory: Any, form: str) -> bool:
-    """Add one between its neighbours, flush, open again; return whether it was taken."""
+    """Add one between its neighbours, flush, reopen; return whether it was accepted."""
     with tempfile.TemporaryDirectory() as path:
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=form) as buffer:
             buffer.add_trajectories([witness(1)])
-            told = "field"
+            message = "field"
             try:
                 ids = buffer.add_trajectories([trajectory])
             except errors.InvalidTrajectoryError as error:
-                ids, told = [], str(error)
-            assert told.isprintable()
-            assert any(word in told for word in ("field", "trajectory", "Trajectory"))
+                ids, message = [], str(error)
+            assert message.isprintable()
+            assert any(word in message for word in ("field", "trajectory", "Trajectory"))
             assert buffer.trajectory_counter == 1 + len(ids)
             buffer.add_trajectories([witness(2)])
             buffer.flush(timeout=60)
@@ -257,13 +257,13 @@ def check(trajectory: Any, form: str) -> bool:
         assert check_trajectory(again.get(1 + len(ids))) == 2
         if ids:
             check_equal(trajectory, again.get(ids[0]))
-        found = verify(path)
-        assert found.sound, found.problems
+        verification = verify(path)
+        assert verification.sound, verification.problems
         return bool(ids)
 
 
 def test_any_value_is_refused_or_comes_back() -> None:
-    """Refusals alone, or additions alone, would prove nothing."""
+    """Refusals alone, or acceptances alone, would prove nothing."""
     taken = {False: 0, True: 0}
 
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)

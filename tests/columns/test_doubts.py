@@ -1,4 +1,4 @@
-"""What is doubted of a rollout, against a twin that asks the same of whole masks, each made of truth values first."""
+"""Suspicious values of rollouts, against a twin that builds whole masks of truth values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEAR = [
     for base in (torch.tensor([edge], dtype=torch.float64).to(dtype),)
     for value in (base, *(torch.nextafter(base, torch.tensor([to], dtype=dtype)) for to in (-9.0, 9.0)))
 ]
-"""Values beside each limit, as each dtype has them."""
+"""Values beside each limit, for each dtype."""
 
 
 def _twin(rollout: AgentTrajectory) -> Iterator[str]:
@@ -86,7 +86,7 @@ def test_doubts_are_those_of_the_twin(data: st.DataObject) -> None:
     assert list(doubts(flat, rollout.response_start)) == wrong
 
 
-# -- Rollouts that are certainly wrong are kept, and told at the moment of adding --
+# -- Certainly wrong rollouts are kept, with a warning on addition --
 
 
 NAN, INF = float("nan"), float("inf")
@@ -107,15 +107,15 @@ def watched(**fields: Any) -> AgentTrajectory:
 
 def told(caplog: pytest.LogCaptureFixture, *rollouts: Any) -> list[str]:
     with caplog.at_level(logging.WARNING), TrajectoryReplayBuffer(sample_window_size=0) as buffer:
-        for one in rollouts:
-            buffer.add_trajectories([one])
+        for rollout in rollouts:
+            buffer.add_trajectories([rollout])
         assert len(buffer) == len(rollouts)
     return [record.message for record in caplog.records]
 
 
 SOUND: list[dict[str, Any]] = [
     {"input_ids": np.arange(6), "loss_mask": None},
-    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # where the environment wrote
+    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # at the environment's tokens
     {"old_log_probs": torch.full((4,), -1.0).to(torch.float8_e5m2), "input_ids": torch.arange(6).to(torch.uint16)},
     {"old_log_probs": torch.zeros(0), "response_start": 6, "response_mask": None},
     {"input_ids": torch.zeros(0, dtype=torch.int64), "loss_mask": None, "response_start": None, "response_mask": None},
@@ -151,7 +151,7 @@ def test_what_goes_on_being_wrong_is_told_ever_more_rarely(caplog: pytest.LogCap
 
 def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None:
     again = [watched(rollout_id="0"), watched(rollout_id="1"), watched(rollout_id="0", policy_version=2), watched()]
-    assert told(caplog, *again, watched()) == []  # those without a rollout_id cannot be told apart
+    assert told(caplog, *again, watched()) == []  # those without a rollout_id are indistinguishable
     [text] = told(caplog, *again, watched(rollout_id="1"))
     assert "the task_id, rollout_id and policy_version of another one; the newest is rollout '1'" in text
 

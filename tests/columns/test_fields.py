@@ -1,4 +1,4 @@
-"""Names of columns, the arithmetic of extra rows, portions, and the memory of columns."""
+"""Column names, arithmetic of extra rows, portions, and memory of columns."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_axis_by_field_and_rows(field: str, rows: int, expected: tuple[Axis, int
 @settings(max_examples=60, deadline=None)
 @given(epochs=st.integers(1, 4), steps_each=st.integers(1, 4), batch=st.integers(1, 3), data=st.data())
 def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: Any) -> None:
-    """Rows are labelled with the sample that they belong to, None in extra rows, as they are written."""
+    """Rows have the label of their sample, as written, and None in extra rows."""
     first: list[int | None] = []
     last: list[int | None] = []
     for epoch in range(epochs):
@@ -86,13 +86,13 @@ def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: 
 def test_portions_are_the_list_within_their_bounds_and_as_long_as_they_can_be(
     sizes: list[int], limit: int, most: int
 ) -> None:
-    found = list(portions(sizes, limit, int, most=most))
-    assert [size for portion, _ in found for size in portion] == sizes
-    for at, (portion, total) in enumerate(found):
+    slices = list(portions(sizes, limit, int, most=most))
+    assert [size for portion, _ in slices for size in portion] == sizes
+    for at, (portion, total) in enumerate(slices):
         assert total == sum(portion)
         assert len(portion) == 1 or (total <= limit and len(portion) <= most)
-        if at + 1 < len(found):
-            assert total + found[at + 1][0][0] > limit or len(portion) == most
+        if at + 1 < len(slices):
+            assert total + slices[at + 1][0][0] > limit or len(portion) == most
 
 
 def test_items_are_taken_as_portions_are_asked_for() -> None:
@@ -107,7 +107,7 @@ def test_items_are_taken_as_portions_are_asked_for() -> None:
     assert taken == [0, 1, 2]
 
 
-# -- Memory that is used again: never while anybody can still see it --
+# -- Reused memory: never while it is still referenced --
 
 
 SLAB = 4096

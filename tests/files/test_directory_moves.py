@@ -1,4 +1,4 @@
-"""Directories that are moved, removed, replaced or meddled with while a buffer has them open."""
+"""Directories that are moved, removed, replaced or modified while a buffer has them open."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
     while (path / part).exists():  # metadata.json may be renewed meanwhile
         shutil.rmtree(path / part, ignore_errors=True)
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while .* open \(it was .*run\)"):
-        buffer.flush()  # nothing waits, and still it says so
+        buffer.flush()  # raises even with nothing to write
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while") as raised:
         add_each(buffer, [1])
     assert "free space" not in str(raised.value)
@@ -130,7 +130,7 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     check_batch(reader.sample(16))
     os.rename(tmp_path / "r", tmp_path / "r2")
     assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
-    for key in (4, 5):  # at first from the log alone, then anew: the log was written into the index
+    for key in (4, 5):  # first from the log alone, then after it was merged into the index
         with opened(tmp_path / "r2") as buffer:
             add_each(buffer, [key])
             assert reader.refresh()
@@ -149,7 +149,7 @@ def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pyte
     with opened(tmp_path / "run_old" / "rank_1") as buffer:
         add_each(buffer, [2])
         assert reader.refresh()
-    assert sorted(check_trajectory(one) for one in reader.sample_trajectories(3)) == [0, 1, 2]
+    assert sorted(check_trajectory(trajectory) for trajectory in reader.sample_trajectories(3)) == [0, 1, 2]
     reader.close()
 
 
@@ -208,7 +208,7 @@ def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     add_each(buffer, [0])
     (tmp_path / "writer.lock").unlink()
-    (tmp_path / "writer.lock").touch()  # as a writer that locks this file only would
+    (tmp_path / "writer.lock").touch()  # as a writer that locks only this file would
     with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced while this writer held it"):
         buffer.flush()
     with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced"):
@@ -239,7 +239,7 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
 
     def files_only(descriptor: int, operation: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS says of folders
+            raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS reports for folders
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", files_only)
@@ -252,7 +252,7 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
 
 
 def write_and_fork(path: Path, told: Connection) -> None:
-    """Hold a store, and a reader of it, in two processes of which one is forked from the other."""
+    """Hold a store and its reader in two processes, one forked from the other."""
     buffer = opened(path)
     add_each(buffer, [0])
     reader = reader_of(path)

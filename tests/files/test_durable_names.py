@@ -1,4 +1,4 @@
-"""New names are synced in their folders before anybody relies on them; what must go first, goes for good first."""
+"""New names are synced in their folders before use; required deletions are durable before what depends on them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trajstore.testing.witness import witness
 
 
 class Recorder:
-    """Notes what a directory asks of the system; stands in for the module ``os``.
+    """Records a directory's system calls; stands in for the module ``os``.
 
     Attributes:
         calls: (call, absolute path) in order.
-        unsynced: names that appeared, and whose folder was not synced since.
+        unsynced: new names whose folder was not synced since.
     """
 
     def __init__(self, watch: Callable[[], None] = lambda: None) -> None:
@@ -51,7 +51,7 @@ class Recorder:
                 self.calls.append((name, path))
                 with self._mutex:
                     if name == "fsync":
-                        self.unsynced = {one for one in self.unsynced if os.path.dirname(one) != path}
+                        self.unsynced = {entry for entry in self.unsynced if os.path.dirname(entry) != path}
                     elif name != "unlink":
                         self.unsynced.add(path)
             self._watch()
@@ -60,7 +60,7 @@ class Recorder:
         return call
 
     def _note(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
-        """Return the path of what a call makes, removes or syncs."""
+        """Return the path that a call creates, removes or syncs."""
         if name == "fsync":
             return os.readlink(f"/proc/self/fd/{arguments[0]}")
         folder = keywords.get("dst_dir_fd", keywords.get("dir_fd"))
@@ -71,7 +71,7 @@ class Recorder:
         return path if name != "mkdir" or not os.path.exists(path) else None
 
     def place_of(self, call: str, part: str) -> int:
-        """Return when a call was first made for a path that has ``part`` in it."""
+        """Return the position of the first call whose path contains ``part``."""
         return next(at for at, (name, path) in enumerate(self.calls) if name == call and part in path)
 
 
@@ -87,8 +87,8 @@ def recording(watch: Callable[[], None] = lambda: None) -> Iterator[Recorder]:
 @pytest.mark.parametrize("fmt", ["pt", "zarr"])
 def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> None:
     store = tmp_path / "a" / "b" / "store"
-    # What no call promises: the lock, which nobody needs after a crash, and metadata.json, whose sizes are renewed for
-    # people by the writer's own thread, whenever that gets to it.
+    # Not promised by any call: the lock, useless after a crash, and metadata.json, whose sizes the writer's own thread
+    # updates at any time.
     renewed = {str(store / "metadata.json"), str(store / "metadata.json.tmp")}
     unpromised = renewed | {str(store / "writer.lock")}
     with recording() as recorder, opened(store, trajectory_format=fmt) as buffer:
@@ -161,12 +161,12 @@ def test_what_a_killed_save_left_is_removed_and_what_a_live_one_makes_is_not(tmp
             buffer.save_checkpoint(path)
             assert not left.exists()
             assert other.exists()
-    assert os.listdir(path) == []  # the last one to come has the name
+    assert os.listdir(path) == []  # the last to arrive holds the name
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "store"]
 
 
 def test_an_interrupt_does_not_come_while_folders_are_removed(tmp_path: Path) -> None:
-    """In the main thread it would: ``rmtree`` then closes a descriptor twice, and tells of that one."""
+    """In the main thread ``rmtree`` would close a descriptor twice, and raise for that one."""
     threads = []
 
     def removed(*arguments: Any, **options: Any) -> None:

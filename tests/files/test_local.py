@@ -1,4 +1,4 @@
-"""The local directory: what every directory promises, and what only this one does."""
+"""The local directory: the common contract of directories, and its own features."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestLocalDirectory(DirectoryConformance):
 def test_a_failed_append_is_cut_off_even_if_that_fails_at_first(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     directory.append("log/1", b"first\n")
-    plan = FaultPlan(1, "torn", lasting=True)  # all from the write on: the cut too
+    plan = FaultPlan(1, "torn", lasting=True)  # everything fails from the write on, including the truncation
     with failing_disk(plan), pytest.raises(OSError, match="log/1"):
         directory.append("log/1", b"second line\n")
     assert (tmp_path / "log" / "1").read_bytes() == b"first\nsecond"
@@ -58,7 +58,7 @@ def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> Non
 
 def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
-    directory.lock_writer().release()  # only where somebody has written are readers announced
+    directory.lock_writer().release()  # readers are announced only after a writer existed
     assert directory.readers() == []
     first, second = directory.announce_reader(), directory.announce_reader()
     assert [(reader.generation, reader.settled) for reader in directory.readers()] == [(0, False)] * 2
@@ -80,7 +80,7 @@ def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
 
 
 def test_a_reader_keeps_no_other_user_from_announcing_itself(tmp_path: Path) -> None:
-    """As where somebody whose umask is strict, or root, is the first to read another user's store."""
+    """A user with a strict umask, or root, reads another user's store first."""
     path = tmp_path / "store"
     directory = LocalDirectory(path)
     directory.lock_writer().release()

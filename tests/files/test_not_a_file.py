@@ -1,4 +1,4 @@
-"""What stands in place of a file and is none, or is larger than any: refused at once, by every way of looking."""
+"""Non-files and oversized files in place of files: refused at once by every tool."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with files of every sort: three trajectories in three shards, the newest two in the log only."""
+    """Return a store with files of every kind: three trajectories in three shards, the newest two only in the log."""
     path = tmp_path_factory.mktemp("store")
     made = path / "made"
     filled(made, [0])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
         add_each(buffer, (1, 2))
         buffer.points.pin("kept")
-        copy_live(made, path / "copy")  # as a killed writer leaves it
+        copy_live(made, path / "copy")  # as after a killed writer
     return path / "copy"
 
 
 def look(call: Callable[[], object]) -> Exception | None:
-    """Return the error of the project's own that a call raises, if it raises any."""
+    """Return the project's own error that a call raises, if any."""
     try:
         call()
     except errors.TrajstoreError as error:

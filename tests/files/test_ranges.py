@@ -1,4 +1,4 @@
-"""Reading the rows that are drawn from an object store, and not the shards in which they are."""
+"""Fetching only the drawn rows from an object store, not their whole shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTENT = np.random.default_rng(0).integers(0, 256, 40 * BLOCK + 17, np.uint8).t
 
 
 class Server:
-    """Ranges of one file, and what was asked for."""
+    """Ranges of one file, and the requests for them."""
 
     def __init__(self) -> None:
         self.asked: list[Range] = []
@@ -54,30 +54,30 @@ def read(one: PartialMap, *pieces: tuple[int, int]) -> list[bytes]:
 
 def open_files(folder: Path) -> list[int]:
     """Return this process's descriptors of files in a folder."""
-    found = []
+    descriptors = []
     for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
-                found.append(number)
-    return found
+                descriptors.append(number)
+    return descriptors
 
 
 def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
-    one = maps.map("a", len(CONTENT))
+    file = maps.map("a", len(CONTENT))
     chance = random.Random(3)
     for _ in range(60):
         pieces = []
         for _ in range(chance.randint(1, 5)):
             start = chance.randrange(len(CONTENT))
             pieces.append((start, min(len(CONTENT), start + chance.choice((1, 50, BLOCK, 3 * BLOCK)))))
-        assert read(one, *pieces) == [CONTENT[start:stop] for start, stop in pieces]
+        assert read(file, *pieces) == [CONTENT[start:stop] for start, stop in pieces]
     covered = server.asked
     assert len(covered) < 60
     blocks = [block for piece in covered for block in range(piece.start // BLOCK, -(-piece.stop // BLOCK))]
-    assert len(one.there) == 41
+    assert len(file.there) == 41
     assert maps.fetched == sum(piece.stop - piece.start for piece in covered)
-    assert set(np.flatnonzero(one.there).tolist()) == set(blocks)
+    assert set(np.flatnonzero(file.there).tolist()) == set(blocks)
 
 
 def test_many_files_lie_in_one_and_give_back_what_they_had(
@@ -85,17 +85,17 @@ def test_many_files_lie_in_one_and_give_back_what_they_had(
 ) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
     files = [maps.map(str(number), len(CONTENT)) for number in range(30)]
-    for one in files:
-        assert read(one, (0, len(CONTENT))) == [CONTENT]
+    for file in files:
+        assert read(file, (0, len(CONTENT))) == [CONTENT]
     assert list(tmp_path.iterdir()) == []
     (held,) = open_files(tmp_path)
     full = os.fstat(held).st_blocks
-    del one, files[1:]
+    del file, files[1:]
     assert os.fstat(held).st_blocks < full / 20
     assert read(files[0], (0, len(CONTENT))) == [CONTENT]
     monkeypatch.setattr(partial, "_OF_ONE_FILE", 100 * BLOCK)
     files += [maps.map(str(number), len(CONTENT)) for number in range(4)]
-    assert [read(one, (0, len(CONTENT))) for one in files] == 5 * [[CONTENT]]
+    assert [read(file, (0, len(CONTENT))) for file in files] == 5 * [[CONTENT]]
     assert len(open_files(tmp_path)) == 3
     del files[0]
     assert len(open_files(tmp_path)) == 2
@@ -103,24 +103,24 @@ def test_many_files_lie_in_one_and_give_back_what_they_had(
 
 def test_what_lies_outside_of_the_files_is_passed_over(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
-    one, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
-    low, high = sorted((one, other), key=lambda each: each.address)
+    first, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
+    low, high = sorted((first, other), key=lambda each: each.address)
     elsewhere = [low.address - 1, low.address + low.nbytes, high.address + high.nbytes, high.address + 5]
-    with fetched([one, other], lambda: (np.array(elsewhere), np.array([1, 1, 1, 0]))):
+    with fetched([first, other], lambda: (np.array(elsewhere), np.array([1, 1, 1, 0]))):
         assert server.asked == []
-    with fetched([one, other], lambda: (np.array([*elsewhere, high.address + 5]), np.array([1, 1, 1, 0, BLOCK]))):
+    with fetched([first, other], lambda: (np.array([*elsewhere, high.address + 5]), np.array([1, 1, 1, 0, BLOCK]))):
         assert server.asked == [Range(high.name, 0, 2 * BLOCK)]
-    with fetched([one, other], lambda: (np.array([high.address + 7]), np.array([1]))):
+    with fetched([first, other], lambda: (np.array([high.address + 7]), np.array([1]))):
         assert len(server.asked) == 1
 
 
 def test_neighbours_are_fetched_with_one_request(server: Server, tmp_path: Path) -> None:
-    one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
-    read(one, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (36 * BLOCK, 36 * BLOCK + 1))
+    file = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
+    read(file, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (36 * BLOCK, 36 * BLOCK + 1))
     assert server.asked == [Range("a", 0, 3 * BLOCK), Range("a", 36 * BLOCK, 37 * BLOCK)]
-    read(one, (BLOCK, BLOCK + 1))
+    read(file, (BLOCK, BLOCK + 1))
     assert len(server.asked) == 2
-    read(one, (len(CONTENT) - 1, len(CONTENT)))
+    read(file, (len(CONTENT) - 1, len(CONTENT)))
     assert server.asked[-1] == Range("a", 40 * BLOCK, len(CONTENT))
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_needs_nothing_more_is_in_use_all_the_same(server: Server, t
     first, second = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
     read(first, (0, 10 * BLOCK))
     read(second, (0, 10 * BLOCK))
-    read(first, (0, BLOCK))  # is there
+    read(first, (0, BLOCK))  # present already
     third = maps.map("c", len(CONTENT))
     read(third, (0, 10 * BLOCK))
     assert first.there.any()
@@ -153,25 +153,25 @@ def test_a_file_that_needs_nothing_more_is_in_use_all_the_same(server: Server, t
 
 def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
-    one, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
-    read(one, (0, 20 * BLOCK))
+    first, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
+    read(first, (0, 20 * BLOCK))
     child = os.fork()
     if child == 0:
-        right = read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
-        read(other, (0, 20 * BLOCK))  # which empties the first one
-        os._exit(0 if right and not one.there.any() else 1)
+        right = read(first, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
+        read(other, (0, 20 * BLOCK))  # evicts the first one
+        os._exit(0 if right and not first.there.any() else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert one.there.sum() == 20
-    assert read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
+    assert first.there.sum() == 20
+    assert read(first, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
 
 
 def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, tmp_path: Path) -> None:
-    one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
+    file = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
-        read(one, (0, 10))
-    assert told.value.errno == errno.ENOSPC
-    assert read(one, (0, 10)) == [CONTENT[:10]]
+    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as raised:
+        read(file, (0, 10))
+    assert raised.value.errno == errno.ENOSPC
+    assert read(file, (0, 10)) == [CONTENT[:10]]
 
 
 # -- whole stores -------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows by the bytes of each range that is fetched."""
+    """Return a list to which the bytes of each fetched range are appended."""
     sizes: list[int] = []
     real = ObjectStore.ranges
 
@@ -248,22 +248,22 @@ def test_only_what_is_drawn_is_fetched(memory_url: str, asked: list[int]) -> Non
 def test_agent_trajectories_are_fetched_alone(memory_url: str, asked: list[int]) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
         for number in range(40):
-            tokens, said = torch.arange(number, number + 5000), [{"role": "user", "content": "x"}]
-            buffer.add_trajectories([AgentTrajectory(input_ids=tokens, messages=said)])
+            tokens, messages = torch.arange(number, number + 5000), [{"role": "user", "content": "x"}]
+            buffer.add_trajectories([AgentTrajectory(input_ids=tokens, messages=messages)])
     with reader_of(memory_url) as reader:
         for number in (3, 17):
             assert torch.equal(reader.get(number).input_ids, torch.arange(number, number + 5000))
         assert sum(asked) < 0.25 * 40 * 5000 * 8
         drawn = reader.sample_trajectories(4)
-        assert all(int(one.input_ids[0]) < 40 for one in drawn)
+        assert all(int(rollout.input_ids[0]) < 40 for rollout in drawn)
 
 
 def test_formats_without_places_are_said(memory_url: str, caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
     filled(memory_url, range(2), trajectory_format="pkl")
     with caplog.at_level(logging.WARNING), reader_of(memory_url) as reader:
         check_batch(reader.sample(8))
-    said = [record.getMessage() for record in caplog.records if "range_reads has no effect" in record.getMessage()]
-    assert len(said) == 1
+    warnings = [record.getMessage() for record in caplog.records if "range_reads has no effect" in record.getMessage()]
+    assert len(warnings) == 1
     assert asked == []
 
 

@@ -1,4 +1,4 @@
-"""Objects of S3 that are written in parts, here from one KB on."""
+"""S3 multipart uploads, here from one KB on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_trajectory, witness
 
 CONTENT = bytes(range(256)) * 44
-"""11 KB: three parts of five, with which the server is content here."""
+"""11 KB: three parts of five, which the server here accepts."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_in_parts_and_whole(objects: ObjectStore, monkeypatch: pytest.MonkeyPatc
     real = type(fs).call_s3
 
     def call(self: Any, name: str, **given: Any) -> Any:
-        if given.get("Key", "").endswith("/a"):  # and not what another test's lock is still sending
+        if given.get("Key", "").endswith("/a"):  # ignores requests of another test's lock
             calls.append(name)
         return real(self, name, **given)
 
@@ -97,10 +97,10 @@ def test_what_fails_is_taken_back(
 def test_what_is_too_large_for_s3_is_refused(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "MOST_PARTS", 2)
     monkeypatch.setattr(uploads, "LARGEST_PART", 5 << 10)
-    with pytest.raises(OSError, match="at most 10,240") as told:
+    with pytest.raises(OSError, match="at most 10,240") as raised:
         objects.put("a", CONTENT)
-    assert told.value.errno == errno.EFBIG
-    assert objects.url in str(told.value)
+    assert raised.value.errno == errno.EFBIG
+    assert objects.url in str(raised.value)
 
 
 def test_a_store_of_objects_in_parts(objects: ObjectStore, s3_options: dict[str, Any]) -> None:
@@ -111,5 +111,5 @@ def test_a_store_of_objects_in_parts(objects: ObjectStore, s3_options: dict[str,
         buffer.points.pin("all")
         buffer.evict([3])
     with TrajectoryReplayBuffer.open(url, storage_options=s3_options) as reader:
-        found = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
-    assert found == [key for key in range(20) if key != 3]
+        keys = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+    assert keys == [key for key in range(20) if key != 3]

@@ -1,4 +1,4 @@
-"""Pickles of other people: what is data comes back equal, what would run is refused and has not run."""
+"""Untrusted pickles: data is restored equal, code is refused without running."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_persistent_ids() -> None:
         safe_loads(target.getvalue())
 
 
-# -- what would run ----------------------------------------------------------------------------------
+# -- code -------------------------------------------------------------------------------------------
 
 
 class Calls:
@@ -220,7 +220,7 @@ class Calls:
 
 
 def calling(module: str, name: str, *arguments: Any, protocol: int = 2) -> bytes:
-    """Return a pickle that calls ``module.name(*arguments)``, whether or not there is such a function."""
+    """Return a pickle that calls ``module.name(*arguments)``, whether or not that function exists."""
     packed = pickle.dumps(arguments, 2)[2:-1]
     if protocol >= 4:
         return b"\x80\x04" + unicode(module) + unicode(name) + b"\x93" + packed + b"R."
@@ -263,7 +263,7 @@ def test_the_message_names_what_was_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsafeContentError, match=r"(system|eval|exec), which is not plain data; nothing of it was"):
             safe_loads(data)
         assert not marker.exists()
-        pickle.loads(data)  # the attack is a real one
+        pickle.loads(data)  # the attack works
         assert marker.exists()
         marker.unlink()
 
@@ -326,7 +326,7 @@ def test_a_stand_in_class_cannot_be_changed() -> None:
     assert Plain().a == 0
 
 
-# -- what is damaged, or claims too much -------------------------------------------------------------
+# -- damage and excessive claims ---------------------------------------------------------------------
 
 
 HOSTILE = {
@@ -394,7 +394,7 @@ def test_object_arrays_are_refused(protocol: int) -> None:
 
 
 def rebuilding(offset: Any, size: Any, stride: Any) -> bytes:
-    """Return the pickle of a tensor of four float32 with other places."""
+    """Return the pickle of a tensor of four float32 with another layout."""
 
     class Lying(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -462,6 +462,6 @@ def test_changed_bytes_raise_nothing_else(changes: list[tuple[int, int]]) -> Non
 
 
 def read_or_refuse(data: bytes | bytearray) -> None:
-    """Read ``data``; anything but a value or one of the store's errors fails the test."""
+    """Read ``data``; only a value or one of the store's errors passes."""
     with contextlib.suppress(StoreError):
         safe_loads(data)

@@ -1,4 +1,4 @@
-"""The container of ``torch.save``: what we write torch reads, what torch writes we locate, and damage is refused."""
+"""The ``torch.save`` container: torch reads our files, we locate torch's tensors, and damage is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(obj: Any) -> tuple[bytes, list[int]]:
 
 
 def at(data: bytes, place: TensorPlace) -> torch.Tensor:
-    """Read a located tensor the plain way."""
+    """Read a located tensor directly."""
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     storage = raw.untyped_storage()
     tensor = torch.empty(0, dtype=place.dtype)
@@ -65,11 +65,11 @@ def test_torch_reads_every_dtype_and_shape(tmp_path: Path, name: str, shape: tup
     path.write_bytes(data)
     for mapped in (False, True):
         read = torch.load(path, weights_only=True, mmap=mapped)
-        found = read["deep"][0]["x"]
+        loaded = read["deep"][0]["x"]
         assert read["deep"][1:] == [7, "text", None, True]
-        assert found.dtype == tensor.dtype
-        assert found.shape == tensor.shape
-        assert same_bytes(found, tensor)
+        assert loaded.dtype == tensor.dtype
+        assert loaded.shape == tensor.shape
+        assert same_bytes(loaded, tensor)
     assert offsets[0] % ALIGNMENT == 0
     assert data[offsets[0] : offsets[0] + tensor.nbytes] == bytes(raw_bytes(tensor))
     place = locate(data)["deep"][0]["x"]
@@ -148,16 +148,16 @@ def test_changed_bytes_never_place_a_tensor_outside_the_file() -> None:
         for _ in range(rng.randint(1, 3)):
             changed[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            found = locate(bytes(changed))
+            located = locate(bytes(changed))
         except (CorruptStoreError, UnsafeContentError):
             continue
-        for place in (found or {}).values():
+        for place in (located or {}).values():
             if isinstance(place, TensorPlace):
                 assert place.offset >= 0
                 assert place.offset + place.nbytes <= len(data)
 
 
-# -- archives as numbers: they lie as torch lays them, reach beyond 4 GiB, and claim nothing that is not there ---
+# -- archive arithmetic: same layout as torch, beyond 4 GiB, no claims beyond the content ---------------
 
 
 def test_records_lie_where_torch_puts_them() -> None:
@@ -176,7 +176,7 @@ def test_records_lie_where_torch_puts_them() -> None:
 
 @pytest.mark.parametrize("limit", [0, 200, 1500])
 def test_sixty_four_bit_sizes_and_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Files beyond 4 GiB differ in how numbers are written; here everything beyond ``limit`` is written so."""
+    """Files beyond 4 GiB encode numbers differently; here all numbers beyond ``limit`` are encoded so."""
     tensors = [torch.randn(shape) for shape in ((0,), (5,), (100,), (3, 7))]
     packed = [slot(tensor) for tensor in tensors]
     with monkeypatch.context() as patch:
@@ -246,7 +246,7 @@ GOOD, _ = written({"a": slot(torch.arange(40)), "b": slot(torch.ones(3))})
 
 
 def rewritten(data: bytes, **changes: Any) -> bytes:
-    """Return ``data`` with fields of the directory's entry of data/0 changed."""
+    """Return ``data`` with fields of data/0's directory entry changed."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         start = archive.start_dir
     position = data.index(b"PK\x01\x02", data.index(b"archive/byteorder", start))

@@ -1,4 +1,4 @@
-"""Stores whose trajectories tell by their key what they are."""
+"""Stores with trajectories identified by a key."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    """Return id and key of every trajectory, each read whole."""
-    found = {}
+    """Return id and key of every trajectory, each read in full."""
+    keys = {}
     for number in buffer.trajectory_ids.tolist():
         rewards = buffer.get(number).rewards
         key = int(rewards[0, 0, 0]) // 1000
         assert torch.equal(rewards, block(key, rewards.shape[0]).rewards)
-        found[number] = key
-    return found
+        keys[number] = key
+    return keys
 
 
 def loaded(path: str | Path, pin: str | None = None) -> dict[int, int]:
-    """Return id and key of everything that a reader sees."""
+    """Return id and key of everything visible to a reader."""
     with TrajectoryReplayBuffer(seed=0, sample_window_size=0) as reader:
         reader.load_checkpoint(path, pin=pin)
         return keys_of(reader)
 
 
 def state_files(path: Path) -> int:
-    """Return how many files with states of saved points there are."""
+    """Return the number of state files of saved points."""
     return len(list((path / "pins").glob("*.state")))
 
 
 def names_in(path: str | Path, kind: str) -> list[str]:
-    """Return the names of the snapshots of a kind, of those that were left the earliest first."""
+    """Return the names of the snapshots of a kind; abandoned ones oldest first."""
     catalog = Catalog.open(open_directory(path))
     heads = catalog.asides() if kind == "aside" else catalog.snapshots()
     return [head.name for head in heads if head.kind == kind]
@@ -67,14 +67,14 @@ def names_in(path: str | Path, kind: str) -> list[str]:
 
 @contextmanager
 def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
-    """Copy a directory before each change of its files, and at the end; what was not changed is not copied again."""
+    """Copy a directory before each change of its files, and at the end, skipping unchanged files."""
     copies: list[Path] = []
     seen: list[dict[str, bytes]] = []
 
     def copy() -> None:
         target = kept / f"{len(copies):04d}"
         shutil.copytree(path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
-        files = {str(one.relative_to(target)): one.read_bytes() for one in target.rglob("*") if one.is_file()}
+        files = {str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()}
         if files in seen[-1:]:
             shutil.rmtree(target)
         else:

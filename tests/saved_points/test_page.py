@@ -1,4 +1,4 @@
-"""The whole programs of the guides, killed again and again, end as if nobody had killed them."""
+"""The complete programs of the guides, killed repeatedly, end as if undisturbed."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ json.dump(ends, sys.stdout)
 
 
 PROGRAMS = {
-    # by the function that a page has: the page, how many steps, and where it is killed
+    # by the function on a page: the page, number of steps, and kill positions
     "train_with_loader": (
         "resume.md",
         40,
         [
-            ("add", 1, "after"),  # something was added, and nothing saved
+            ("add", 1, "after"),  # added, but not saved
             ("replace", 1, "before"),  # point 0 without its model
             ("add", 8, "before"),  # within the first ten steps
             ("replace", 2, "before"),  # point 20 without its model: back to 10
@@ -100,7 +100,7 @@ PROGRAMS = {
             ("add", 1, "after"),  # rollouts of step 1, which no model learned from
             ("add", 7, "before"),  # the pool has successes, and there is but the checkpoint of step 0
             ("replace", 2, "before"),  # point 10 without its model: back to 5
-            ("step", 3, "before"),  # steps 6 and 7 are in the pool; the rollouts of 8 are in the store alone
+            ("step", 3, "before"),  # steps 6 and 7 are in the pool; the rollouts of 8 only in the store
             ("save", 2, "before"),  # back to 10
             ("replace", 1, "after"),  # all of step 15
         ],
@@ -110,7 +110,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("deaths", [4, pytest.param(7, marks=pytest.mark.campaign)])
 def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int) -> None:
-    """One process forks all lives, as what they import takes longer than they do."""
+    """One process forks all lives, because their imports take longer than their work."""
     given = []
     for name, (page, steps, kills) in PROGRAMS.items():
         text = (project_root / "docs" / "howto" / page).read_text()

@@ -1,4 +1,4 @@
-"""Saved points and rollback: what comes back, what is set aside, what is kept, what is refused."""
+"""Saved points and rollback: restored, set aside, kept and refused data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
         assert list(keys_of(buffer)) == [0, 3, 4, 5, 6, 7, 8]
         assert buffer.points.rollback(750) == {"note": "here"}
         assert keys_of(buffer) == {number: number for number in range(6)}
-        assert add(buffer, [77]) == [9]  # the ids of what is set aside are not given again
+        assert add(buffer, [77]) == [9]  # ids of data set aside are not reused
         assert len(drawn) == 8
     assert loaded(path) == {**{number: number for number in range(6)}, 9: 77}
     [aside] = [one["name"] for one in inspect(path)["aside"]]
@@ -105,7 +105,7 @@ def test_points_of_a_line_that_was_left_stay_and_can_be_gone_to(tmp_path: Path) 
         assert sorted(keys_of(buffer).values()) == [1, 2, 3]
         buffer.points.go_to("step-3.3")
         assert sorted(keys_of(buffer).values()) == [1, 2, 30]
-        assert {one.kind for one in buffer.points.snapshots} == {"point", "aside"}
+        assert {snapshot.kind for snapshot in buffer.points.snapshots} == {"point", "aside"}
 
 
 def test_going_there_and_back_names_nothing_twice(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, dama
 
 
 def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> None:
-    """Priorities of 10⁶ rows, as binary as they are in memory."""
+    """Priorities of 10⁶ rows, in binary as in memory."""
     rows = 1_000_000
     with make(tmp_path) as buffer:
         add(buffer, range(2))
@@ -236,7 +236,7 @@ def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> 
 
 
 def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
-    """Whatever a part of the state says is there is among the trajectories of the point."""
+    """Ids in every part of the state are among the trajectories of the point."""
     stop = threading.Event()
 
     class Part:

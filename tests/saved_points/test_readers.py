@@ -1,4 +1,4 @@
-"""Readers and samplers beside a rollback: the state before, then the one after, never a part of each."""
+"""Readers and samplers during a rollback: the state before, then the one after, never a mix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(tmp_path: Path) -> 
 
 
 def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(tmp_path: Path) -> None:
-    """Point 1 has keys 0 to 3; what comes later has keys from 100 on, one after the other."""
+    """Point 1 has keys 0 to 3; later ones have consecutive keys from 100."""
     stop = threading.Event()
     problems: list[str] = []
 
@@ -46,11 +46,11 @@ def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(tmp_path: 
         with reader_of(tmp_path) as buffer:
             while not stop.is_set():
                 buffer.refresh()
-                found = sorted(keys_of(buffer).values())
-                later = found[4:]
+                keys = sorted(keys_of(buffer).values())
+                later = keys[4:]
                 first = later[0] if later else 100
-                if found[:4] != [0, 1, 2, 3] or first % 100 or later != list(range(first, first + len(later))):
-                    problems.append(str(found))
+                if keys[:4] != [0, 1, 2, 3] or first % 100 or later != list(range(first, first + len(later))):
+                    problems.append(str(keys))
 
     with with_a_point(tmp_path) as buffer:
         thread = threading.Thread(target=follow)
@@ -78,7 +78,7 @@ def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -
         sampler.load_state_dict(buffer.points.rollback(1)["sampler"])
         drawn = buffer.sample_trajectories(4, sampler=sampler)
         assert sorted(sampler.ids.tolist()) == [0, 1, 2, 3]
-        assert sorted(int(one.rewards[0, 0, 0]) // 1000 for one in drawn) == [0, 1, 2, 3]
+        assert sorted(int(trajectory.rewards[0, 0, 0]) // 1000 for trajectory in drawn) == [0, 1, 2, 3]
 
 
 def test_refresh_of_a_points_reader_tells_of_commits_and_draws_on(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A sampler in a saved point: the resumed run draws as the one that went on, whenever the sampler had drawn last."""
+"""A sampler in a saved point: a resumed run draws like an uninterrupted one, whenever the sampler last drew."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rollout(version: int) -> Trajectory:
 
 
 class Run:
-    """Adds rollouts and draws; with priorities, later rollouts get higher ones when they are drawn."""
+    """Adds rollouts and draws; with priorities, later rollouts get higher ones when drawn."""
 
     def __init__(self, path: Path, sampler: Sampler) -> None:
         self.buffer: TrajectoryReplayBuffer = opened(path, seed=1)
@@ -33,12 +33,14 @@ class Run:
 
     def draw(self) -> list[Any]:
         if self.sampler.unit == "trajectory":
-            return [float(one.rewards[0, 0, 0]) for one in self.buffer.sample_trajectories(2, sampler=self.sampler)]
+            return [
+                float(rollout.rewards[0, 0, 0]) for rollout in self.buffer.sample_trajectories(2, sampler=self.sampler)
+            ]
         batch = self.buffer.sample(64, sampler=self.sampler)
-        found: list[float] = batch["rewards"].flatten().tolist()
+        rewards: list[float] = batch["rewards"].flatten().tolist()
         if isinstance(self.sampler, WeightedSampler) and self.sampler.priorities is not None:
-            self.buffer.update_priorities(self.sampler, batch.drawn, torch.tensor(found) + 2.0)
-        return [found, None if batch.weights is None else batch.weights.tolist()]
+            self.buffer.update_priorities(self.sampler, batch.drawn, torch.tensor(rewards) + 2.0)
+        return [rewards, None if batch.weights is None else batch.weights.tolist()]
 
 
 @pytest.mark.parametrize(("drawn", "undrawn"), [(0, 1), (2, 0), (9, 3)])
@@ -46,7 +48,7 @@ class Run:
 def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
     tmp_path: Path, name: str, drawn: int, undrawn: int
 ) -> None:
-    found = []
+    draws = []
     for killed in (False, True):
         run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
         for _ in range(drawn):
@@ -71,5 +73,5 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
             run.add()
             batches.append(run.draw())
         run.buffer.close()
-        found.append(batches)
-    assert found[0] == found[1]
+        draws.append(batches)
+    assert draws[0] == draws[1]

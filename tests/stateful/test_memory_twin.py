@@ -1,4 +1,4 @@
-"""A buffer in memory only has a dict as its twin: what left memory is counted, but never drawn."""
+"""A memory-only buffer against a dict: evicted trajectories are counted, but never drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 10
 
 
 class MemoryTwin(Twinned):
-    """``self.held`` are the ids whose trajectories can be read."""
+    """``self.held`` are the readable ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,18 +88,18 @@ class MemoryTwin(Twinned):
                 self.buffer.sample_trajectories(count)
             return
         drawn = torch.randperm(len(window), generator=self.generator)[:count].tolist()
-        found = [check_trajectory(item) for item in self.buffer.sample_trajectories(count)]
-        assert found == [window[at] for at in drawn]
+        keys = [check_trajectory(item) for item in self.buffer.sample_trajectories(count)]
+        assert keys == [window[at] for at in drawn]
 
-    @precondition(lambda self: len(self.twin) > LIMIT - 2)  # not so often that nothing leaves memory in between
+    @precondition(lambda self: len(self.twin) > LIMIT - 2)  # seldom enough that evictions happen in between
     @rule(layout=st.sampled_from(["trajstore", "rlinf"]))
     def save_and_load(self, layout: Any) -> None:
-        """What left memory is not saved; what was loaded stays on disk and never leaves."""
+        """Evicted trajectories are not saved; loaded ones stay on disk forever."""
         self.buffer.save_checkpoint(self.path / "checkpoint", layout=layout)
         self.buffer.load_checkpoint(self.path / "checkpoint")
         self.twin = {number: self.twin[number] for number in self.held}
         self.loaded = set(self.held)
-        if layout == "rlinf":  # RLinf's metadata have no state of the generator
+        if layout == "rlinf":  # RLinf's metadata lack the generator state
             self.generator.manual_seed(9)
 
     @invariant()

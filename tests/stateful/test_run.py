@@ -23,11 +23,11 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 WINDOW = 3
 RANKS = 4
 Run = dict[int, int]
-"""Key of each trajectory by its id in the run, in the order of the commits."""
+"""Key of each trajectory by its run id, in commit order."""
 
 
 class Ranks(RuleBasedStateMachine):
-    """``self.run_now`` is what the ranks have committed, ``self.shown`` what the reader had seen of it."""
+    """``self.run_now`` is the committed state, ``self.shown`` the reader's last view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Ranks(RuleBasedStateMachine):
     # -- writers ----------------------------------------------------------------------------------
 
     def writer(self, rank: int) -> TrajectoryReplayBuffer:
-        """Return the writer of a rank, opened again where it had ended."""
+        """Return the writer of a rank, reopened if it had ended."""
         rank %= len(self.writers)
         writer = self.writers[rank]
         if writer is None:
@@ -109,7 +109,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 5))
     def new_reader(self, seed: int) -> None:
-        """Another reader goes on with the samplers' states of the one before."""
+        """A new reader continues with the sampler states of the previous one."""
         reader = TrajectoryReplayBuffer.open(self.path, seed=seed, sample_window_size=WINDOW)
         epoch, weighted = EpochSampler(unit="trajectory"), WeightedSampler()
         for sampler in (epoch, weighted):
@@ -130,7 +130,7 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: self.shown)
     @rule(count=st.integers(1, 5))
     def go_on_with_the_epoch(self, count: int) -> None:
-        """Each trajectory of the window at the epoch's begin comes once, unless it is gone by then."""
+        """Each trajectory in the window at the epoch's start is drawn once, unless evicted."""
         drawn = self.reader.sample_trajectories(count, sampler=self.epoch)
         for key in map(check_trajectory, drawn):
             self.to_come &= set(self.shown.values())
@@ -149,14 +149,17 @@ class Ranks(RuleBasedStateMachine):
     def whole_epoch(self) -> None:
         self.reader.sample_window_size = 0
         sampler = EpochSampler(unit="trajectory", epochs=1)
-        keys = [check_trajectory(one) for one in self.reader.sample_trajectories(len(self.shown), sampler=sampler)]
+        keys = [
+            check_trajectory(trajectory)
+            for trajectory in self.reader.sample_trajectories(len(self.shown), sampler=sampler)
+        ]
         assert sorted(keys) == sorted(self.shown.values())
         self.reader.sample_window_size = WINDOW
 
     @precondition(lambda self: self.run_now)
     @rule()
     def another_reader_draws_alike(self) -> None:
-        """A reader that opens the run now is what the refreshed one is: ids, order, and what states draw."""
+        """A newly opened reader equals the refreshed one in ids, order, and draws from states."""
         self.refresh()
         with TrajectoryReplayBuffer.open(self.path, seed=0, sample_window_size=WINDOW) as other:
             assert other.trajectory_ids.tolist() == self.reader.trajectory_ids.tolist()
@@ -174,11 +177,11 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(share=st.integers(1, 3))
     def shares(self, share: int) -> None:
-        found: list[int] = []
+        ids: list[int] = []
         for rank in range(share):
             with TrajectoryReplayBuffer.open(self.path, share=(rank, share)) as mine:
-                found += mine.trajectory_ids.tolist()
-        assert sorted(found) == sorted(self.run_now)
+                ids += mine.trajectory_ids.tolist()
+        assert sorted(ids) == sorted(self.run_now)
 
     @precondition(lambda self: self.run_now)
     @rule(data=st.data())

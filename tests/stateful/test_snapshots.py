@@ -31,7 +31,7 @@ from trajstore.testing.witness import check_trajectory, witness
 
 @dataclass(frozen=True)
 class State:
-    """What a store shows: keys and late values by id, and names of saved points by step."""
+    """A store's state: keys and late values by id, and names of saved points by step."""
 
     keys: dict[int, int] = field(default_factory=dict)
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class State:
 
 
 class Model:
-    """A head, and snapshots that nothing changes."""
+    """A head, and immutable snapshots."""
 
     def __init__(self) -> None:
         self.head, self.snapshots, self.visit = State(), dict[str, State](), 0
@@ -69,17 +69,17 @@ class Model:
             }
 
     def shown(self, state: State) -> State:
-        """Return what can be seen of a state: values of what is there, and points that are there."""
+        """Return the visible part of a state: values and points that exist."""
         line = {step: name for step, name in sorted(state.line.items()) if name in self.snapshots}
         values = {number: state.values[number] for number in state.keys if state.values.get(number)}
         return State(state.keys, values, line)
 
 
-# -- the store beside it --------------------------------------------------------------------------------
+# -- the store -----------------------------------------------------------------------------------------
 
 
 class Snapshots(RuleBasedStateMachine):
-    """``self.buffer`` writes the store that ``self.model`` describes."""
+    """``self.buffer`` writes the store modelled by ``self.model``."""
 
     buffer: TrajectoryReplayBuffer
 
@@ -116,7 +116,7 @@ class Snapshots(RuleBasedStateMachine):
     def evict(self, data: Any) -> None:
         number = data.draw(st.sampled_from(sorted(self.model.head.keys)))
         self.buffer.evict([number])
-        keys = {one: key for one, key in self.model.head.keys.items() if one != number}
+        keys = {trajectory_id: key for trajectory_id, key in self.model.head.keys.items() if trajectory_id != number}
         self.model.head = replace(self.model.head, keys=keys)
 
     @precondition(lambda self: self.model.head.keys)
@@ -166,7 +166,7 @@ class Snapshots(RuleBasedStateMachine):
     @rule(data=st.data(), crash=st.sampled_from([False, False, True]))
     def go_to(self, data: Any, crash: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.snapshots)))
-        self.look()  # pending values are taken in: they belong to the state that is left
+        self.look()  # pending values become part of the abandoned state
         if not crash:
             self.buffer.points.go_to(name)
             self.went(name)
@@ -181,8 +181,8 @@ class Snapshots(RuleBasedStateMachine):
         self.reader = TrajectoryReplayBuffer.open(self.path)
 
     def went(self, name: str) -> None:
-        """Let the model go to a snapshot; the name of what is left, if it gets one, is the store's to choose."""
-        left = {one.name for one in self.buffer.points.snapshots} - self.model.snapshots.keys()
+        """Move the model to a snapshot; the store names the abandoned state, if it keeps it."""
+        left = {snapshot.name for snapshot in self.buffer.points.snapshots} - self.model.snapshots.keys()
         assert len(left) <= 1
         state = self.model.shown(self.model.head)
         if not left and state != self.model.shown(self.model.snapshots[name]):
@@ -190,10 +190,10 @@ class Snapshots(RuleBasedStateMachine):
         self.model.go_to(name, next(iter(left), None))
 
     def take(self, copy: Path) -> None:
-        """Go on with a copy of the directory, as it was when the process was killed."""
+        """Continue with a copy of the directory from the moment the process was killed."""
         shutil.rmtree(self.path)
         shutil.copytree(copy, self.path)
-        if self.mirror is not None:  # it may be further than the copy
+        if self.mirror is not None:  # it may be newer than the copy
             shutil.rmtree(self.mirror, ignore_errors=True)
         self.copies += 1
         self.open()
@@ -229,7 +229,7 @@ class Snapshots(RuleBasedStateMachine):
         restore(str(self.mirror), target)
         with writer_to(target, seed=1) as other:
             assert self.seen(other) == self.model.shown(self.model.head)
-            assert {one.name for one in other.points.snapshots} == self.model.snapshots.keys()
+            assert {snapshot.name for snapshot in other.points.snapshots} == self.model.snapshots.keys()
             self.compare_snapshots(target)
 
     @rule()
@@ -253,7 +253,7 @@ class Snapshots(RuleBasedStateMachine):
     @invariant()
     def equal(self) -> None:
         if hasattr(self, "buffer"):
-            assert {one.name for one in self.buffer.points.snapshots} == self.model.snapshots.keys()
+            assert {snapshot.name for snapshot in self.buffer.points.snapshots} == self.model.snapshots.keys()
             self.look()
             assert self.seen(self.buffer) == self.model.shown(self.model.head)
 
@@ -264,11 +264,11 @@ class Snapshots(RuleBasedStateMachine):
         for number in buffer.trajectory_ids.tolist():
             trajectory = buffer.get(number)
             keys[number] = check_trajectory(trajectory)
-            found = {} if scores.get(number) is None else {"score": scores[number]}
+            late_values = {} if scores.get(number) is None else {"score": scores[number]}
             if (rows := trajectory.notes.get("rows")) is not None:
-                found["rows"] = rows.flatten()[0].item()
-            if found:
-                values[number] = found
+                late_values["rows"] = rows.flatten()[0].item()
+            if late_values:
+                values[number] = late_values
         points = {point.step: point.name for point in buffer.points.saved} if line else {}
         return State(keys, values, points)
 

@@ -1,4 +1,4 @@
-"""The buffer has a dict as its twin: random operations, equal after each step."""
+"""The buffer against a dict: random operations, equal after each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 10
 
 
 class Twin(Twinned):
-    """With a store, its pins, points and checkpoints, and values that come late."""
+    """With a store, its pins, points and checkpoints, and late values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Twin(Twinned):
         assert self.buffer.seed == 9
 
     def finish_adding(self) -> None:
-        """Flush, so that retention has acted, and let the twin do the same."""
+        """Flush to apply retention, and do the same to the twin."""
         self.buffer.flush()
         if self.retention.max_trajectories is not None:
             self.twin = dict(list(self.twin.items())[-LIMIT:])
@@ -87,13 +87,13 @@ class Twin(Twinned):
             self.notes[number] = self.notes.get(number, {}) | values
 
     def is_given(self, name: str) -> bool:
-        """Return whether anything has such a value; else there is none to take back."""
+        """Return whether any trajectory has such a value, so that one can be retracted."""
         return any(self.notes.get(number, {}).get(name) is not None for number in self.twin)
 
     @precondition(lambda self: self.twin)
     @rule(data=st.data(), value=st.integers(0, 50), back=st.booleans())
     def give_rows(self, data: Any, value: int, back: bool) -> None:
-        """Give a value to each row, or take those of some trajectories back."""
+        """Set per-row values, or retract those of some trajectories."""
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True, min_size=1, max_size=3))
         given = None if back and self.is_given("rows") else value
         rows = [torch.full(witness(self.twin[number]).rewards.shape[:2], float(value)) for number in chosen]  # type: ignore[union-attr]
@@ -122,9 +122,9 @@ class Twin(Twinned):
         assert self.point is not None
         step, twin, notes = self.point
         before = self.twin, self.notes
-        known = {one.name for one in self.buffer.points.snapshots}
+        known = {snapshot.name for snapshot in self.buffer.points.snapshots}
         self.buffer.points.rollback(step)
-        left = [one.name for one in self.buffer.points.snapshots if one.name not in known]
+        left = [snapshot.name for snapshot in self.buffer.points.snapshots if snapshot.name not in known]
         if back and left:
             self.buffer.points.go_to(left[0])
             self.twin, self.notes = before
@@ -132,7 +132,7 @@ class Twin(Twinned):
             self.twin, self.notes = dict(twin), dict(notes)
         self.generator.set_state(self.buffer.state_dict()["rng_state"])
 
-    @precondition(lambda self: len(self.twin) > LIMIT - 3)  # not so often that nothing else can be done
+    @precondition(lambda self: len(self.twin) > LIMIT - 3)  # seldom enough that other rules run
     @rule()
     def clear(self) -> None:
         self.buffer.clear()
@@ -210,7 +210,7 @@ class Twin(Twinned):
 
 
 def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, Any]]) -> None:
-    """Compare the values that came late, of all trajectories that are shown."""
+    """Compare the late values of all visible trajectories."""
     for row in buffer.query().rows():
         notes = expected.get(row["trajectory_id"], {})
         assert {name: row.get(name) for name in ("score", "tag")} == {

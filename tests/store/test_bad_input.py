@@ -1,4 +1,4 @@
-"""Damaged, hostile and foreign directories: one clear error of the documented kind, nothing lost, no code run."""
+"""Damaged, hostile and foreign directories: one clear documented error, no loss, no code execution."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNT = 6
 
 
 def build(path: Path, fmt: str, *, clean: bool = False) -> Path:
-    """Make a store of six trajectories, four in its snapshot and two in its log; ``clean``: all in the snapshot."""
+    """Make a store of six trajectories: four in the snapshot, two in the log; with ``clean`` all in the snapshot."""
     live = path.with_name(f"live {path.name}")
     for keys in (range(4), range(4, COUNT)):
         with opened(live, trajectory_format=fmt) as buffer:
@@ -74,7 +74,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "writer.lock" and p.parent.name != "readers")
 
 
-# -- one kind of damage at a time -------------------------------------------------------------------
+# -- single kinds of damage -------------------------------------------------------------------------
 
 
 def test_a_damaged_record_within_the_log_is_refused_by_name_and_byte(store: Path) -> None:
@@ -102,8 +102,8 @@ def test_records_that_say_nothing_sensible(store: Path, operation: dict[str, Any
 def test_another_layout_version(store: Path, version: int) -> None:
     with forged_metadata(store) as values:
         values["layout_version"] = version
-    said = rf"metadata\.json: has layout version {version}, and this trajstore reads version 1 alone"
-    refused_to_all(store, errors.UnsupportedVersionError, said)
+    message = rf"metadata\.json: has layout version {version}, and this trajstore reads version 1 alone"
+    refused_to_all(store, errors.UnsupportedVersionError, message)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "shards/../../x", "shards//x", "a\0b", ""])
@@ -147,8 +147,8 @@ def _of_another_axis(axis: int, value: Any) -> None:
 @pytest.mark.parametrize(
     ("forge", "message"),
     [
-        (_more_samples_than_steps, "number of samples"),  # which would be read behind the end of the file's map
-        (_epochs_that_do_not_divide_the_steps, "epochs"),  # rows would be computed that lie outside of the shard
+        (_more_samples_than_steps, "number of samples"),  # reads would go beyond the end of the file's map
+        (_epochs_that_do_not_divide_the_steps, "epochs"),  # computed rows would be outside the shard
         (_weights_that_are_no_text, "string table"),
         (_a_place_in_no_file, "lies in no file"),
         *((partial(_of_another_axis, axis), "not a trajectory schema") for axis in (3, 4, 5, -1)),
@@ -189,7 +189,7 @@ def test_a_pin_that_names_what_was_never_committed(store: Path) -> None:
     with pytest.raises(errors.CorruptStoreError, match="'kept' names 2 trajectories that are missing"):
         TrajectoryReplayBuffer().load_checkpoint(store, pin="kept")
     assert [problem.file for problem in verify(store).problems] == ["pins/kept.json"]
-    read(store)  # all else is served
+    read(store)  # everything else is served
 
 
 @pytest.mark.parametrize("generation", [[[]], -1, None, "7"])
@@ -236,7 +236,7 @@ def test_metadata_of_another_store(store: Path, tmp_path: Path) -> None:
     (store / METADATA_NAME).write_bytes((other / METADATA_NAME).read_bytes())
     (problem,) = verify(store).problems
     assert "belongs to another store" in str(problem)
-    assert read(store) == {key: key for key in range(COUNT)}  # a checkpoint may be replaced while it is opened
+    assert read(store) == {key: key for key in range(COUNT)}  # a checkpoint may be replaced during opening
 
 
 @pytest.mark.parametrize(("old", "new"), [(b'"data_id"', b'"datX_id"'), (b'"outcome"', b'"outcomX"')])
@@ -264,7 +264,7 @@ def test_columns_that_are_no_fields(store: Path) -> None:
 
 
 def test_pickles_that_would_run_code(tmp_path: Path) -> None:
-    """A shard of the right size with a pickle that calls something, in each format that has pickles."""
+    """A shard of the right size with a pickle that calls a function, for each pickling format."""
     fired = tmp_path / "fired"
     for fmt in ("pt", "pkl"):
         store = build(tmp_path / fmt, fmt, clean=True)
@@ -294,7 +294,7 @@ def test_pickles_of_another_layout_are_no_shards(tmp_path: Path) -> None:
         read(store)
 
 
-# -- whose directory --------------------------------------------------------------------------------
+# -- ownership of directories -----------------------------------------------------------------------
 
 
 def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
@@ -311,13 +311,13 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "file")
 
 
-# -- A log that lost its end: told where anything tells of it, and nothing goes without a word --
+# -- A log that lost its end: reported everywhere, no silent loss --
 
 
 def killed(folder: Path, *, pinned: bool, renewed: int = 0) -> Path:
-    """Return the store of a process that was killed after six commits; a pin is made after the fourth.
+    """Return the store of a process killed after six commits, with a pin made after the fourth.
 
-    Its metadata were renewed when so many trajectories were committed.
+    Its metadata count this many trajectories.
     """
     with writer_to(folder / "live") as buffer:
         add_each(buffer, range(4))
@@ -340,9 +340,9 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
     path = killed(tmp_path, pinned=True)
     cut(path, lines)
     refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.0.json was made at")
-    found = verify(path)
-    assert not found.sound
-    assert any("the log was cut or lost" in problem.message for problem in found.problems)
+    verification = verify(path)
+    assert not verification.sound
+    assert any("the log was cut or lost" in problem.message for problem in verification.problems)
     assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
     assert keys_at(path, strict=False) == {key: key for key in range(lines)}
     if lines:
@@ -355,7 +355,7 @@ def test_a_pin_tells_where_log_and_metadata_are_lost_together(tmp_path: Path) ->
     path = killed(tmp_path, pinned=True)
     shutil.rmtree(path / "log")
     (path / "metadata.json").write_bytes(b"\xff")
-    assert any("names 4 trajectories" in one.message and one.uncounted for one in verify(path).problems)
+    assert any("names 4 trajectories" in problem.message and problem.uncounted for problem in verify(path).problems)
 
 
 @pytest.mark.parametrize("whole_segment", [False, True])
@@ -367,8 +367,8 @@ def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_s
     else:
         cut(path, 3)
     left = 0 if whole_segment else 3
-    said = r"(ends with id 2|has no trajectory), and by metadata\.json all ids up to 4 were"
-    refused_to_all(path, CorruptStoreError, said)
+    message = r"(ends with id 2|has no trajectory), and by metadata\.json all ids up to 4 were"
+    refused_to_all(path, CorruptStoreError, message)
     assert len(list((path / "shards").iterdir())) == 6
     (problem,) = verify(path).problems
     assert (problem.lost, problem.uncounted) == (((left, 4),), True)
@@ -389,9 +389,9 @@ def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
 ) -> None:
     path = killed(tmp_path, pinned=True)
     cut(path, 5)
-    found = verify(path)
-    assert found.sound
-    assert any("1 files in shards/ are named by no commit" in note for note in found.notes)
+    verification = verify(path)
+    assert verification.sound
+    assert any("1 files in shards/ are named by no commit" in note for note in verification.notes)
     with caplog.at_level(logging.WARNING), opened(path) as buffer:
         assert list(keys_of(buffer)) == list(range(5))
     assert "deletes 1 files of shards that no commit names" in caplog.text
@@ -401,15 +401,15 @@ def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
     path = killed(tmp_path, pinned=False)
     (segment,) = (path / "log").iterdir()
     segment.write_bytes(segment.read_bytes()[:-1] + b"\x0b")
-    found = verify(path)
-    assert [problem.file for problem in found.problems] == [f"log/{segment.name}"]
-    assert "the line feed of its last record is damaged" in found.problems[0].message
+    verification = verify(path)
+    assert [problem.file for problem in verification.problems] == [f"log/{segment.name}"]
+    assert "the line feed of its last record is damaged" in verification.problems[0].message
     refused_to_all(path, CorruptStoreError, "the line feed of the record at byte")
     repair_store(path, tmp_path / "new")
     assert contents_of(tmp_path / "new") == list(range(6))
 
 
-# -- What is lost where records of a log cannot be read, told by the ids of their neighbours --
+# -- Losses in unreadable log records, as ids between their neighbours --
 
 
 def added(*ranges: list[int]) -> dict[str, Any]:
@@ -417,7 +417,7 @@ def added(*ranges: list[int]) -> dict[str, Any]:
 
 
 def settled(*steps: Any, present: list[int], next_id: int = 0, counter: int = 0) -> Damage:
-    """Return the damage of a log: records that were read, and None where some are missing."""
+    """Return the damage of a log, given its records, with None for missing ones."""
     records, damage = LostRecords(), Damage("log")
     records.begins(next_id)
     for step in steps:
@@ -446,7 +446,7 @@ def test_ids_begin_where_the_snapshot_ends() -> None:
 
 def test_ids_of_one_of_several_ranks() -> None:
     here = [*range(1, 40, 4), *range(49, 80, 4)]
-    records = [added([one, one]) for one in here]
+    records = [added([number, number]) for number in here]
     assert settled(*records[:10], None, *records[10:], present=here).lost == ((41, 41), (45, 45))
     assert settled(added([1, 1]), None, added([9, 9]), present=[1, 9]).lost == ((2, 8),), "two ids tell no stride"
 

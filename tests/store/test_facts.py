@@ -1,4 +1,4 @@
-"""Facts of rollouts: the same from a rollout as from its stored document, through log, index and snapshot."""
+"""Facts of rollouts: equal from a rollout and its stored document, through log, index and snapshot."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def index_of(facts: list[dict[str, Any] | None]) -> TrajectoryIndex:
 
 
 def facts_in(index: TrajectoryIndex) -> list[dict[str, Any] | None]:
-    """Return the facts that an index has, one dict for each rollout."""
-    found: list[dict[str, Any] | None] = []
+    """Return the facts in an index, one dict per rollout."""
+    facts_found: list[dict[str, Any] | None] = []
     for at in range(len(index)):
-        one = {name: index.fact(name)[at].item() for name in index.facts}
-        told = one.pop("agent", 0)
-        known = {name: value for name, value in one.items() if value == value and (value != -1 or "reward_" in name)}
+        row = {name: index.fact(name)[at].item() for name in index.facts}
+        is_agent = row.pop("agent", 0)
+        known = {name: value for name, value in row.items() if value == value and (value != -1 or "reward_" in name)}
         known |= {name: index.texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
-        found.append(known if told else None)
-    return found
+        facts_found.append(known if is_agent else None)
+    return facts_found
 
 
 @given(st.lists(st.none() | rollouts.map(lambda one: flatten(one).facts), max_size=8), st.data())

@@ -1,4 +1,4 @@
-"""Numbers of the index that somebody forged, with right checksums: refused, or at least never read out of bounds."""
+"""Forged index numbers with valid checksums: refused, or at least never read out of bounds."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from trajstore.testing.witness import WitnessError, check_batch, check_trajector
 
 
 def _shards_in(path: Path) -> Any:
-    """Return what index and log say of shards; None if they cannot be understood."""
+    """Return the shards in index and log; None if unreadable."""
     with suppress(*forgery._SPOILT):
         (log,) = (path / "log").iterdir()
         records = decode_lines(log.read_bytes(), log.name).records
-        said = [
+        shards = [
             [{name: value for name, value in shard.items() if name != "entries"} for shard in record.get("shards", ())]
             for record in records
         ]
-        return unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")["shards"], said
+        return unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")["shards"], shards
     return None
 
 
 def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> None:
-    """Forge numbers and other values of a store again and again; tell what came of reading it."""
+    """Forge values of a store repeatedly, and report the outcome of each reading."""
     chance, pristine, shards = random.Random(seed), files_of(path), _shards_in(path)
     ways = [forgery._packed, forgery._packed, forgery._values]
     outcomes: dict[str, Any] = {"refused": 0, "read": 0, "else": [], "foreign": []}
@@ -56,17 +56,17 @@ def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> Non
         for name, data in pristine.items():
             (path / name).write_bytes(data)
         for _ in range(chance.choice([1, 1, 2])):
-            with suppress(*forgery._SPOILT):  # what was forged first cannot be read any more
+            with suppress(*forgery._SPOILT):  # the first forgery made it unreadable
                 chance.choice(ways)(path, files_of(path), path / "canary", chance)
         for strict in (True, False):
             buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
             try:
                 buffer.load_checkpoint(path, strict=strict)
                 for each in buffer.trajectory_ids.tolist()[:8]:
-                    with suppress(WitnessError):  # made up of rows of others, or with another max_episode_length
+                    with suppress(WitnessError):  # mixed from others' rows, or with another max_episode_length
                         check_trajectory(buffer.get(each))
-                # Rows of other trajectories of the shard are as good: each proves itself. Memory beside it does not,
-                # nor do bytes of the shard's file at which a forged shard table says that a column begins.
+                # Rows of other trajectories of the shard are acceptable: each is a valid witness. Memory beside it is
+                # not, nor are file bytes at which a forged shard table places a column.
                 if buffer.total_samples:
                     check_batch(buffer.sample(64, columns=["curr_obs.tag", "actions", "rewards", "curr_obs.image"]))
                 outcomes["read"] += 1
@@ -83,7 +83,7 @@ def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> Non
 
 
 def store_with_log(path: Path, form: str = "pt") -> Path:
-    """Make a store of four trajectories in its snapshot and three in its log, as a crash leaves it."""
+    """Make a store of four trajectories in its snapshot and three in its log, as after a crash."""
     with opened(path / "live", trajectory_format=form) as buffer:
         buffer.add_trajectories([witness(key) for key in (5, 5, 6, 7)])
     with opened(path / "live", trajectory_format=form) as buffer:
@@ -132,7 +132,7 @@ def test_forged_numbers_never_crash_a_reader_in_a_long_campaign(tmp_path: Path, 
 
 
 def _zeros(nbytes: int) -> str:
-    """Return so many zero bytes as a packed array has them, as short as deflate can make them."""
+    """Return this many zero bytes as a packed array, at deflate's shortest."""
     return base64.b64encode(zlib.compress(bytes(nbytes), 9)).decode()
 
 

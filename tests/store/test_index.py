@@ -1,4 +1,4 @@
-"""Index and packing: JSON both ways, also from hostile hands."""
+"""Index and packing: JSON round trips, also of hostile input."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_indexes_that_share_their_arrays_change_homes_for_themselves() -> None:
     index.point(np.array([2]), [RowLocation(0)])
     index.note_extent(2, Extent(1, 1, 66, 66))
     assert (shown.location(1)[1:], again.location(2)) == (before[2][1:], RowLocation(7, 5, 6, 7))
-    assert [one.entry(one.end - 1).extent.extra for one in (index, shown)] == [66, 77]
+    assert [each_index.entry(each_index.end - 1).extent.extra for each_index in (index, shown)] == [66, 77]
     assert again.entry(2).extent == part.entry(1).extent
 
 
@@ -204,7 +204,7 @@ def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look()
     wrong["num_samples"][[5, 70_000, 299_999]] += 1
     wrong["steps"][200_000] = 0
     by_block, at_once = (
-        {what: np.flatnonzero(bad).tolist() for what, bad in faults}
+        {fault: np.flatnonzero(bad).tolist() for fault, bad in faults}
         for faults in (in_blocks(wrong, lambda block: shape_faults(block, True)), shape_faults(wrong, True))
     )
     assert by_block == at_once
@@ -279,8 +279,8 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
     flat, number, pending = flatten(witness(1)), 0, 0
 
     def drop(index: TrajectoryIndex, ids: list[int]) -> None:
-        found = index.find_many(ids)
-        index.drop(found[found >= 0])
+        positions = index.find_many(ids)
+        index.drop(positions[positions >= 0])
 
     for _ in range(data.draw(st.integers(1, 12))):
         for _ in range(data.draw(st.integers(0, 40))):
@@ -288,7 +288,7 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
             rows = starts_of([flat.extent], flat.schema.kind)
             view.append({**entry, **rows, "slot": np.zeros(1)})
             number, pending = number + 1, pending + 1
-        if pending and data.draw(st.integers(0, 4)) == 0:  # one that cannot be written
+        if pending and data.draw(st.integers(0, 4)) == 0:  # an unwritable one
             drop(view, [number - 1])
             pending -= 1
         count = data.draw(st.integers(0, pending))

@@ -1,4 +1,4 @@
-"""The shard table and the records of the log: manifests in and out, rows, and what is refused."""
+"""Shard table and log records: manifest round trips, rows, and refusals."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def manifest(number: int, schema: Schema = STEP, rows: int = 6, *, mapped: bool 
 
 def table_of(*manifests: ShardManifest) -> ShardTable:
     table = ShardTable()
-    for one in manifests:
-        number = shard_number(one.files[0].name)
+    for manifest in manifests:
+        number = shard_number(manifest.files[0].name)
         assert number is not None
-        table.add(number, one)
+        table.add(number, manifest)
     return table
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused(of: str, name: str, forged: Any) -> None:
         ShardTable.from_json(value)
 
 
-# -- Lines of the commit log and what records say, by hand: no store, no disk --
+# -- Lines of the commit log and contents of records, by hand: no store, no disk --
 
 
 def line(body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Every call to the disk in a session fails in turn: the caller learns of it and nothing flushed is lost."""
+"""Every disk call of a session fails in turn: the caller gets an error, and flushed data is never lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
-# What cannot be deleted is only in the way: it is told in the log and tried again by the next writer.
+# Failed deletions only leave clutter: they are logged, and retried by the next writer.
 HOUSEKEEPING = {"unlink", "rmdir"}
 
 
@@ -32,7 +32,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "file")
 
 
 class Session:
-    """A fixed run of calls. Each is tried once; if that fails, the disk is healed and it is tried again."""
+    """A fixed sequence of calls. A failed one is retried once after the disk recovers."""
 
     def __init__(self, path: Path, plan: FaultPlan) -> None:
         self.path = path
@@ -128,15 +128,15 @@ def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixt
     caplog.clear()
     done = session(tmp_path / str(plan.at), plan)
     where = f"call {plan.at} ({plan.fired}: {plan.kind})"
-    if plan.fired not in (None, "ftruncate") and plan.kind != "short":  # the text of a lock that is given back
-        told = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
-        assert told, where
-        if plan.lasting and plan.fired not in HOUSEKEEPING:  # a single failure may be overcome by flush trying again
+    if plan.fired not in (None, "ftruncate") and plan.kind != "short":  # the text of a released lock
+        reported = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
+        assert reported, where
+        if plan.lasting and plan.fired not in HOUSEKEEPING:  # flush may overcome a single failure by retrying
             assert done.errors, where
     for error in done.errors:
         assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"
-    found = keys_at(done.path)
-    assert found == done.safe, where
+    keys = keys_at(done.path)
+    assert keys == done.safe, where
     assert verify(done.path).sound, where
     assert verify(done.path.with_name("checkpoint")).sound, where
 
@@ -151,7 +151,7 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
                 buffer.flush()
             with pytest.raises(StoreWriteError):
                 buffer.wait([2])
-            assert buffer.add_trajectories([witness(3)]) == [3]  # the error was told; there is room in memory
+            assert buffer.add_trajectories([witness(3)]) == [3]  # the error was raised; there is room in memory
             assert [check_trajectory(buffer.get(number)) for number in range(4)] == [0, 1, 2, 3]
             assert buffer.points.committed == 0
             assert keys_at(tmp_path / "store") == {0: 0}
@@ -161,7 +161,7 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
     assert keys_at(tmp_path / "store") == {number: number for number in range(5)}
 
 
-# -- A disk that is full, or fails, for a while: nothing flushed is lost, and writing goes on when there is space --
+# -- A disk that is full or failing for a while: flushed data is kept, and writing resumes when there is space --
 
 
 def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
@@ -186,7 +186,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
         buffer.add_trajectories([witness(0)])
         with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectories from id 0 on are not on disk"):
             buffer.wait([0])
-        for key in range(1, 4):  # told once; then there is room in memory
+        for key in range(1, 4):  # raised once; then there is room in memory
             buffer.add_trajectories([witness(key)])
         plan.heal()
         wait_until(lambda: buffer.points.committed == 3)
@@ -211,7 +211,7 @@ def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
 
 
 def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None:
-    """Nothing but the log can be written to, as on a disk that has a few bytes left."""
+    """Only the log is writable, as on a disk with a few bytes left."""
     buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
     buffer.add_trajectories([witness(key) for key in range(4)])
     buffer.flush()
@@ -244,7 +244,7 @@ def test_a_limit_on_the_size_of_files_is_the_systems_fault_and_not_a_trajectorys
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
             buffer.add_trajectories([block] * 5)
-            buffer.flush()  # in files that the limit allows
+            buffer.flush()  # files within the limit
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
             buffer.add_trajectories([block] * 5)
             with pytest.raises(StoreWriteError, match="File too large"):

@@ -1,4 +1,4 @@
-"""Ctrl-C between any two instructions of a call: the store flushes and closes, and holds what it said."""
+"""Ctrl-C between any two instructions of a call: the store flushes and closes, with all acknowledged data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(path: Path) -> TrajectoryReplayBuffer:
 
 
 def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> None:
-    """The buffer still works, and what was added before and after the interrupt is on disk."""
+    """The buffer still works, and additions before and after the interrupt are on disk."""
     ids: list[int] = []
     within(60, lambda: ids.extend(buffer.add_trajectories([witness(77)])))
     within(60, buffer.flush)
@@ -43,10 +43,10 @@ def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> 
     shown = buffer.trajectory_ids.tolist()
     assert len(set(shown)) == len(shown)
     within(60, buffer.close)
-    found = keys_at(path)
-    assert list(found) == shown
-    assert {**added, ids[0]: 77}.items() <= found.items()
-    assert set(found) - {*added, *ids} <= {len(added), len(added) + 1}  # of the interrupted call, whole or not at all
+    keys = keys_at(path)
+    assert list(keys) == shown
+    assert {**added, ids[0]: 77}.items() <= keys.items()
+    assert set(keys) - {*added, *ids} <= {len(added), len(added) + 1}  # the interrupted call's, all or none
     assert verify(path).sound
 
 
@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[TrajectoryReplayBuffer], Any]] = {
 
 
 def instructions(path: Path, name: str) -> int:
-    """Return how many instructions a call takes."""
+    """Return the number of instructions in a call."""
     tracer = Tracer(None)
     with opened(path) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
@@ -81,7 +81,7 @@ def interrupted_at(path: Path, name: str, at: int) -> None:
     if name == "evict":
         within(60, buffer.flush)
         if not ended:
-            with suppress(errors.TrajectoryUnavailableError):  # the eviction goes on after the interrupt
+            with suppress(errors.TrajectoryUnavailableError):  # the eviction resumes after the interrupt
                 within(60, lambda: buffer.evict([0]))
         ids: list[int] = []
         within(60, lambda: ids.extend(buffer.add_trajectories([witness(9)])))
@@ -140,7 +140,7 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
-    """As ``refresh()`` takes in what the writer rewrote: an entry is that of the old shard or that of the new one."""
+    """As in a ``refresh()`` after rewriting: each entry is in the old shard or the new one."""
     names = ("shard", *STARTS)
     moved = Moved(7, np.arange(3), {name: np.arange(40, 43) for name in STARTS})
 

@@ -1,4 +1,4 @@
-"""Commits to an object store whose answer is lost, or which come late: said to have failed, and there all the same."""
+"""Commits to an object store with lost or late answers: reported as failed, yet stored."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trajstore.testing.witness import check_trajectory, witness
 
 
 class Network:
-    """Creates segments of the log for a client that does not always hear of it."""
+    """Creates log segments for a client that may not get the answer."""
 
     def __init__(self, create: Callable[[ObjectStore, str, bytes], bool]) -> None:
         self._create = create
         self._late: list[tuple[ObjectStore, str, bytes]] = []
         self.losing: Callable[[], str | None] = lambda: None
-        """Returns what becomes of a request: ``answer`` or ``request`` lost, or ``late``; None: all is well."""
+        """Returns the fate of a request: ``answer`` or ``request`` lost, or ``late``; None: no fault."""
 
     def create(self, objects: ObjectStore, name: str, data: bytes) -> bool:
         if not name.startswith("log/"):
@@ -35,20 +35,20 @@ class Network:
             self._create(*late)
         self._late.clear()
         lost = self.losing()
-        found = self._create(objects, name, data) if lost in (None, "answer") else False
+        created = self._create(objects, name, data) if lost in (None, "answer") else False
         if lost == "late":
             self._late.append((objects, name, data))
         if lost is not None:
             raise OSError(errno.EIO, f"nothing was heard ({lost})", name)
-        return found
+        return created
 
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    found = Network(ObjectStore.create)
-    monkeypatch.setattr(ObjectStore, "create", lambda *given: found.create(*given))
-    yield found
-    found.losing = lambda: None
+    network = Network(ObjectStore.create)
+    monkeypatch.setattr(ObjectStore, "create", lambda *given: network.create(*given))
+    yield network
+    network.losing = lambda: None
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> list[int]:
@@ -93,7 +93,7 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
                 for number in buffer.add_trajectories([witness(key)]):
                     of_id[number] = key
                     added.add(key)
-            except StoreWriteError:  # of an earlier one: this one was not added
+            except StoreWriteError:  # of an earlier trajectory: this one was not added
                 pass
             try:
                 doing = chance.randrange(5)
@@ -115,15 +115,15 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
             assert len(set(shown)) == len(shown)
             assert not set(shown) & certain
         network.losing = lambda: None
-        with suppress(StoreWriteError):  # of a request that was under way
+        with suppress(StoreWriteError):  # of a request under way
             buffer.flush()
         buffer.flush()
-        found = keys_of(buffer)
-        assert len(set(found)) == len(found)
-        assert added - tried <= set(found) <= added - certain
+        keys = keys_of(buffer)
+        assert len(set(keys)) == len(keys)
+        assert added - tried <= set(keys) <= added - certain
         follower.refresh()
-        assert keys_of(follower) == found
+        assert keys_of(follower) == keys
         follower.close()
     assert verify(memory_url).sound
     with TrajectoryReplayBuffer.open(memory_url) as reader:
-        assert keys_of(reader) == found
+        assert keys_of(reader) == keys

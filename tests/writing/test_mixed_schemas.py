@@ -1,4 +1,4 @@
-"""Trajectories of several sets of columns, added in turn, share shards and commits."""
+"""Trajectories with different columns, added in turn, share shards and commits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
 KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
-"""Of witnesses: multiples of three have other columns than the rest."""
+"""Witnesses; those with multiples of three have other columns."""
 
 LATE = WriterOptions(commit_interval=30.0)
-"""Nothing is written before a flush, so that all that was added makes one commit."""
+"""Writes only on flush, so that all additions form one commit."""
 
 
 def shards_in(path: Path) -> int:
@@ -32,7 +32,7 @@ def shards_in(path: Path) -> int:
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """A store as a crash leaves it, one commit of two shards in its log."""
+    """A store as after a crash, with one commit of two shards in its log."""
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for key in KEYS:
             buffer.add_trajectories([witness(key)])
@@ -61,7 +61,7 @@ def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: 
 def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: Path) -> None:
     (log,) = (crashed / "log").iterdir()
     data = log.read_bytes()
-    tell_ids(crashed, 0)  # not renewed since it was made
+    tell_ids(crashed, 0)  # not updated since creation
     for cut in [*range(0, len(data), len(data) // 10), len(data) - 1]:
         log.write_bytes(data[:cut])
         assert keys_at(crashed) == {}
@@ -102,14 +102,14 @@ def test_a_checkpoint_of_memory_has_one_shard_for_each_kind(tmp_path: Path) -> N
 
 
 def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
-    told: list[Sequence[int]] = []
-    with opened(tmp_path, writer=LATE, on_commit=told.append) as buffer:
+    commits: list[Sequence[int]] = []
+    with opened(tmp_path, writer=LATE, on_commit=commits.append) as buffer:
         for key in KEYS:
             buffer.add_trajectories([witness(key)])
-    assert [list(ids) for ids in told] == [list(range(len(KEYS)))]
+    assert [list(ids) for ids in commits] == [list(range(len(KEYS)))]
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------
 
 
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
@@ -151,9 +151,9 @@ def test_a_damaged_commit_costs_what_it_committed_and_no_kind_is_taken_for_anoth
     log.write_bytes(b"\n".join([lines[0], b"?" + lines[1][1:], *lines[2:]]))
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(tmp_path / "crashed", strict=False)
-        found = {number: reader.get(number).rewards for number in reader.trajectory_ids.tolist()}
-    assert all(rewards.unique().tolist() == [number] for number, rewards in found.items())
-    assert {0, 1, 2} <= set(found)
+        rewards_by_id = {number: reader.get(number).rewards for number in reader.trajectory_ids.tolist()}
+    assert all(rewards.unique().tolist() == [number] for number, rewards in rewards_by_id.items())
+    assert {0, 1, 2} <= set(rewards_by_id)
 
 
 def _descending(record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The way to the disk: nothing hangs, nothing poisons the queue, a durable commit never fails afterwards."""
+"""The write path: no hangs, no poisoned queue, and durable commits never fail afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore.operations.verify import verify
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
-# -- an add that fails gives back what it took -------------------------------------------------------
+# -- a failed add returns its reservation -------------------------------------------------------------
 
 STEPS = [
     "trajstore.core.writing.queue.WriteQueue.reserve",
@@ -54,11 +54,11 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: s
     assert contents_of(tmp_path / "store") == [0, 1, 2]
 
 
-# -- what cannot be written for its own sake ---------------------------------------------------------
+# -- unwritable trajectories --------------------------------------------------------------------------
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> None:
-    """Let the trajectories with these ids be refused by the format."""
+    """Make the format refuse the trajectories with these ids."""
     from trajstore.core.writing import publishing
 
     real = publishing.entries_to_json
@@ -77,12 +77,12 @@ def test_one_that_cannot_be_written_is_set_aside_and_the_others_go_on(
     poison(monkeypatch, {3, 9}, UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"))
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=30.0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(12)])
-        with pytest.raises(UnwritableTrajectoryError, match=r"trajectories \[.*3.*surrogates not allowed") as told:
+        with pytest.raises(UnwritableTrajectoryError, match=r"trajectories \[.*3.*surrogates not allowed") as raised:
             buffer.flush()
-        assert sorted(told.value.ids) == [3, 9]
+        assert sorted(raised.value.ids) == [3, 9]
         assert buffer.get_stats()["set_aside"] == 2
         assert buffer.get_stats()["pending_bytes"] == 0
-        buffer.flush()  # told once
+        buffer.flush()  # raised once
         assert buffer.trajectory_ids.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 10, 11]
         assert buffer.add_trajectories([witness(12)]) == [12]
     assert contents_of(tmp_path / "store") == [0, 1, 2, 4, 5, 6, 7, 8, 10, 11, 12]
@@ -109,12 +109,12 @@ def test_an_error_that_may_be_anybodys_is_taken_for_the_trajectorys_in_the_end(
     poison(monkeypatch, {1}, RuntimeError("odd"))
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=30.0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
-        told: list[StoreWriteError] = []
-        while not told or not isinstance(told[-1], UnwritableTrajectoryError):
+        errors_raised: list[StoreWriteError] = []
+        while not errors_raised or not isinstance(errors_raised[-1], UnwritableTrajectoryError):
             with pytest.raises(StoreWriteError, match="odd") as error:
                 buffer.flush()
-            told.append(error.value)
-        assert told[-1].ids == [1]
+            errors_raised.append(error.value)
+        assert errors_raised[-1].ids == [1]
     assert contents_of(tmp_path / "store") == [0, 2]
 
 
@@ -168,13 +168,13 @@ def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path)
     assert contents_of(tmp_path / "store") == [0, 2]
 
 
-# -- what tools read ---------------------------------------------------------------------------------
+# -- data for tools -----------------------------------------------------------------------------------
 
 
 def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
     def said() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((tmp_path / "store" / "metadata.json").read_text())
-        return found
+        metadata: dict[str, Any] = json.loads((tmp_path / "store" / "metadata.json").read_text())
+        return metadata
 
     with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(key) for key in range(5)])
@@ -232,7 +232,7 @@ def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None
 
 
 def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
-    """Changes of the log run where no interrupt comes."""
+    """Log changes run without interrupts."""
     threads: list[str] = []
     real = CommitLog.evict
 
@@ -265,24 +265,24 @@ def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
     with opened(tmp_path / "store", writer=WriterOptions(shard_bytes=1)) as buffer:
         with monkeypatch.context() as patched:
             patched.setattr(WriteQueue, "submit", submit)
-            with pytest.raises(PartlyAddedError, match=r"no room; the first 2 of 5 trajectories were added") as told:
+            with pytest.raises(PartlyAddedError, match=r"no room; the first 2 of 5 trajectories were added") as raised:
                 buffer.add_trajectories([witness(key) for key in range(5)])
-        assert told.value.ids == [0, 1] == buffer.trajectory_ids.tolist()
-        assert isinstance(told.value.__cause__, MemoryError)
+        assert raised.value.ids == [0, 1] == buffer.trajectory_ids.tolist()
+        assert isinstance(raised.value.__cause__, MemoryError)
         buffer.add_trajectories([witness(key) for key in range(2, 5)])
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3, 4]
 
 
-# -- ``on_commit``: what a function of the user's may do there, and that nothing waits for it --
+# -- ``on_commit``: calls allowed in the user's function, and that nothing waits for it --
 
 
 def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
-    told: list[int] = []
+    committed: list[int] = []
     done = threading.Event()
 
     def on_commit(ids: Sequence[int]) -> None:
         assert threading.current_thread().name == "trajstore-on-commit"
-        told.extend(ids)
+        committed.extend(ids)
         if 0 in ids:
             buffer.evict([0])
             add_each(buffer, [5])
@@ -295,23 +295,23 @@ def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
         assert done.wait(60)
-    assert told == [0, 1, 2, 3]
+    assert committed == [0, 1, 2, 3]
     assert contents_of(tmp_path / "store") == [1, 2, 5]
     assert contents_of(tmp_path / "checkpoint") == [1, 2, 5]
 
 
 def test_flush_does_not_wait_for_a_callback_that_waits_for_the_caller(tmp_path: Path) -> None:
     mine = threading.Lock()
-    told: list[int] = []
+    committed: list[int] = []
 
     def on_commit(ids: Sequence[int]) -> None:
         with mine:
-            told.extend(ids)
+            committed.extend(ids)
 
     with opened(tmp_path / "store", on_commit=on_commit) as buffer, mine:
         add_each(buffer, [0])
-        assert told == []
-    assert told == [0]
+        assert committed == []
+    assert committed == [0]
 
 
 def test_a_callback_may_close_the_buffer_and_does_not_keep_it_alive(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The writer's queue: how groups are cut, in which order they are committed, and what a failure leaves."""
+"""The writer's queue: cutting of groups, commit order, and the state after failures."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
         assert all(part.ids == sorted(part.ids) for part in group.parts)
         assert group.nbytes == sum(part.nbytes for part in group.parts)
         assert group.nbytes <= limit or len(group.ids) == 1
-    for one, other in pairwise(groups):  # none could have been longer
-        assert one.nbytes + len(placed[other.ids[0]][1]) > limit
+    for this_group, other in pairwise(groups):  # no group could have been longer
+        assert this_group.nbytes + len(placed[other.ids[0]][1]) > limit
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1))
@@ -163,7 +163,7 @@ def test_a_commit_that_failed_is_tried_again_with_what_waited_for_it() -> None:
     target.fail(target.take_ready(), StoreWriteError("no space"))
     with pytest.raises(StoreWriteError, match="no space"):
         reserve(target, 1)
-    reserve(target, 0)  # it is told once
+    reserve(target, 0)  # raised once
     assert target.begin_flush() == 2
     assert [target.next_group() for _ in range(3)] == [first, second, third]
     assert target.pending_bytes == sum(group.nbytes for group in (first, second, third))
@@ -183,14 +183,14 @@ def test_a_flush_during_the_failing_write_means_try_again() -> None:
 
 def test_room() -> None:
     target = queue(max_pending_bytes=128, on_full="raise")
-    large = reserve(target, 1000)  # alone, even more than the limit goes in
+    large = reserve(target, 1000)  # a single one may exceed the limit
     with pytest.raises(PendingFullError, match="max_pending_bytes = 128"):
         reserve(target, 1)
     assert target.withdraw(large)
     held = [reserve(target, 64), reserve(target, 64)]
     with pytest.raises(PendingFullError):
         reserve(target, 1)
-    del held  # whoever reserved was interrupted, and again while giving back
+    del held  # the reserving call was interrupted, also during its clean-up
     last = reserve(target, 1)
     target.close()
     with pytest.raises(StoreClosedError):
