@@ -1,1 +1,1 @@
-"""Tests. A package, so that no other distribution's ``tests`` takes its name."""
+"""Tests; a package, so that no other distribution's ``tests`` shadows it."""

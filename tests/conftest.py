@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from trajstore.core.base import locks
 
-# A run of the tests tries what the last one tried, however fast the machine is; the slow forms search anew each time.
+# Deterministic examples without deadlines; the slow forms search anew on each run.
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -29,7 +29,7 @@ SHARED = ROOT.parent / "shared" / "fixtures"
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_waits_for_the_disk() -> Iterator[None]:
-    """Nobody pulls the plug: in this process, syncing only looks whether there is such a descriptor; children do it."""
+    """Replace syncs in this process by a check of the descriptor; child processes do sync."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "fdatasync"):
             patch.setattr(os, name, os.fstat)
@@ -38,13 +38,13 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def project_root() -> Path:
-    """Folder of ``pyproject.toml``."""
+    """Return the folder of ``pyproject.toml``."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def shared_fixtures() -> Path:
-    """Directories that RLinf and AgentEvolver wrote; they do not come with the project."""
+    """Return directories written by RLinf and AgentEvolver; not part of the project."""
     if not SHARED.is_dir():
         pytest.skip("needs ../shared/fixtures, directories written by RLinf and AgentEvolver")
     return SHARED
@@ -52,7 +52,7 @@ def shared_fixtures() -> Path:
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, Any]]:
-    """Start an S3 server on the loopback interface; return the storage options that lead to it."""
+    """Start an S3 server on loopback; return its storage options."""
     pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
     pytest.importorskip("moto.server", reason="needs moto[server]")
     from tools.campaigns import s3_server
@@ -73,13 +73,13 @@ def s3_url(s3_options: dict[str, Any]) -> str:
 
 @pytest.fixture
 def memory_url() -> str:
-    """Return the URL of a folder in memory that no other test has."""
+    """Return the URL of a private in-memory folder."""
     return f"memory://bucket-{uuid.uuid4()}/run1"
 
 
 @pytest.fixture
 def small_ray() -> None:
-    """Start Ray with two processors unless it runs; it goes on for the next test that needs no more of it."""
+    """Start Ray with two CPUs unless it runs; later tests reuse it."""
     ray = pytest.importorskip("ray")
     if not ray.is_initialized():
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -87,7 +87,7 @@ def small_ray() -> None:
 
 @pytest.fixture(autouse=True)
 def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test in which locks are taken out of order, unless the marker ``locks_unchecked`` says why it cannot."""
+    """Fail a test that takes locks out of order, unless it has the marker ``locks_unchecked``."""
     if request.node.get_closest_marker("locks_unchecked") is not None:
         yield
         return
@@ -101,18 +101,18 @@ STARTS = {
     "verl": (TESTS / "verl_plugin", TESTS / "trainer_hooks" / "verl", TESTS / "trainer_hooks" / "test_dataproto.py"),
     "ray": tuple(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
 }
-"""What files and folders of tests start, by marker; importing them alone takes seconds."""
+"""Test files and folders by the marker of the services they start; importing these takes seconds."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file whose tests ``-m`` leaves out."""
+    """Skip the import of files whose tests ``-m`` excludes."""
     chosen = config.getoption("markexpr")
     return any(f"not {mark}" in chosen and collection_path in paths for mark, paths in STARTS.items()) or None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by what it starts: its file, its folder or a fixture shows that."""
+    """Mark each test by the services it starts, found by file, folder or fixture."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         where = {item.path, *item.path.parents}
@@ -126,12 +126,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let what was imported and collected stay for good: else every collection of garbage looks through all of it."""
+    """Freeze imported and collected objects, so that garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Tell of threads for which the interpreter would wait for ever, and end it."""
-    gc.unfreeze()  # else libraries that count what they gave out call it leaked
+    """Report threads that would block interpreter exit for ever, and exit."""
+    gc.unfreeze()  # otherwise some libraries report leaked objects
     faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)

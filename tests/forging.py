@@ -1,4 +1,4 @@
-"""Files of a store as somebody changes them who knows how to compute their checksums."""
+"""Changes of a store's files with recomputed checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json
 
 @contextmanager
 def forged(file: Path, name: str) -> Iterator[Any]:
-    """Yield the values of a sealed file, which is sealed again with what was changed in them."""
+    """Yield a sealed file's values and reseal it with the changes."""
     value = unseal(name, file.read_bytes(), "")
     yield value
     file.write_bytes(seal(name, orjson.dumps(value)))
@@ -48,7 +48,7 @@ def forged_log(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def spoil_document(shard: Path, word: bytes) -> None:
-    """Let the document of a rollout be unreadable from a word on; all lengths stay, and no checksum is made anew."""
+    """Make a rollout's document unreadable from a word on, keeping lengths and old checksums."""
     content = shard.read_bytes()
     at = content.index(word)
     shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])

@@ -1,6 +1,6 @@
-"""A reader of stores written by ``docs/format.md`` alone: standard library and numpy, nothing of trajstore.
+"""A store reader based only on ``docs/format.md``, with the standard library and numpy, without trajstore.
 
-It shows that the page is enough, and holds trajstore to the page. Kept plain rather than fast.
+It shows that the page is complete and that trajstore follows it. Simple rather than fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = {
 
 
 class FormatError(Exception):
-    """The directory is not as the page says."""
+    """The directory violates the page."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass
 class Entry:
-    """A trajectory of the index; ``starts`` are first rows by axis. Unknown ones: ``committed`` -1, others None."""
+    """An index entry; ``starts`` are first rows by axis. Unknown values: ``committed`` -1, others None."""
 
     number: int
     uuid: str
@@ -63,7 +63,7 @@ class Entry:
 
 @dataclass
 class Column:
-    """A trajectory's column: dtype by torch's name, shape of all rows, raw bytes."""
+    """A trajectory's column: torch dtype name, shape of all rows, raw bytes."""
 
     axis: int
     dtype: str
@@ -73,7 +73,7 @@ class Column:
 
 @dataclass
 class Rows:
-    """Where the values by row of a trajectory lie: shard, column, first row."""
+    """Location of a trajectory's values by row: shard, column, first row."""
 
     shard: Shard
     column: str
@@ -147,7 +147,7 @@ def unpack_texts(value: dict[str, Any]) -> list[str]:
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line without its line feed; None if the line is bad."""
+    """Return the record of a line (without line feed); None if invalid."""
     if line[8:9] != b" " or line[:8] != b"%08x" % zlib.crc32(line[9:]):
         return None
     record: dict[str, Any] = json.loads(line[9:])
@@ -155,7 +155,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_log(path: Path, generation: int) -> list[dict[str, Any]]:
-    """Return the records above a generation."""
+    """Return the records after a generation."""
     segments = sorted(
         (int(file.stem), file)
         for file in (path / "log").glob("*.log")
@@ -187,14 +187,14 @@ def read_log(path: Path, generation: int) -> list[dict[str, Any]]:
 
 def _lines(data: bytes) -> list[bytes]:
     *whole, rest = data.split(b"\n")
-    return [*whole, rest + b"?"] if rest else whole  # without its line feed a line is bad
+    return [*whole, rest + b"?"] if rest else whole  # a line without line feed is invalid
 
 
 # -- opening ------------------------------------------------------------------------------------------
 
 
 def open_store(path: Path) -> Store:
-    """Return the state of a directory to which nobody writes at the moment (steps 1 and 6 are left out)."""
+    """Return the state of a directory without an active writer (skips steps 1 and 6)."""
     store = Store(path, read_metadata((path / "metadata.json").read_bytes()))
     snapshot = unseal("snapshot", (path / "trajectory_index.json").read_bytes())
     store.generation, store.next_id = snapshot["generation"], snapshot["next_id"]
@@ -231,7 +231,7 @@ def _named(store: Store) -> set[int]:
 
 
 def ids_of(ranges: list[list[int]]) -> list[int]:
-    """Return the ids in ranges."""
+    """Return the ids of ranges."""
     return [number for first, last in ranges for number in range(first, last + 1)]
 
 
@@ -287,17 +287,17 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
 
 
 def _facts(of_one: dict[str, Any], texts: list[str]) -> dict[str, Any] | None:
-    """Return the facts of a rollout, from the numbers that the snapshot has."""
+    """Return a rollout's facts from the snapshot's numbers."""
     if not of_one.pop("agent", 0):
         return None
     known = {name: number for name, number in of_one.items() if number not in (-1, None) or name.startswith("reward_")}
-    known = {name: number for name, number in known.items() if number == number}  # NaN is not itself
+    known = {name: number for name, number in known.items() if number == number}  # drops NaN
     known |= {name: texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
     return known | ({"terminated": bool(known["terminated"])} if "terminated" in known else {})
 
 
 def rows_on(axis: int, extent: tuple[int, int, int, int]) -> int:
-    """Return the rows of a trajectory on an axis."""
+    """Return a trajectory's number of rows on an axis."""
     first, batch, extra, document = extent
     return (first * batch, (first + extra) * batch, (first + extra) * batch, extra, document)[axis]
 
@@ -361,7 +361,7 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
 
 
 def _added(told: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entry]:
-    """Return the trajectories of an added shard, by id."""
+    """Return an added shard's trajectories by id."""
     ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
     lists = told.get("facts")
     facts = [
@@ -400,13 +400,13 @@ def _manifest(value: dict[str, Any], schemas: list[dict[str, Any]]) -> Shard:
 
 
 def row_bytes(column: list[Any]) -> int:
-    """Return the bytes of one row of a schema's column."""
+    """Return the bytes per row of a schema's column."""
     _, dtype, row_shape, _ = column
     return int(np.prod(row_shape, dtype=np.int64)) * _SIZES[dtype]
 
 
 def check_shard(path: Path, shard: Shard) -> None:
-    """Compare sizes and all checksums of a shard."""
+    """Check the sizes and all checksums of a shard."""
     for number, (name, size, checksum) in enumerate(shard.files):
         data = (path / checked_name(name)).read_bytes()
         if len(data) != size:
@@ -441,7 +441,7 @@ class _Plain(pickle.Unpickler):
 
 
 def read_columns(store: Store, entry: Entry, only: str | None = None) -> dict[str, Column]:
-    """Return all columns of a trajectory, or one."""
+    """Return all columns of a trajectory, or a single one."""
     shard = entry.shard
     content = {}
     if shard.format == "pkl":
@@ -476,7 +476,7 @@ def _zarr_rows(path: Path, shard: Shard, name: str, start: int, rows: int) -> by
 
 
 def read_rows(store: Store, entry: Entry, name: str) -> Column:
-    """Return values by row of a trajectory."""
+    """Return a trajectory's values by row."""
     rows = store.notes[entry.number][name]
     starts = dict.fromkeys(range(5), rows.start)
     columns = read_columns(store, replace(entry, shard=rows.shard, starts=starts, extent=(*entry.extent[:3], 0)), name)
@@ -484,5 +484,5 @@ def read_rows(store: Store, entry: Entry, name: str) -> Column:
 
 
 def read_document(columns: dict[str, Column]) -> dict[str, Any]:
-    """Return the document among a trajectory's columns; empty if there is none."""
+    """Return the document in a trajectory's columns; empty if absent."""
     return json.loads(columns["_document"].data) if "_document" in columns else {}

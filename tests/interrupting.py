@@ -1,4 +1,4 @@
-"""Exceptions between any two instructions of a call, as Ctrl-C and signal handlers bring them."""
+"""Exceptions between any two instructions of a call, like those of Ctrl-C and signal handlers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FILES = (str(ROOT / "trajstore"), str(ROOT / "trainer_hooks"), threading.__file_
 
 
 class Interrupt(KeyboardInterrupt):
-    """Ctrl-C, told apart from the user's own."""
+    """A simulated Ctrl-C, distinct from the user's."""
 
 
 @cache
 def handlers(code: CodeType) -> dict[int, int]:
-    """Return, by offset, where an exception of an instruction is handled; absent if it leaves the function."""
+    """Return each instruction's exception handler by offset; absent if the exception leaves the function."""
     entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
     return {offset: entry.target for entry in entries for offset in range(entry.start, entry.end, 2)}
 
@@ -32,9 +32,9 @@ def operations(code: CodeType) -> dict[int, str]:
 
 
 class Tracer:
-    """Raises at the k-th moment at which Python could deliver a signal while this thread is within the package.
+    """Raises at the k-th point where Python could deliver a signal within the package in this thread.
 
-    That is at the end of a call, at a backward jump, and when a function begins.
+    These points are ends of calls, backward jumps, and starts of functions.
     """
 
     def __init__(self, at: int | None) -> None:
@@ -49,7 +49,7 @@ class Tracer:
             return False
         if not operations(frame.f_code).get(last, "").startswith(("CALL", "JUMP_BACKWARD", "RESUME")):
             return False
-        # The signal comes within the call; where the next instruction is handled elsewhere it would come too late.
+        # The signal arrives within the call; at a next instruction with another handler it would be too late.
         return handlers(frame.f_code).get(last) == handlers(frame.f_code).get(now)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -67,7 +67,7 @@ class Tracer:
         return self
 
     def run(self, call: Callable[[], Any]) -> bool:
-        """Return whether the call came to its end."""
+        """Return whether the call completed."""
         old = sys.gettrace()
         sys.settrace(self)
         try:

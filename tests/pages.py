@@ -1,4 +1,4 @@
-"""What tests read in the documentation: the code of a page, run by itself, and the names of figures."""
+"""Reads documentation for tests: runs a page's code, and lists the names of figures."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ FIGURES = Path(__file__).parent.parent / "docs" / "howto" / "replay_figures.md"
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return the code of a language in the text of a page, a text for each block."""
+    """Return a page's code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
-    """Run all Python blocks of a page one after the other in a process of its own, and fail if they do.
+    """Run all Python blocks of a page in order in a separate process; fail if they fail.
 
     Args:
         project_root: of the checkout.
-        tmp_path: where the process works. Its temporary folder is the system's: Ray's sockets need a short path.
+        tmp_path: working folder. The temporary folder stays the system's, as Ray's sockets need a short path.
         page: below ``docs``.
     """
     script = tmp_path / "page.py"
@@ -38,7 +38,7 @@ def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
 
 
 def explained_figures() -> set[str]:
-    """Return the names in code in the tables of the page of figures."""
+    """Return the figure names in the tables of the figures page."""
     return set(
         re.findall(
             r"`([^`\s]+)`",
@@ -48,7 +48,7 @@ def explained_figures() -> set[str]:
 
 
 def unexplained(names: Iterable[str]) -> set[str]:
-    """Return those of some figures of replay and recording that the page does not have."""
+    """Return the replay and recording figures that the page lacks."""
     wanted = (re.sub(r"/\d+$", "/<n>", name.removeprefix("experience_replay/")) for name in names)
     explained = explained_figures()
     return {name for name in wanted if name not in explained and name.removeprefix("refused/") not in explained}

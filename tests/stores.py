@@ -1,4 +1,4 @@
-"""Stores of witnesses: opened to write, opened to read, and what they hold when they are opened again."""
+"""Stores of witnesses, opened for writing or reading, and their contents after reopening."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from trajstore.trajectory import AnyTrajectory
 
 
 def opened(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
-    """Return a buffer that writes to a path; ``options`` are its own."""
+    """Return a buffer with ``options`` that writes to a path."""
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
 
 
 def writer_to(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
-    """Return a buffer that writes to a path and draws from the newest trajectories; ``options`` are its own."""
+    """Return a buffer with ``options`` that writes to a path and draws from the newest trajectories."""
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)
 
 
 def add_each(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> None:
-    """Add witnesses, each in a commit and a shard of its own."""
+    """Add witnesses, each in its own commit and shard."""
     for key in keys:
         buffer.add_trajectories([witness(key)])
         buffer.flush()
 
 
 def in_memory(trajectories: Sequence[AnyTrajectory], *, seed: int = 0, **options: Any) -> TrajectoryReplayBuffer:
-    """Return a buffer without a store that draws from trajectories; ``options`` are its own."""
+    """Return an in-memory buffer of trajectories with ``options``."""
     buffer = TrajectoryReplayBuffer(seed=seed, sample_window_size=0, **options)
     buffer.add_trajectories(trajectories)
     return buffer
 
 
 def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = False, **options: Any) -> Path:
-    """Write a store of trajectories and close it; return its path. ``each``: in a commit and a shard of its own."""
+    """Write a store of trajectories and close it; return its path. ``each``: one commit and shard per trajectory."""
     with writer_to(path, **options) as writer:
         for some in [[trajectory] for trajectory in trajectories] if each else [trajectories]:
             writer.add_trajectories(some)
@@ -54,7 +54,7 @@ def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = Fa
 
 
 def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:
-    """Write a store of witnesses, each in a shard of its own, and close it; return its path."""
+    """Write a store of witnesses, each in its own shard, and close it; return its path."""
     with writer_to(path, **options) as writer:
         add_each(writer, keys)
     return path
@@ -65,7 +65,7 @@ LIVE = {1: 5, 2: 3, 3: 4, 4: 11, 5: 6, 6: 7}
 
 
 def crashed_store(path: Path) -> Path:
-    """Write a store as a crash leaves it; return its path.
+    """Write a store in the state after a crash; return its path.
 
     Trajectory 0 is evicted and named by the pin ``start``. The log has a rewrite, and a commit of two shards whose ids
     interleave.
@@ -84,31 +84,31 @@ def crashed_store(path: Path) -> Path:
 
 
 def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
-    """Return a buffer that shows what a path holds."""
+    """Return a buffer that reads a path."""
     reader = TrajectoryReplayBuffer(sample_window_size=0)
     reader.load_checkpoint(path)
     return reader
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    """Return the key of each witness, by id; each is compared row by row."""
+    """Return the witnesses' keys by id, after comparing all rows."""
     return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
 
 
 def keys_at(path: Path | str, *arguments: Any, **options: Any) -> dict[int, int]:
-    """Return what a reader finds at a path; the arguments are those of ``load_checkpoint``."""
+    """Return the keys that a reader loads from a path; arguments as for ``load_checkpoint``."""
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(path, *arguments, **options)
         return keys_of(reader)
 
 
 def contents_of(path: Path | str) -> list[int]:
-    """Return the keys of the witnesses in a store, in their order."""
+    """Return the keys of a store's witnesses in order."""
     return list(keys_at(path).values())
 
 
 def refused_to_all(path: Path | str, error: type[Exception], match: str = "") -> None:
-    """Fail unless readers and writers are refused what lies at a path, with one reason."""
+    """Fail unless readers and writers refuse a path with the same reason."""
     for opening in (TrajectoryReplayBuffer.open, writer_to):
         with pytest.raises(error, match=match):
             opening(path)
@@ -129,7 +129,7 @@ def flip(file: Path) -> None:
 
 @contextmanager
 def nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let removing files of local directories fail as long as this is entered."""
+    """While entered, make removals in local directories fail."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "no")
@@ -148,11 +148,11 @@ def _write_until_killed(path: Path, told: Connection) -> None:
 
 @contextmanager
 def another_writer(path: Path) -> Iterator[int]:
-    """Write a store in a process of its own, whose number is yielded, so that it can be stopped; in the end kill it."""
+    """Write a store in a child process; yield its pid, so that it can be stopped; kill it at the end."""
     mine, theirs = multiprocessing.Pipe()
     process = forking().Process(target=_write_until_killed, args=(path, theirs))
     process.start()
-    theirs.close()  # so that a process that fails ends the waiting
+    theirs.close()  # so that a failing process ends the wait
     assert process.pid is not None
     assert mine.recv() == "open"
     try:

@@ -1,4 +1,4 @@
-"""Arguments of constructors: checked where they are given, by name; what configurations hold is taken."""
+"""Constructor arguments are checked by name; values of common configurations are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_number_as_retention_names_the_remedy() -> None:
 
 
 def test_what_configurations_hold_is_taken(tmp_path: Path) -> None:
-    """Workers pass numpy's numbers, YAML makes ``1e3`` a float, and some configurations write 0 for false."""
+    """Workers pass numpy numbers, YAML reads ``1e3`` as a float, and some configurations use 0 for false."""
     with TrajectoryReplayBuffer(
         seed=np.int64(7),  # type: ignore[arg-type]
         enable_cache=np.bool_(True),  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([rollout(), rollout()])
         assert caplog.text == ""
-        buffer.add_trajectories([rollout(curr_obs={"note": "text"})])  # nothing to draw
+        buffer.add_trajectories([rollout(curr_obs={"note": "text"})])  # no drawable rows
         assert caplog.text == ""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
         changed = rollout(actions=torch.ones(2, 1, 4), prev_values=torch.ones(2, 1, 1))
@@ -95,7 +95,7 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
         buffer.add_trajectories([changed, changed])
         assert caplog.text == ""
         buffer.add_trajectories([rollout(), changed, rollout(), changed])
-        assert len(caplog.records) == 1  # of the way back once, of the way there no more
+        assert len(caplog.records) == 1  # one warning for the change back, no second for the change itself
 
 
 def test_the_index_is_written_whole_after_many_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The rollout builder: what it collects is what a plain stack gives; parts add up to the whole."""
+"""The rollout builder's output equals a plain stack; parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_interventions_are_marked_and_replace_actions() -> None:
     assert torch.equal(after.forward_inputs["action"][-1], after.actions[-1])
     assert "model_action" in before.forward_inputs
     assert "model_action" not in after.forward_inputs
-    assert "model_action" in given[-1].forward_inputs  # the caller's dict is the caller's
+    assert "model_action" in given[-1].forward_inputs  # the caller's dict is not modified
     result.mark_last_step_with_intervene_flags(torch.tensor([False, True, False]))
     marked = result.to_trajectory().intervene_flags
     assert marked is not None

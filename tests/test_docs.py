@@ -1,4 +1,4 @@
-"""The documentation says what the program does."""
+"""The documentation matches the program."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PAGES = [
     ),
     *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
 ]
-"""Each page is one program. One process runs them all, as importing torch takes longer than they do."""
+"""Each page is one program; one process runs all, as importing torch dominates."""
 
 _RUN_PAGES = """
 import json, sys, traceback
@@ -61,7 +61,7 @@ json.dump(failures, open(sys.argv[2], "w"))
 
 
 def run_pages(names: list[str], root: Path, folder: Path) -> dict[str, str]:
-    """Run the python blocks of each page; return what was raised, by page."""
+    """Run each page's python blocks; return exceptions by page."""
     code = {name: "\n".join(blocks((root / name).read_text(), "python")) for name in names}
     (folder / "pages.json").write_text(json.dumps(code))
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_links_lead_somewhere(project_root: Path) -> None:
 
 
 def test_no_heading_begins_with_a_digit(project_root: Path) -> None:
-    """The theme's script asks for headings by their anchors, and stops at one that is no selector."""
+    """The theme's script selects headings by anchor and stops at an invalid selector."""
     pages = (project_root / "docs").rglob("*.md")
     assert [page for page in pages if re.search(r"^##+ \d", page.read_text(), re.MULTILINE)] == []
 

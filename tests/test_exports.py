@@ -1,4 +1,4 @@
-"""What ``import trajstore`` offers."""
+"""The public names of ``import trajstore``."""
 
 from __future__ import annotations
 

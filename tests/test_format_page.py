@@ -1,4 +1,4 @@
-"""``docs/format.md`` is enough to read a store, and its worked example is what trajstore writes."""
+"""``docs/format.md`` suffices to read a store, and trajstore writes its worked example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trajstore.testing.witness import witness
 
 
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
-    """Compare what the reader of the page finds with a trajectory as it was added."""
+    """Compare the page reader's columns with the added trajectory."""
     flat = flatten(trajectory)
     columns = format_reader.read_columns(store, entry)
     assert list(columns) == [column.name for column in flat.schema.columns]
@@ -152,7 +152,7 @@ def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monke
         assert shard[offset : offset + len(piece)] == piece
 
 
-# -- what the page says a reader must refuse ----------------------------------------------------------
+# -- stores that a reader must refuse -----------------------------------------------------------------
 
 
 def test_a_changed_byte_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C while numba is loaded or compiles: the next call goes on, in a real process with real signals."""
+"""After Ctrl-C while numba loads or compiles, the next call works; in a real process with real signals."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ print("sound", interrupted)
 
 
 def bombarded(seed: int, interval: float, signals: int, cache: Path | None) -> int:
-    """Let a process that loads the kernels be interrupted; return how often it was."""
+    """Interrupt a process that loads the kernels; return the number of interrupts."""
     environment = dict(os.environ) | ({} if cache is None else {"NUMBA_CACHE_DIR": str(cache)})
     child = subprocess.run(
         [sys.executable, "-c", CHILD, str(seed), str(interval), str(signals)],

@@ -1,4 +1,4 @@
-"""The order of locks: a breach is told, every lock has a place, and the design page has the same table."""
+"""Lock order: violations are reported, every lock has a rank, and the design page has the same table."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_unchecked_locks_are_those_of_threading(monkeypatch: pytest.MonkeyPatch)
 
 @cache
 def made_in(root: Path) -> list[tuple[str, str]]:
-    """Return name and module of every lock, as the class and the attribute that it is assigned to say."""
+    """Return each lock's module and its name from class and attribute."""
     made = []
     for path in sorted([*(root / "trajstore").rglob("*.py"), *(root / "trainer_hooks").rglob("*.py")]):
         code = path.read_text()
@@ -106,7 +106,7 @@ def test_every_lock_has_a_place_in_the_order(project_root: Path) -> None:
 
 
 def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
-    # Gates of those who wait: nobody takes another lock while holding one, as holding it is to wait.
+    # Gates: holding one means waiting, so no other lock is taken while holding it.
     allowed = {"locks.py", "interrupts.py"}
     names = {
         path.name

@@ -1,4 +1,4 @@
-"""``docs/api.md`` has every public name, and no entry of it is empty."""
+"""``docs/api.md`` has a non-empty entry for every public name."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ PACKAGES = (
 
 
 def said(value: Any) -> bool:
-    """Return whether something has a docstring that a person wrote."""
+    """Return whether an object has a handwritten docstring."""
     text = inspect.getdoc(value) or ""
     made = dataclasses.is_dataclass(value) and isinstance(value, type) and text.startswith(f"{value.__name__}(")
     return bool(text) and not made
 
 
 def members(value: Any) -> dict[str, Any]:
-    """Return what the reference shows below an entry."""
+    """Return the members that the reference shows for an entry."""
     if isinstance(value, ModuleType):
         own = {name: item for name, item in vars(value).items() if getattr(item, "__module__", None) == value.__name__}
     elif isinstance(value, type):
@@ -80,7 +80,7 @@ def test_the_tables_say_what_the_docstrings_say() -> None:
 
 
 def declared(value: type) -> list[str]:
-    """Return the public fields of a dataclass, or the members of an enumeration."""
+    """Return a dataclass's public fields or an enumeration's members."""
     if issubclass(value, enum.Enum):
         return [item.name for item in value]
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
@@ -88,7 +88,7 @@ def declared(value: type) -> list[str]:
 
 
 def shown_classes() -> dict[str, type]:
-    """Return the classes that the reference shows, and those whose options a configuration has."""
+    """Return the reference's classes, and the classes behind a configuration's options."""
     shown = [RecordingConfig, OutcomeRule, Departure]
     for name in ENTRIES:
         value = find(name)
@@ -97,11 +97,11 @@ def shown_classes() -> dict[str, type]:
 
 
 BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.interop.rlinf.trajectory.Trajectory"}
-"""Their fields are those of ``Trajectory``, as their docstrings say."""
+"""Classes with the fields of ``Trajectory``, according to their docstrings."""
 
 
 def troubles_of(value: type) -> list[str]:
-    """Return the fields that ``help()`` does not explain, and those explained twice."""
+    """Return the fields that ``help()`` explains not at all or twice."""
     text = "\n".join(
         inspect.getdoc(base) or "" for base in value.__mro__ if dataclasses.is_dataclass(base) or base is value
     )

@@ -1,4 +1,4 @@
-"""Retrieval finds what plain BM25 over all texts finds, however they came in."""
+"""Retrieval equals plain BM25 over all texts, in any order of insertion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = st.lists(st.lists(WORDS, max_size=6).map(" ".join), max_size=90)
 
 
 def plain_scores(texts: list[str], query: str) -> list[float]:
-    """BM25 with k1 = 1.2 and b = 0.75, written down once more; a word that most texts have weighs next to nothing."""
+    """Return BM25 scores with k1 = 1.2 and b = 0.75; words in most texts have almost no weight."""
     held = [words_of(text) for text in texts]
     average = sum(map(len, held)) / max(len(held), 1)
     scores = []
@@ -92,8 +92,8 @@ def test_a_query_is_never_syntax(query: str) -> None:
 def test_words_of_any_script_are_found_as_they_are_split() -> None:
     index = RetrievalIndex()
     index.add(range(4), ["把杯子 放进 厨房", "把杯子放进厨房", "𰻝𰻝 麵", "größe " + "長" * 9_000])
-    assert [hit.key for hit in index.search("厨房", 4)] == [0]  # a run without spaces is one word
-    assert [hit.key for hit in index.search("𰻝𰻝", 4)] == [2]  # of a newer Unicode than FTS5's own tables
+    assert [hit.key for hit in index.search("厨房", 4)] == [0]  # text without spaces is one word
+    assert [hit.key for hit in index.search("𰻝𰻝", 4)] == [2]  # newer than FTS5's Unicode tables
     assert index.search("grosse große", 4) == []
     assert [hit.key for hit in index.search("長" * 9_000, 4)] == [3]
 

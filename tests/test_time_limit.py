@@ -1,4 +1,4 @@
-"""A test that goes on for too long fails by itself; all others of the run have their turn."""
+"""A test that exceeds its time limit fails alone; the others still run."""
 
 from __future__ import annotations
 

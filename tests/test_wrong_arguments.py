@@ -1,4 +1,4 @@
-"""Wrong values of every argument of buffers, loaders and samplers: an error of trajstore's that names the argument."""
+"""Wrong values of any argument of buffers, loaders and samplers raise trajstore errors that name it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WRONG: dict[str, Any] = {
 Call = Callable[[TrajectoryReplayBuffer, Any], Any]
 
 FINE: dict[str, dict[str, str]] = {
-    # By what is called and by argument, the labels of the wrong values above that are fine there.
+    # By callable and argument: labels of the wrong values above that are valid there.
     "sample": {"num_chunks": "", "columns": "None", "out": "None {}", "sampler": "None"},
     "sample_trajectories": {"count": "", "sampler": "None"},
     "draw": {"num_chunks": "", "sampler": "None"},
@@ -122,7 +122,7 @@ FINE: dict[str, dict[str, str]] = {
 }
 
 GOOD: dict[str, Any] = {
-    # What arguments get that are not tried and have no default; a function is asked with the buffer.
+    # Values of required arguments that are not under test; functions get the buffer.
     **{"num_chunks": 2, "count": 2, "n": 2, "length": 2, "gamma": 0.9, "priorities": [1, 1, 1], "batch_size": 4},
     **{"trajectory_ids": [], "flats": [], "uuids": b"", "rank": 0, "ranks": 1, "step": 1, "save_path": "new"},
     **{"goal": "curr_obs.s", "achieved": "curr_obs.s", "tokens": 4, "max_age": 1, "half_life": 1, "demo_buffer": None},
@@ -141,7 +141,7 @@ ALSO: dict[str, dict[str, Any]] = {
     },
     **{"sample_hindsight": {"ends": [], "share": 1.0}, "sample": {"num_chunks": 2}},
 }
-"""Arguments that have a default, and get another one."""
+"""Arguments with another value than their default."""
 
 
 def weighted(buffer: TrajectoryReplayBuffer) -> WeightedSampler:
@@ -151,7 +151,7 @@ def weighted(buffer: TrajectoryReplayBuffer) -> WeightedSampler:
 
 
 def calling(name: str, argument: str) -> Call:
-    """Return the call of something with a value for an argument, and good ones for all that have to be there."""
+    """Return a call with a value for one argument and valid ones for the other required arguments."""
 
     def call(buffer: TrajectoryReplayBuffer, value: Any) -> Any:
         function = next((getattr(module, name) for module in MODULES if hasattr(module, name)), None)
@@ -173,7 +173,7 @@ def calling(name: str, argument: str) -> Call:
 
 CALLS: list[tuple[str, str, Call, str]] = [
     *((name, argument, calling(name, argument), fine) for name, of in FINE.items() for argument, fine in of.items()),
-    # and those of which the message names another argument, or which need others beside them
+    # calls whose message names another argument, or that need further arguments
     ("sample_window_size", "sample_window_size", lambda b, v: setattr(b, "sample_window_size", v), "0"),
     ("add_trajectories", "add_trajectories|rajectory", lambda b, v: b.add_trajectories(v), "[]"),
     ("add_trajectories of one", "rajectory", lambda b, v: b.add_trajectories([v]), ""),

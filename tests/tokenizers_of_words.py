@@ -1,4 +1,4 @@
-"""Tokenizers that are made here, so that no test needs one that was published."""
+"""Generated tokenizers, so that no test needs a published one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def tokenizer_of(vocabulary: Sequence[str], split: str, chat_template: str, **special: Any) -> Any:
-    """Return a tokenizer whose tokens are those of a vocabulary, ``<unk>`` among them.
+    """Return a tokenizer for a vocabulary, which includes ``<unk>``.
 
     Args:
         vocabulary: the tokens, by their ids.
-        split: regular expression of what a text is split into.
+        split: regular expression of the parts of a text.
         chat_template: of Jinja.
-        special: as ``PreTrainedTokenizerFast`` takes them.
+        special: in the format of ``PreTrainedTokenizerFast``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

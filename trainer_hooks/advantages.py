@@ -28,28 +28,28 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Return every row's score relative to its group, spread over its response tokens.
 
-    The score s of a row is the sum of its token rewards. With mean m and standard deviation d (divisor n - 1)
-    of the group's scores, the advantage is ``(s - m) / (d + epsilon)``, or ``s - m`` without normalization. A
-    group of one rollout has m = 0 and d = 1. The rows of a group may stand anywhere in the batch.
+    The score s of a row is the sum of its token rewards. With mean m and standard deviation d (divisor n - 1) of the
+    group's scores, the advantage is ``(s - m) / (d + epsilon)``, or ``s - m`` without normalization. A group of one
+    rollout has m = 0 and d = 1. The rows of a group may be anywhere in the batch.
 
-    Mean and deviation are formed in float64: rounding in float32 leaves a group of equal scores with a tiny
-    deviation instead of none, which the division by ``d + epsilon`` would blow up.
+    Mean and deviation are computed in float64: rounding in float32 gives a group of equal scores a tiny deviation
+    instead of none, which the division by ``d + epsilon`` would amplify.
 
     Args:
         token_level_rewards: [B, R], floating point. All of a row's rewards count, also outside the mask.
-        response_mask: [B, R], bool or number; the advantage is multiplied with it.
-        index: [B], the group of each row: ``uid`` or ``group_ids``. Objects are told apart by their text.
+        response_mask: [B, R], bool or number; the advantage is multiplied by it.
+        index: [B], the group of each row: ``uid`` or ``group_ids``. Objects are compared by their string form.
         epsilon: added to the standard deviation.
         norm_adv_by_std_in_grpo: divide by the standard deviation (GRPO) or not (Dr. GRPO, arXiv 2503.20783).
-        rollouts: [B] int64, the rollout of each row (``Batch.rollouts``), where rollouts have several rows: each row
-            carries the rollout's reward, the group counts the rollout once, and its rows share the advantage. ``None``:
-            each row is a rollout.
+        rollouts: [B] int64, the rollout of each row (``Batch.rollouts``), if rollouts have several rows: each row has
+            the rollout's reward, the group counts the rollout once, and its rows share the advantage. ``None``: each
+            row is a rollout.
 
     Returns:
         Advantages and returns, [B, R] in the dtype of the rewards; with outcome rewards they are the same tensor.
 
     Raises:
-        ConfigurationError: shapes don't fit, or a row's score is not a finite number.
+        ConfigurationError: shapes don't fit, or a row's score is not finite.
     """
     finite("epsilon", epsilon, 0)
     if token_level_rewards.dim() != 2 or response_mask.shape != token_level_rewards.shape:
@@ -65,7 +65,7 @@ def compute_grpo_outcome_advantage(
             "correct the reward function or leave these rows out"
         )
     group = _group_numbers(index, scores)
-    weight = torch.ones_like(scores)  # of a row: a rollout's rows have 1 together
+    weight = torch.ones_like(scores)  # per row; the rows of a rollout sum to 1
     if rollouts is not None:
         rollout = _group_numbers(rollouts, scores)
         weight /= _sum_by_group(weight, rollout)
@@ -82,7 +82,7 @@ def compute_grpo_outcome_advantage(
 
 
 def share_by_rollout(advantages: Tensor, rollouts: Tensor) -> Tensor:
-    """Return advantages [B, R] with which a rollout of m rows weighs as much as one of one row: 1 / m on each.
+    """Return advantages [B, R] divided by the number of rows of their rollout, so that rollouts weigh the same.
 
     Args:
         advantages: [B, R].
@@ -94,12 +94,12 @@ def share_by_rollout(advantages: Tensor, rollouts: Tensor) -> Tensor:
 
 
 def _group_numbers(index: Groups, scores: Tensor) -> Tensor:
-    """Return the groups as numbers from 0 on, [B] int64, on the device of ``scores``."""
+    """Return the groups as numbers from 0, [B] int64, on the device of ``scores``."""
     if isinstance(index, Tensor):
         numbers: Tensor = torch.unique(index, return_inverse=True)[1]
     else:
         values = np.asarray(index)
-        # Objects have no order of their own, which unique needs.
+        # np.unique needs an order, which objects lack.
         keys = values.astype(str) if values.dtype == object else values
         numbers = torch.from_numpy(np.unique(keys, return_inverse=True)[1])
     if numbers.shape != scores.shape:

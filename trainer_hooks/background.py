@@ -1,4 +1,4 @@
-"""What a hook works with: histories that a thread may draw while the rollouts are made, and the pool's files."""
+"""The parts of a replay hook: histories drawn in a background thread, and the pool's files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Drawn = Mapping[str, Sequence[AgentTrajectory]]
 
 
 class ComingHistories(Sequence[AgentTrajectory]):
-    """The histories of one task. Their number is known at once; looking at one of them waits.
+    """The histories of one task. Their number is known at once; reading one waits for the draw.
 
     Args:
-        drawn: where they come from.
+        drawn: future of the histories.
         task: their task.
-        count: how many there will be. A record that turns out to be damaged makes them fewer.
+        count: expected number; damaged records reduce it.
     """
 
     def __init__(self, drawn: Future[Drawn], task: str, count: int) -> None:
@@ -52,13 +52,13 @@ class ComingHistories(Sequence[AgentTrajectory]):
 
 
 class ReplayParts(Generic[Task]):
-    """What a hook that is switched on works with.
+    """The parts of an enabled hook.
 
     Args:
         config: of the hook.
         manager: the pool.
         get_task: returns the task of an id; ``None`` if the training data have no such task.
-        task_text: returns what a task asks for.
+        task_text: returns a task's text.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class ReplayParts(Generic[Task]):
         self.files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
         self.watch = ReplayWatch(manager)
         self.asked: Counter[str] = Counter()
-        """Rollouts that are to be made in this step, by task."""
+        """Rollouts requested in this step, by task."""
         self.pending: Future[Drawn] | None = None
-        """Histories that the thread draws; meanwhile nothing else may touch the pool."""
+        """Histories being drawn by the thread; until then nothing else may use the pool."""
         self.drawing: int | None = None
-        """The thread, while it draws."""
+        """Id of the thread while it draws."""
         self.executor: ThreadPoolExecutor | None = None
-        """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
+        """Its one thread draws histories; ``None``: they are drawn synchronously."""
         if config.prepare_in_background:
             self.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
 
@@ -103,7 +103,7 @@ class ReplayParts(Generic[Task]):
         return {task: ComingHistories(pending, task, count) for task, count in counts.items()}
 
     def _draw(self, tasks: Sequence[Task]) -> Drawn:
-        """Return the histories of tasks: the thread's part."""
+        """Draw the histories of tasks, in the thread."""
         self.drawing = threading.get_ident()
         try:
             with self.figures.times.measure("histories_in_background"):
@@ -112,33 +112,33 @@ class ReplayParts(Generic[Task]):
             self.drawing = None
 
     def settle(self) -> None:
-        """Wait for histories that are under way; raises what drawing them raised."""
+        """Wait for histories being drawn; re-raises the thread's exception."""
         pending = self.pending
         if pending is None or self.drawing == threading.get_ident():
-            return  # the trainer's function that scores may look at the hook
+            return  # the trainer's scoring function may use the hook
         try:
             with self.figures.times.measure("waited_for_histories"):
                 drawn = pending.result()
         finally:
-            if pending.done():  # not so if Ctrl-C came
+            if pending.done():  # False after Ctrl-C
                 self.pending = None
         self.figures.note_drawn(drawn, replaying=self.collate.replaying, asked=self.collate.asked_share)
 
     def close(self) -> None:
-        """End the thread; say what waits at the end of the run."""
+        """End the thread, and log the tasks that still wait."""
         pending, self.pending = self.pending, None
         if self.executor is not None:
             self.executor.shutdown()
         if pending is not None:
             try:
                 pending.result()
-            except Exception as error:  # of the trainer's function or the store; nobody waits for the histories
+            except Exception as error:  # of the trainer's function or the store; the histories are unused
                 logger.warning("experience replay: histories that were under way at the end failed: %r", error)
         self.watch.closed()
 
 
 class PoolFiles:
-    """Writes and loads a pool's files, and says what a resume did.
+    """Writes and loads a pool's files, and logs the effect of a resume.
 
     Args:
         manager: the pool.
@@ -148,13 +148,13 @@ class PoolFiles:
 
     def __init__(self, manager: ExperienceManager, path: str | None, save_freq: int | None) -> None:
         self.begun = False
-        """Whether it was decided where the pool begins."""
+        """Whether the pool's starting point has been chosen."""
         self._manager = manager
         self._path = None if path is None else Path(path)
         self._save_freq = save_freq
 
     def save_if_due(self) -> None:
-        """Write ``step_N`` if the step that is going on is one of those.
+        """Write ``step_N`` if the current step is due.
 
         Raises:
             StoreWriteError: it did not reach the disk.
@@ -164,7 +164,7 @@ class PoolFiles:
             self._manager.save_experience_pool_to_disk(self._path / f"step_{step}")
 
     def load_cut(self, state: Mapping[str, Any]) -> None:
-        """Go back to the cut of a checkpoint."""
+        """Restore the cut of a checkpoint."""
         before = len(self._manager)
         self._manager.load_state_dict(dict(state))
         self.begun = True
@@ -178,16 +178,16 @@ class PoolFiles:
         )
 
     def load_newest(self, step: int) -> None:
-        """Load the newest copy that is not after a step; without one the pool stays as it lies in its store."""
+        """Load the newest copy that is not after ``step``; without one the pool stays as in its store."""
         self.begun = True
-        found = None if self._path is None else newest_pool(self._path, step)
-        if found is not None:
+        pool = None if self._path is None else newest_pool(self._path, step)
+        if pool is not None:
             before = len(self._manager)
-            self._manager.load_experience_pool_from_disk(found, global_steps=step)
+            self._manager.load_experience_pool_from_disk(pool, global_steps=step)
             logger.info(
                 "experience pool: loaded %s with %s; the store held %d, which it replaces. Without pool_path these"
                 " would have been used",
-                found,
+                pool,
                 self._size(),
                 before,
             )

@@ -1,8 +1,8 @@
-"""From rows to the padded batch that a trainer takes: plain tensors, or a ``TensorDict``.
+"""Builds the padded batch that a trainer takes, as plain tensors or a ``TensorDict``.
 
-Prompts are padded on the left and responses on the right, so that every row is one contiguous stretch of its
-padded row: column ``P`` is the first response token of every row. With B rows and the longest prompt and
-response (or the lengths asked for) P and R::
+Prompts are padded on the left and responses on the right, so that every row is contiguous in its padded row: column
+``P`` is the first response token of every row. With B rows and the longest prompt and response (or the requested
+lengths) P and R::
 
     key                                                   shape       dtype     padding
     prompts                                               [B, P]      int64     pad token, left
@@ -43,17 +43,17 @@ _SEQUENCE_KEYS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """One row of a batch: a trajectory and what its place in training is.
+    """One row of a batch: a trajectory and its role in training.
 
     Attributes:
         trajectory: needs ``input_ids``, ``loss_mask`` and ``response_start``; ``attention_mask`` None means all ones.
-        group_id: rows with the same number are one group of GRPO; see :func:`assign_group_ids`.
+        group_id: rows with the same number are one GRPO group; see :func:`assign_group_ids`.
         is_experience_replay: whether the trajectory is a history, replayed from the pool.
         add_exp: whether experience was put into the rollout's prompt.
         train_mode: whether training keeps or discards that part of the prompt.
-        rollout: of a rollout with several rows: number of the rollout in the batch, number of the row in it, how many
-            it has. ``None``: this row is a rollout.
-        extras: goes into the batch's ``extras`` with the flags above and the policy version.
+        rollout: for a rollout with several rows: index of the rollout in the batch, index of the row in it, number of
+            its rows. ``None``: this row is a rollout.
+        extras: added to the batch's ``extras``, besides the flags above and the policy version.
     """
 
     trajectory: AgentTrajectory
@@ -66,7 +66,7 @@ class BatchRow:
 
     @property
     def is_discarded(self) -> bool:
-        """Whether the row is a fresh rollout that saw experience in its prompt and is trained without it."""
+        """True for a fresh rollout that saw experience in its prompt and is trained on without it."""
         return self.add_exp and self.train_mode == "discard" and not self.is_experience_replay
 
 
@@ -88,10 +88,10 @@ class Batch:
 
     @property
     def rollouts(self) -> Tensor:
-        """[B] int64, which rollout each row is of: rows of one rollout share a number. As ``extras`` say."""
+        """[B] int64, the rollout of each row, from ``extras``: rows of one rollout share a number."""
         numbers: dict[object, int] = {}
-        said = [extras.get("rollout") for extras in self.non_tensors["extras"]]
-        keys = [("row", row) if one is None else ("rollout", one[0]) for row, one in enumerate(said)]
+        labels = [extras.get("rollout") for extras in self.non_tensors["extras"]]
+        keys = [("row", row) if label is None else ("rollout", label[0]) for row, label in enumerate(labels)]
         return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
@@ -103,10 +103,10 @@ def assign_group_ids(
     Args:
         task_positions: for every row, the index of its task in the mixed batch.
         is_experience_replay: for every row, whether it is replayed.
-        group_offpolicy: ``shared``: replayed rows are in their task's group; ``separate``: each is a group alone.
+        group_offpolicy: ``shared``: replayed rows are in their task's group; ``separate``: each is its own group.
 
     Raises:
-        ConfigurationError: lengths differ, or no such way of grouping.
+        ConfigurationError: lengths differ, or ``group_offpolicy`` is unknown.
     """
     if len(task_positions) != len(is_experience_replay):
         raise ConfigurationError(
@@ -130,12 +130,12 @@ def build_batch(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> Batch:
-    """Return the rows as one padded batch, in their order. Token ids and log-probs are copied as they are.
+    """Return the rows as one padded batch, in their order. Token ids and log-probs are copied unchanged.
 
-    ``recorded_old_log_probs`` are the trajectory's ``old_log_probs``, fresh rows' too; ``recorded_mask`` is False
-    where a row has none: beyond their end, where they are not finite, and on fresh rows whose experience is discarded,
-    which were sampled under another prompt than the one they are trained on. Surplus ones are cut off. ``step_ids``
-    counts the model's turns from 0; a turn lasts until the next one begins, -1 stands before the first.
+    ``recorded_old_log_probs`` are the trajectory's ``old_log_probs``, also for fresh rows. ``recorded_mask`` is False
+    where a row has none: past their end, where they are not finite, and on fresh rows whose experience is discarded,
+    since these were sampled under another prompt than the one trained on. Surplus log-probs are cut off. ``step_ids``
+    counts the model's turns from 0; a turn lasts until the next one begins, and positions before the first have -1.
 
     Args:
         rows: at least one.
@@ -144,7 +144,7 @@ def build_batch(
         response_length: R; None: that of the longest response.
 
     Raises:
-        ConfigurationError: there are no rows, one is longer than the length asked for, or a number is negative.
+        ConfigurationError: there are no rows, one is longer than requested, or a number is negative.
         InvalidTrajectoryError: a row lacks tokens, or its fields don't fit; names row and field.
     """
     whole("pad_token_id", pad_token_id, 0)
@@ -161,7 +161,7 @@ def build_batch(
     attention_mask, loss_mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     recorded = torch.zeros(len(rows), responses, dtype=torch.float32)
     recorded_lengths = []
-    # Row by row through numpy: for a few hundred values, a slice of a tensor costs more than the copy.
+    # Row by row through numpy: for a few hundred values, slicing a tensor costs more than the copy.
     ids_out, attention_out, loss_out = input_ids.numpy(), attention_mask.numpy(), loss_mask.numpy()
     recorded_out = recorded.numpy()
     for number, (row, (start, length)) in enumerate(zip(rows, spans, strict=True)):
@@ -213,12 +213,12 @@ def build_batch(
 
 
 def to_tensordict(batch: Batch, *, jagged: bool = False) -> Any:
-    """Return the batch as a ``TensorDict`` of batch size [B]; what is not a tensor as ``NonTensorStack``.
+    """Return the batch as a ``TensorDict`` of batch size [B], with non-tensors as ``NonTensorStack``.
 
     Args:
-        batch: what :func:`build_batch` returned; dense tensors are shared with it.
-        jagged: no padding: every key with a token axis becomes a nested tensor of layout ``torch.jagged``, whose
-            rows are the prompt's, the response's or all tokens of the row.
+        batch: from :func:`build_batch`; dense tensors are shared with it.
+        jagged: no padding: every key with a token axis becomes a nested tensor of layout ``torch.jagged``, whose rows
+            are the prompt's, the response's or all tokens of the row.
 
     Raises:
         MissingDependencyError: tensordict is not installed.
@@ -249,7 +249,7 @@ def _span(number: int, trajectory: AgentTrajectory) -> tuple[int, int]:
 
 
 def _padded_length(name: str, wanted: int | None, lengths: Sequence[int]) -> int:
-    """Return the padded length: the wanted one, or else the longest."""
+    """Return the padded length: the requested one, or else the longest."""
     longest = max(lengths)
     if wanted is None:
         return longest
@@ -261,23 +261,23 @@ def _padded_length(name: str, wanted: int | None, lengths: Sequence[int]) -> int
 
 
 def _values(number: int, name: str, tensor: Tensor | None, length: int | None) -> npt.NDArray[Any]:
-    """Return a row's column as an array; with a ``length``, it must have that many values."""
+    """Return a row's column as an array; ``length``, if given, is its required number of values."""
     if tensor is None or tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
         shape = None if tensor is None else list(tensor.shape)
         wanted = "one dimension" if length is None else f"shape [{length}] as input_ids"
         raise InvalidTrajectoryError(f"row {number}: {name} has shape {shape}, must have {wanted}")
-    if tensor.dtype == torch.bfloat16:  # numpy has none
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         tensor = tensor.float()
     return tensor.numpy(force=True)
 
 
 def _copy(part: Tensor) -> Tensor:
-    """Return a contiguous copy; ``contiguous()`` alone would share a part that happens to be contiguous."""
+    """Return a contiguous copy; ``contiguous()`` alone would share an already contiguous part."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _step_ids(response_mask: Tensor, is_token: Tensor) -> Tensor:
-    """Return the number of the model's turn that each response token belongs to, [B, R]; -1 if to none."""
+    """Return the model's turn that each response token belongs to, [B, R]; -1 before the first turn."""
     written = response_mask.bool()
     begins = written.clone()
     begins[:, 1:] &= ~written[:, :-1]
@@ -296,7 +296,7 @@ def _extras(row: BatchRow) -> dict[str, Any]:
 
 
 def _objects(values: Sequence[object]) -> npt.NDArray[np.object_]:
-    """Return a one-dimensional array of objects, whatever they are."""
+    """Return a one-dimensional array of any objects."""
     array = np.empty(len(values), dtype=object)
     array[:] = values
     return array
@@ -312,7 +312,7 @@ def _jagged(batch: Batch) -> dict[str, Tensor]:
         (_RESPONSE_KEYS, torch.zeros_like(first), batch.response_lengths),
         (_SEQUENCE_KEYS, first, batch.prompt_lengths + batch.response_lengths),
     ):
-        # Nested tensors go together in one operation only if they share their offsets.
+        # Operations combine nested tensors only if they share their offsets.
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         shortest, longest = int(lengths.min()), int(lengths.max())
         position = torch.arange(batch.tensors[names[0]].shape[1])

@@ -1,4 +1,4 @@
-"""What a pass of the policy over a batch says of the rollouts in it, brought back to the rollouts."""
+"""Copies results of a policy's pass over a batch back to its rollouts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def completed_rollouts(
 ) -> list[AgentTrajectory]:
     """Return copies of rollouts with log-probs, entropies, response mask and policy version, on the CPU.
 
-    Rollouts are found in the batch by task and rollout id, wherever their rows stand.
+    Rollouts are located in the batch by task and rollout id.
 
     Args:
         batch: the padded batch.
         fresh: the rollouts made; not changed.
-        old_log_probs: [B, R], natural logarithm, as the policy that sampled gives them.
+        old_log_probs: [B, R], natural logarithm, under the policy that sampled.
         entropys: [B, R], nats, under the same policy.
         policy_version: of that policy.
 
     Raises:
-        ConfigurationError: ``old_log_probs`` or ``entropys`` is of another shape than the batch's responses.
+        ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape than the batch's responses.
         InvalidTrajectoryError: a rollout is not in the batch, or two have the same ids.
     """
     shape = batch.tensors["response_mask"].shape
@@ -39,36 +39,36 @@ def completed_rollouts(
     places = _fresh_rows(batch, fresh)
     log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
     mask = batch.tensors["response_mask"].cpu()
-    done = []
+    result = []
     for trajectory, rows in zip(fresh, places, strict=True):
         parts = rows_of(trajectory)
-        made = [
+        completed = [
             _completed(part, log_probs[row], entropy[row], mask[row], policy_version)
             for part, row in zip(parts, rows, strict=True)
         ]
-        done.append(_whole(trajectory, made))
-    return done
+        result.append(_whole(trajectory, completed))
+    return result
 
 
 class HandedOver:
-    """The rollouts of the newest step that was done: none of them may come a second time."""
+    """The rollouts of the newest finished step, to refuse duplicates."""
 
     def __init__(self) -> None:
         self._step: int | None = None
         self._ids: set[tuple[str, str]] = set()
 
     def check(self, step: int, rollouts: Sequence[AgentTrajectory]) -> None:
-        """Refuse rollouts that this step has had; those without a ``rollout_id`` cannot be told apart.
+        """Refuse rollouts that this step has had already; those without a ``rollout_id`` are not checked.
 
         Raises:
             InvalidTrajectoryError: one was handed over already; names it.
         """
         if step != self._step:
             return
-        for one in rollouts:
-            if one.rollout_id and (one.task_id, one.rollout_id) in self._ids:
+        for new in rollouts:
+            if new.rollout_id and (new.task_id, new.rollout_id) in self._ids:
                 raise InvalidTrajectoryError(
-                    f"rollout {(one.task_id, one.rollout_id)}: was handed over already in step {step}, and would count"
+                    f"rollout {(new.task_id, new.rollout_id)}: was handed over already in step {step}, and would count"
                     " twice; hand a batch over once, and give each step its number"
                 )
 
@@ -76,20 +76,20 @@ class HandedOver:
         """Remember the rollouts of a step."""
         if step != self._step:
             self._step, self._ids = step, set()
-        self._ids.update((one.task_id, one.rollout_id) for one in rollouts)
+        self._ids.update((rollout.task_id, rollout.rollout_id) for rollout in rollouts)
 
     def forget(self) -> None:
-        """Forget them: the loop went back to an earlier step."""
+        """Clear them: the loop went back to an earlier step."""
         self._step, self._ids = None, set()
 
 
 def check_lengths(**by_row: Sequence[object]) -> None:
-    """Refuse lists that are to have an entry for every row of a batch, and differ in length.
+    """Refuse lists of different lengths, which must have one entry for every row of a batch.
 
     Raises:
-        ConfigurationError: they do; names them.
+        ConfigurationError: lengths differ; names the lists.
     """
-    lengths = [len(one) for one in by_row.values()]
+    lengths = [len(entries) for entries in by_row.values()]
     if len(set(lengths)) > 1:
         raise ConfigurationError(
             f"{', '.join(by_row)}: {', '.join(map(str, lengths))} entries; each must have one for every row"
@@ -111,19 +111,19 @@ def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[list[int
                 f"field rollout_id: {rollout!r} twice among the fresh rows of task {task!r}; give each rollout its own"
             )
         rows[task, rollout][number] = row
-    found = []
-    for one in fresh:
-        held = rows.get((one.task_id, one.rollout_id), {})
-        if sorted(held) != list(range(row_count(one))):
+    result = []
+    for each in fresh:
+        held = rows.get((each.task_id, each.rollout_id), {})
+        if sorted(held) != list(range(row_count(each))):
             raise InvalidTrajectoryError(
-                f"rollout {(one.task_id, one.rollout_id)} is not among the fresh rows of the batch with all its rows"
+                f"rollout {(each.task_id, each.rollout_id)} is not among the fresh rows of the batch with all its rows"
             )
-        found.append([held[number] for number in sorted(held)])
-    return found
+        result.append([held[number] for number in sorted(held)])
+    return result
 
 
 def _whole(trajectory: AgentTrajectory, made: Sequence[AgentTrajectory]) -> AgentTrajectory:
-    """Return a rollout whose rows were completed."""
+    """Return a rollout joined from its completed rows."""
     if len(made) == 1:
         return made[0]
     packed = pack_rows(made)
@@ -135,7 +135,7 @@ def _whole(trajectory: AgentTrajectory, made: Sequence[AgentTrajectory]) -> Agen
 def _completed(
     trajectory: AgentTrajectory, log_probs: Tensor, entropys: Tensor, response_mask: Tensor, version: int
 ) -> AgentTrajectory:
-    """Return a row with what the policy's pass over the batch says of it, cut to its own length."""
+    """Return a row with its part of the policy's results, cut to its own length."""
     length = trajectory.input_ids.numel() if trajectory.input_ids is not None else 0
     response = length - (trajectory.response_start or 0)
     return dataclasses.replace(

@@ -21,7 +21,7 @@ from trajstore.errors import ConfigurationError, MissingDependencyError
 logger = logging.getLogger(__name__)
 
 SECTION = "exp_manager.experience_replay"
-"""Where the keys stand in a trainer's configuration."""
+"""Path of the section in a trainer's configuration."""
 
 _DEFAULT_OFF_CLIPRANGE = 1.0
 
@@ -34,36 +34,35 @@ def _shaping(name: str, value: Any) -> float | None:
 class ExperienceReplayConfig(PoolOptions):
     """The keys of ``exp_manager.experience_replay`` and their defaults: those of the pool, and these.
 
-    In verl, ``use_current_policy_entropy`` is always false. Without ``current_entropy`` of the hook it has no effect;
-    with it, the policy scores the histories of each experience task that has more of them than come out.
+    In verl, ``use_current_policy_entropy`` is always false. It needs the hook's ``current_entropy``; then the policy
+    scores the histories of each experience task that has more of them than are drawn.
 
     Attributes:
-        enable: whether anything is replayed. Without it no pool is opened, and every call of the hook hands back what
-            it got.
-        replay_start_ratio: training progress in [0, 1] before which nothing is replayed; the pool fills all the same.
-        exp_ratio: share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points joined by straight
-            lines.
-        offpolicy_trajectories_per_task: histories per experience task at the most: k, below ``n_rollout``.
-        unsolved_first: whether training tasks of which no success is known keep their places, where they would give way
-            to tasks with history; and whether unsolved tasks of earlier batches come where solved ones would fill up.
-            Not for data of which each task comes once: there all keep their places, and nothing is replayed.
+        enable: whether anything is replayed. If not, no pool is opened, and every call of the hook returns its input.
+        replay_start_ratio: training progress in [0, 1] before which nothing is replayed, although the pool fills.
+        exp_ratio: share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points with linear
+            interpolation.
+        offpolicy_trajectories_per_task: k, the maximum number of histories per experience task; below ``n_rollout``.
+        unsolved_first: whether training tasks without a known success keep their places instead of giving way to tasks
+            with history, and whether unsolved tasks of earlier batches are used instead of solved ones to fill up. Not
+            for data in which each task appears once: then all tasks keep their places, and nothing is replayed.
         off_cliprange_high: upper clip range of off-policy tokens: their ratio is clipped above 1 + this.
-        exp_is_correct: whether recorded log-probabilities stand for the current policy's on replayed tokens.
-        group_offpolicy: whether replayed rows are in the group of their task (``shared``), or each in one of its own
+        exp_is_correct: whether recorded log-probabilities replace the current policy's on replayed tokens.
+        group_offpolicy: whether replayed rows are in the group of their task (``shared``), or each in its own
             (``separate``).
         store: ``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in
             memory.
         prepare_in_background: whether a thread reads, scores and chooses the histories while the rollouts are made; the
-            same ones come.
-        reward_fingerprint: name and version of the reward function, kept with each trajectory: where it differs there
-            is a warning.
-        off_policy_shaping: gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``)
-            does not.
+            choice is the same.
+        reward_fingerprint: name and version of the reward function, kept with each trajectory: a different one gives a
+            warning.
+        off_policy_shaping: gamma > 0 replaces the off-policy ratio r by r / (r + gamma); ``None`` (in files also
+            ``none``) does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
         clip_off_policy: whether replayed tokens are clipped at all.
         pool_path: folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read.
         pool_save_freq: steps between two ``step_N``; ``None`` = none is written.
-        figures: which figures a step reports: ``main``, those that somebody acts on, or ``all``.
+        figures: the figures that a step reports: ``main``, the actionable ones, or ``all``.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
@@ -103,7 +102,7 @@ class ExperienceReplayConfig(PoolOptions):
 
         Args:
             values: a dict, or anything with ``keys()`` and ``[key]`` such as an OmegaConf node.
-            n_rollout: rollouts per task, if k is to be checked against it.
+            n_rollout: rollouts per task, to check k against it.
 
         Raises:
             ConfigurationError: unknown keys, values out of range; the message lists all of them.
@@ -119,8 +118,8 @@ class ExperienceReplayConfig(PoolOptions):
 
         Args:
             path: the file.
-            section: dotted path of the section; empty if the keys stand at the top.
-            n_rollout: rollouts per task, if k is to be checked against it.
+            section: dotted path of the section; empty if the keys are at the top.
+            n_rollout: rollouts per task, to check k against it.
 
         Raises:
             ConfigurationError: no such file or section, not YAML, unknown keys, values out of range.
@@ -146,10 +145,10 @@ class ExperienceReplayConfig(PoolOptions):
             raise ConfigurationError(f"{path}: {error}") from error
 
     def warn(self, *, knows_entropy: bool) -> None:
-        """Log what of this has no effect, or another one than its name may say.
+        """Log options that have no effect, or a surprising one.
 
         Args:
-            knows_entropy: whether the trainer tells the entropy of trajectories under the current policy.
+            knows_entropy: whether the trainer provides the entropy of trajectories under the current policy.
         """
         if self.use_current_policy_entropy and not knows_entropy and self.exp_select_mode in ("argmin", "argmax"):
             logger.warning(
@@ -167,7 +166,7 @@ class ExperienceReplayConfig(PoolOptions):
         """Return the rules of the pool for ``n_rollout`` rollouts per task.
 
         Raises:
-            ConfigurationError: ``n_rollout`` is no number above 0, or k is not below it.
+            ConfigurationError: ``n_rollout`` is not above 0, or k is not below it.
         """
         whole("n_rollout", n_rollout, 1)
         refuse(SECTION, history_problems(self.offpolicy_trajectories_per_task, n_rollout))
@@ -178,5 +177,5 @@ class ExperienceReplayConfig(PoolOptions):
         return None if self.store is None else BufferStore.open(**self.store)
 
     def ratio(self) -> float | RatioSchedule:
-        """Return ``exp_ratio`` as the mixing takes it."""
+        """Return ``exp_ratio`` in the form that the mixing takes."""
         return RatioSchedule(self.exp_ratio) if isinstance(self.exp_ratio, tuple) else self.exp_ratio

@@ -1,10 +1,10 @@
-"""Replay in a trainer that hands verl's ``DataProto`` from call to call (``fit`` of verl's older trainers, and forks).
+"""Replay in a trainer that passes verl's ``DataProto`` between calls (``fit`` of verl's older trainers, and forks).
 
-Such a trainer reorders its rows and sends copies of them to workers. So what is done here reads every row's values
-from the ``DataProto`` itself, never from the batch of which it was made. It adds two keys::
+Such a trainer reorders its rows and sends copies of them to workers. So these functions read every row's values from
+the ``DataProto`` itself, never from the original batch. Two keys are added::
 
-    batch["current_old_log_probs"]      [B, R]  old_log_probs as the current policy gave them
-    meta_info["replay_loss_options"]            what the configuration says about the loss
+    batch["current_old_log_probs"]      [B, R]  old_log_probs under the current policy
+    meta_info["replay_loss_options"]            the configuration's loss options
 
 Only :func:`to_dataproto` imports verl.
 """
@@ -45,8 +45,8 @@ class LossArguments(LossOptions):
 def to_dataproto(batch: Batch) -> DataProto:
     """Return the batch as verl's ``DataProto``, with ``Batch.rollouts`` as ``rollouts``; tensors are shared.
 
-    Where rollouts have several rows (``linear_think``) verl's own ``compute_advantage`` counts rows. Then call
-    ``advantages.compute_grpo_outcome_advantage`` with ``rollouts=data.batch["rollouts"]`` in its place.
+    If rollouts have several rows (``linear_think``), verl's own ``compute_advantage`` counts rows. Call
+    ``advantages.compute_grpo_outcome_advantage`` with ``rollouts=data.batch["rollouts"]`` instead.
 
     Raises:
         MissingDependencyError: verl is not installed.
@@ -62,7 +62,7 @@ def to_dataproto(batch: Batch) -> DataProto:
 
 
 def batch_of(data: DataProto) -> Batch:
-    """Return what the ``DataProto`` holds now, row by row, as the :class:`Batch` that a ``ReplayHook`` takes.
+    """Return the current rows of the ``DataProto`` as the :class:`Batch` that a ``ReplayHook`` takes.
 
     Tensors are shared. A row's lengths reach from its first to its last token with attention.
 
@@ -73,7 +73,7 @@ def batch_of(data: DataProto) -> Batch:
         raise ConfigurationError(f"data: a {type(data).__name__}, must be a DataProto; to_dataproto returns one")
     _require("data.batch", data.batch.keys(), _HOOK_KEYS)
     _require("data.non_tensor_batch", data.non_tensor_batch, _HOOK_NON_TENSOR_KEYS)
-    tensors = {name: tensor for name, tensor in data.batch.items() if name != "rollouts"}  # extras say it
+    tensors = {name: tensor for name, tensor in data.batch.items() if name != "rollouts"}  # redundant with extras
     attended = tensors["attention_mask"].bool()
     responses = tensors["responses"].shape[1]
     prompt, response = attended[:, : attended.shape[1] - responses], compute_response_mask(attended, responses)
@@ -86,14 +86,14 @@ def batch_of(data: DataProto) -> Batch:
 
 
 def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
-    """Put recorded log-probs in place of ``old_log_probs`` where the hook says so; call it once, after that pass.
+    """Replace ``old_log_probs`` by recorded ones as the hook decides; call it once, after computing them.
 
-    What stood there is kept as ``current_old_log_probs``, for :func:`step_done`. The loss options go into
-    ``meta_info``, which travels to the workers.
+    The old values are kept as ``current_old_log_probs``, for :func:`step_done`. The loss options go into ``meta_info``,
+    which reaches the workers.
 
     Args:
-        data: with ``old_log_probs`` [B, R] as the current policy gives them; changed.
-        hook: its configuration decides (``enable``, ``exp_is_correct``); it takes its figures.
+        data: with ``old_log_probs`` [B, R] under the current policy; changed.
+        hook: its configuration decides (``enable``, ``exp_is_correct``); it collects figures.
 
     Raises:
         ConfigurationError: a key is absent, or the log-probs have been replaced before.
@@ -108,12 +108,12 @@ def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
 
 
 def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) -> LossArguments:
-    """Return what the loss takes from a (micro-)batch: all but ``log_prob`` and the clip range. Needs no hook.
+    """Return the loss arguments from a (micro-)batch: all but ``log_prob`` and the clip range. Needs no hook.
 
     Args:
         tensors: ``batch`` of a ``DataProto``, or another mapping, with ``old_log_probs``, ``advantages``,
             ``response_mask`` [M, R] and ``exp_mask`` [M, P + R].
-        meta_info: that of the ``DataProto``, with what :func:`replace_old_log_probs` put there.
+        meta_info: of the ``DataProto``, with the loss options from :func:`replace_old_log_probs`.
 
     Raises:
         ConfigurationError: a key is absent.
@@ -134,7 +134,7 @@ def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) 
 def step_done(
     data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHook[Any], asked: Mapping[str, int] | None = None
 ) -> dict[str, float]:
-    """Let what the step made enter the pool, and return the step's metrics; see ``ReplayHook.step_done``.
+    """Admit the step's rollouts to the pool, and return the step's metrics; see ``ReplayHook.step_done``.
 
     Args:
         data: every row once, in any order, with ``current_old_log_probs`` and ``entropys`` [B, R].
@@ -144,7 +144,7 @@ def step_done(
 
     Raises:
         ConfigurationError: a key is absent.
-        InvalidTrajectoryError: a rollout is not in the data, or is there twice (padding that was not taken off).
+        InvalidTrajectoryError: a rollout is not in the data, or is there twice (padding that was not removed).
         StoreWriteError: the pool's store could not write.
     """
     _require("data.batch", data.batch.keys(), (CURRENT_OLD_LOG_PROBS, "entropys"))
@@ -161,7 +161,7 @@ _REMEDIES = {
 
 
 def _require(where: str, present: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigurationError unless all names are there."""
+    """Raise ConfigurationError unless all names are present."""
     held = set(present)
     if lacking := [name for name in names if name not in held]:
         remedy = _REMEDIES.get(lacking[0], "to_dataproto puts it there: don't pop it, and select it too")

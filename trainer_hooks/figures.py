@@ -1,4 +1,4 @@
-"""The figures of replay that a training step shows: gathered while it goes on, handed out when it is done."""
+"""A training step's figures of replay: collected during the step, returned at its end."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 OFF_POLICY_SHARE_LIMIT = 0.5
-"""Share of off-policy tokens above which there is a warning."""
+"""Share of off-policy tokens above which a warning is logged."""
 
 LITTLE_OF_ASKED = 0.2
-"""Share of off-policy tokens below which there is a warning, as a part of the share of rows that was asked for.
+"""Share of off-policy tokens below which a warning is logged, as a fraction of the requested share of rows.
 
 Replayed successes are often shorter than other rollouts, and a pool may have too few tasks for some time.
 """
 
 WASTED_SHARE_LIMIT = 0.5
-"""Share of off-policy tokens with ratios below ``token_sums.RATIO_NEAR_ZERO`` above which there is a warning."""
+"""Share of off-policy tokens with ratios below ``token_sums.RATIO_NEAR_ZERO`` above which a warning is logged."""
 
 OFF_POLICY_RATIO_LIMIT = 10.0
-"""Mean importance ratio of the off-policy tokens above which there is a warning.
+"""Mean importance ratio of the off-policy tokens above which a warning is logged.
 
-Single tokens are above it in any run that learns: the policy has come to like a token that it once gave 5 %.
+Single tokens exceed it in any run that learns: the policy has come to prefer a token of former probability 5 %.
 """
 
 LEAST_SAMPLE_SIZE = 0.1
-"""Effective sample size of the off-policy tokens below which there is a warning."""
+"""Effective sample size of the off-policy tokens below which a warning is logged."""
 
 WARN_EVERY = 100
 """Steps for which a warning of one kind is not repeated."""
 
 EMPTY_STEPS = 10
-"""Steps in a row without anything to replay after which there is a warning."""
+"""Consecutive steps without anything to replay after which a warning is logged."""
 
 ZERO_LOSS_STEPS = 10
-"""Steps in a row with a loss of exactly 0 on replayed tokens after which there is a warning."""
+"""Consecutive steps with a loss of exactly 0 on replayed tokens after which a warning is logged."""
 
 STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
 
 def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
-    """Return what is worth a warning in a step's figures (names of ``trainer_hooks.metrics``), by kind.
+    """Return warnings about a step's figures (names of ``trainer_hooks.metrics``), by kind.
 
-    Kinds: ``share`` and ``ratio``, too far off-policy; ``little`` and ``wasted``, replay that changes next to nothing;
-    ``nan``, a loss of replayed tokens that is no number.
+    Kinds: ``share`` and ``ratio``, too far off-policy; ``little`` and ``wasted``, replay with almost no effect;
+    ``nan``, a loss of replayed tokens that is NaN.
 
     Args:
         figures: of the step.
         asked: share of the batch's rows that the configuration would have replayed, in [0, 1].
     """
-    found: dict[str, str] = {}
+    warnings: dict[str, str] = {}
     share = figures.get(f"{metrics.PREFIX}off_policy_share", 0.0)
     if share > OFF_POLICY_SHARE_LIMIT:
-        found["share"] = (
+        warnings["share"] = (
             f"{share:.0%} of the tokens are off-policy: lower exp_ratio or replay fewer per task; where rollouts are"
             " guided, those without their experience count too (rollout_expratio)"
         )
     if 0 < share < LITTLE_OF_ASKED * asked:
-        found["little"] = (
+        warnings["little"] = (
             f"only {share:.1%} of the tokens are replayed, where exp_ratio and offpolicy_trajectories_per_task ask for"
             f" {asked:.1%} of the rows: see whether the pool has enough tasks (experience_replay/pool_tasks), or"
             " whether its histories are far shorter than the fresh rollouts"
@@ -85,7 +85,7 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     ratio = figures.get(f"{metrics.PREFIX}off_ratio_mean", 1.0)
     size = figures.get(f"{metrics.PREFIX}off_effective_sample_size", 1.0)
     if ratio > OFF_POLICY_RATIO_LIMIT or size < LEAST_SAMPLE_SIZE:
-        found["ratio"] = (
+        warnings["ratio"] = (
             f"importance ratios of the off-policy tokens have mean {ratio:.3g} and effective sample size {size:.1%}:"
             " where histories of the last steps have such ratios too (figures: all reports"
             " off_effective_sample_size_by_age), the recorded log-probs are not those of the policy that sampled"
@@ -93,21 +93,21 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
         )
     wasted = figures.get(f"{metrics.PREFIX}off_ratio_near_zero_share", 0.0)
     if wasted > WASTED_SHARE_LIMIT:
-        found["wasted"] = (
+        warnings["wasted"] = (
             f"{wasted:.0%} of the replayed tokens have importance ratios below {RATIO_NEAR_ZERO}, so next to no"
             " gradient: the policy has left these histories, set max_policy_age"
         )
     if math.isnan(figures.get(f"{metrics.PREFIX}off_pg_loss", 0.0)):
-        found["nan"] = "the loss of the replayed tokens is NaN: check the recorded log-probs and the outcomes"
-    return found
+        warnings["nan"] = "the loss of the replayed tokens is NaN: check the recorded log-probs and the outcomes"
+    return warnings
 
 
 class ReplayFigures:
-    """Gathers what one step shows of replay, and what the last steps drew from the pool.
+    """Collects one step's figures of replay, and the draws of the last steps.
 
     Args:
         manager: of the pool.
-        which: figures that will be reported; those by age and difficulty are computed only for ``all``.
+        which: figures to report; those by age and difficulty are computed only for ``all``.
     """
 
     def __init__(self, manager: ExperienceManager, which: metrics.Shown) -> None:
@@ -124,25 +124,25 @@ class ReplayFigures:
         self._asked = 0.0
 
     def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool, asked: float) -> None:
-        """Remember what is replayed in this step, which buckets could be, and which were.
+        """Record the histories of this step, and which buckets could be and were drawn.
 
         Args:
-            histories: what was drawn, by task.
-            replaying: whether replay has begun; before, no bucket could be replayed.
+            histories: the drawn histories, by task.
+            replaying: whether replay has begun; before, no bucket can be drawn.
             asked: share of the batch's rows that the configuration would have replayed.
         """
         self._asked = asked
-        self._histories = [one for held in histories.values() for one in held]
+        self._histories = [trajectory for held in histories.values() for trajectory in held]
         buckets = self._manager.difficulty2task_dict
         self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
         if replaying:
-            could = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
-            did = Counter(self._difficulty[task] for task, held in histories.items() if held)
-            # With the pool, so that a resumed run goes on counting; plain, since a checkpoint has it.
-            self._manager.draws = [*self._manager.draws, (dict(could), dict(did))][-STARVING_STEPS:]
+            drawable = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
+            drawn = Counter(self._difficulty[task] for task, held in histories.items() if held)
+            # Kept with the pool, so that a resumed run goes on counting; plain containers for checkpoints.
+            self._manager.draws = [*self._manager.draws, (dict(drawable), dict(drawn))][-STARVING_STEPS:]
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Take figures of log-probs; :meth:`take` returns each name's mean."""
+        """Record figures of log-probs; :meth:`take` returns each name's mean."""
         self._figures.append(figures)
 
     def note_loss(
@@ -154,7 +154,7 @@ class ReplayFigures:
         cliprange_low: float,
         off_cliprange_high: float,
     ) -> None:
-        """Take the figures of one loss computation over some rows of a batch; see ``ReplayHook.loss_computed``."""
+        """Record one loss computation over some rows of a batch; see ``ReplayHook.loss_computed``."""
         count = len(batch.prompt_lengths)
         if any(not 0 <= row < count for row in rows) or len(rows) != len(advantages):
             raise ConfigurationError(
@@ -174,7 +174,7 @@ class ReplayFigures:
             self._losses.add_labels(kind, sums)
 
     def _age(self, extras: Mapping[str, Any]) -> int | None:
-        """Return the age of a replayed row's policy in steps; ``None`` of other rows, and where it is not known."""
+        """Return the age of a replayed row's policy in steps; ``None`` for other rows and unknown ages."""
         version = extras["policy_version"]
         if not extras["is_experience_replay"] or version is None:
             return None
@@ -184,7 +184,7 @@ class ReplayFigures:
     def take(
         self, task_ids: Sequence[str], is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]
     ) -> dict[str, float]:
-        """Return all metrics of the step, and begin anew. Every argument has one entry per row of the batch."""
+        """Return all metrics of the step and reset. Every argument has one entry per row of the batch."""
         figures = _means(self._figures) | self._losses.figures()
         self.warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
@@ -193,8 +193,8 @@ class ReplayFigures:
         )
         draws = self._manager.draws
         if len(draws) == STARVING_STEPS:
-            drawn = {bucket for _, did in draws for bucket in did}
-            starving = {bucket for could, _ in draws for bucket in could if bucket not in drawn}
+            drawn = {bucket for _, step_drawn in draws for bucket in step_drawn}
+            starving = {bucket for drawable, _ in draws for bucket in drawable if bucket not in drawn}
             result[f"{metrics.PREFIX}starving_buckets"] = float(len(starving))
         self._figures, self._losses = [], StepLosses()
         return result
@@ -202,7 +202,7 @@ class ReplayFigures:
     def rollouts(
         self, fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory] | None
     ) -> dict[str, float]:
-        """Return what ``metrics.rollout_metrics`` says, and how many rows are of demonstrations.
+        """Return ``metrics.rollout_metrics`` and the number of rows of demonstrations.
 
         Args:
             fresh: the rollouts made.
@@ -211,31 +211,31 @@ class ReplayFigures:
         histories = self._histories if replayed is None else replayed
         self._histories = []
         figures = metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
-        self._demonstrations = sum(row_count(one) for one in histories if is_demonstration(one))
+        self._demonstrations = sum(row_count(trajectory) for trajectory in histories if is_demonstration(trajectory))
         if histories:
             figures[f"{metrics.PREFIX}demonstration_rows"] = float(self._demonstrations)
         return figures
 
     def warn(self, figures: Mapping[str, float]) -> None:
-        """Log what a step's figures warn of; each kind not again within :data:`WARN_EVERY` steps."""
-        found = warnings_of(figures, self._asked)
+        """Log warnings about a step's figures; each kind at most once in :data:`WARN_EVERY` steps."""
+        warnings = warnings_of(figures, self._asked)
         loss = figures.get(f"{metrics.PREFIX}off_pg_loss")
         if loss is not None:
             self._zero_steps = self._zero_steps + 1 if loss == 0.0 else 0
         if self._zero_steps >= ZERO_LOSS_STEPS:
-            found["zero"] = (
+            warnings["zero"] = (
                 f"the loss of the replayed tokens was 0 in {self._zero_steps} steps: their advantages are 0 (groups of"
                 " equal rewards?), or all of them are clipped or dropped"
             )
         step = self._manager.global_steps
-        for kind, message in found.items():
+        for kind, message in warnings.items():
             if step >= self._quiet_until.get(kind, 0):
                 self._quiet_until[kind] = step + WARN_EVERY
                 logger.warning("experience replay: %s", message)
 
 
 class StepLosses:
-    """What the losses of one step amount to together, over their tokens."""
+    """Accumulates the losses of one step over their tokens."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -244,7 +244,7 @@ class StepLosses:
         self._kl = 0.0
 
     def add(self, loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> None:
-        """Take what ``het_compute_token_on_off_policy_loss`` returned for some rows, and their masks, [M, R]."""
+        """Add the result of ``het_compute_token_on_off_policy_loss`` for some rows, and their masks, [M, R]."""
         sums = token_sums(loss, response_mask, exp_mask)
         pg_loss, kl = torch.stack([loss["pg_loss"].detach(), loss["ppo_kl"]]).tolist()
         self._losses.append(pg_loss)
@@ -252,27 +252,27 @@ class StepLosses:
         self._sums = added([self._sums, sums])
 
     def add_labels(self, kind: str, sums: Mapping[int, LabelSums]) -> None:
-        """Take the sums of replayed rows by ``kind`` of label: their age, or the difficulty of their task."""
-        for label, one in sums.items():
+        """Add sums of replayed rows by ``kind`` of label: their age, or the difficulty of their task."""
+        for label, label_sum in sums.items():
             before = self._by.get((kind, label))
-            self._by[kind, label] = one if before is None else before.plus(one)
+            self._by[kind, label] = label_sum if before is None else before.plus(label_sum)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all losses so far; nothing if there was none."""
+        """Return the figures of all losses so far; empty if there was none."""
         result = figures_of(self._sums)
         if self._losses:
             result[f"{metrics.PREFIX}pg_loss"] = fmean(self._losses)
         if total := self._sums.get("on_tokens", 0.0) + self._sums.get("off_tokens", 0.0):
             result[f"{metrics.PREFIX}ppo_kl"] = self._kl / total
-        for (kind, label), one in self._by.items():
-            result[f"{metrics.PREFIX}off_clipped_by_{kind}/{label}"] = one.clip_fraction
-            if (size := one.effective_sample_size) is not None:
+        for (kind, label), label_sum in self._by.items():
+            result[f"{metrics.PREFIX}off_clipped_by_{kind}/{label}"] = label_sum.clip_fraction
+            if (size := label_sum.effective_sample_size) is not None:
                 result[f"{metrics.PREFIX}off_effective_sample_size_by_{kind}/{label}"] = size
         return result
 
 
 class ReplayWatch:
-    """Says, once, why a run that is to replay replays nothing."""
+    """Warns once if a run with replay enabled replays nothing, with the reason."""
 
     def __init__(self, manager: ExperienceManager) -> None:
         self._manager = manager
@@ -284,13 +284,13 @@ class ReplayWatch:
         self._reason = ""
 
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
-        """Take the rollouts of a step, to know their best outcome."""
+        """Record the best outcome of a step's rollouts."""
         self._handed_over = self._handed_over or bool(rollouts)
-        outcomes = [outcome for one in rollouts if (outcome := known_outcome(one)) is not None]
+        outcomes = [outcome for rollout in rollouts if (outcome := known_outcome(rollout)) is not None]
         self._best = max([*outcomes, *([] if self._best is None else [self._best])], default=None)
 
     def chosen(self, figures: Mapping[str, float]) -> None:
-        """Take the figures of the mixing of a step; warn when :data:`EMPTY_STEPS` in a row had nothing to replay."""
+        """Record a step's mixing figures; warn after :data:`EMPTY_STEPS` steps in a row without anything to replay."""
         empty = figures.get(f"{metrics.PREFIX}nothing_to_replay", 0.0) > 0
         self._ever = self._ever or figures.get(f"{metrics.PREFIX}experience_tasks", 0.0) > 0
         self._empty_steps = self._empty_steps + 1 if empty else 0
@@ -300,10 +300,10 @@ class ReplayWatch:
             self._tell(f"nothing to replay in {self._empty_steps} steps", self._reason)
 
     def closed(self) -> None:
-        """Say at the end of a run which tasks wait for their turn; warn if nothing was replayed although it should."""
+        """Log the tasks still waiting at the end of a run; warn if nothing was replayed."""
         if self._empty_steps and not self._ever:
             reason = self._manager.why_nothing()
-            if not reason and self._reason:  # what the last step made came too late for its own batch
+            if not reason and self._reason:  # the last step's rollouts came too late for its own batch
                 tasks = len(self._manager.get_valid_replay_task_ids())
                 reason = (
                     f"whenever tasks were chosen the pool had none to give; since its last step it has {tasks} that"
@@ -331,9 +331,9 @@ class ReplayWatch:
 
 
 def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each name's mean over the mappings that have it; of maxima the largest."""
+    """Return each name's mean over the mappings that have it; the maximum for names ending in ``_max``."""
     values: dict[str, list[float]] = {}
-    for one in figures:
-        for name, value in one.items():
+    for mapping in figures:
+        for name, value in mapping.items():
             values.setdefault(name, []).append(value)
-    return {name: (max if name.endswith("_max") else fmean)(found) for name, found in values.items()}
+    return {name: (max if name.endswith("_max") else fmean)(name_values) for name, name_values in values.items()}

@@ -1,4 +1,4 @@
-"""``ReplayHook``: experience replay as a few calls at fixed points of a training loop, whoever wrote the loop.
+"""``ReplayHook``: experience replay as a few calls at fixed points of any training loop.
 
 One step of any GRPO trainer, with the calls in their order::
 
@@ -12,8 +12,8 @@ One step of any GRPO trainer, with the calls in their order::
     hook.loss_computed(batch, rows, loss, advantages)         # optional: figures for the metrics
     metrics = hook.step_done(batch, fresh, current, entropys) # good rollouts enter the pool
 
-``exp_mask`` in ``...`` is the batch's, [B, P + R]. ``state_dict`` goes into the trainer's checkpoint, ``resume(state,
-step)`` is called where the trainer resumes. With ``enable: false`` the calls hand back what they were given.
+``exp_mask`` in ``...`` is the batch's, [B, P + R]. ``state_dict`` goes into the trainer's checkpoint, and
+``resume(state, step)`` is called when the trainer resumes. With ``enable: false`` the calls return their input.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class ReplayHook(Closing, Generic[Task]):
 
     Args:
         config: the section ``exp_manager.experience_replay``.
-        n_rollout: rows that every task has in a batch.
+        n_rollout: rows of every task in a batch.
         get_task: returns the task of an id; ``None`` if the training data have no such task.
         tokenizer_fingerprint: tokenizer and chat template of the trainer; a pool made with another is refused. Empty =
             ``tokenizer``'s, or unknown.
         tokenizer: of the trainer, as Hugging Face's, with its chat template; or a ``MessageTokenizer``, which can also
             make several rows of a conversation (``linear_think``). It makes rows of histories that have messages only,
-            such as pools of AgentEvolver; without it such pools are refused when they are loaded.
+            as in AgentEvolver's pools; without it such pools are refused on load.
         current_entropy: mean entropy of trajectories under the current policy, for choosing among histories. With
             ``prepare_in_background`` it is called by a thread while the rollouts are made.
-        task_text: returns what a task asks for; ``task_sampling: similar`` needs it.
-        task_prompt: returns a task's prompt, messages or token ids [P]: histories with another one are not drawn.
-            Without it they are left out of the batch if the task's rollouts in it have another prompt.
+        task_text: returns a task's text; ``task_sampling: similar`` needs it.
+        task_prompt: returns a task's prompt, messages or token ids [P]; histories with another prompt are not drawn.
+            Without it, histories are left out of the batch if their prompt differs from that of the task's rollouts.
 
     Raises:
-        ConfigurationError: k is not below ``n_rollout``, a wrong ``store``, a pool of another tokenizer, or one with
-            demonstrations that could never come out.
+        ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
+            demonstrations that would never be replayed.
         StoreLockedError: another process writes to the pool's store.
         CorruptStoreError: the pool's store cannot be continued.
     """
@@ -118,15 +118,15 @@ class ReplayHook(Closing, Generic[Task]):
     # ---- the fixed points of a step ----
 
     def tasks_chosen(self, tasks: Sequence[Task], training_progress: float, global_steps: int) -> MixedTasks[Task]:
-        """Return the tasks of this step, as many as were chosen.
+        """Return the tasks of this step, as many as given.
 
         Args:
-            tasks: what the trainer would train on.
+            tasks: the trainer's own choice.
             training_progress: in [0, 1].
             global_steps: number of this step, at least 0; the policy version of its rollouts.
 
         Raises:
-            ConfigurationError: one of them is out of range.
+            ConfigurationError: an argument is out of range.
         """
         share("training_progress", training_progress)
         whole("global_steps", global_steps, 0)
@@ -145,8 +145,8 @@ class ReplayHook(Closing, Generic[Task]):
     def before_rollout(self, mixed: MixedTasks[Task]) -> list[PlannedTask[Task]]:
         """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all.
 
-        With ``prepare_in_background`` they are drawn while the rollouts are made: whatever looks at them, or calls the
-        hook, waits. The same ones come, unless a stored record is damaged: then its task has a row less.
+        With ``prepare_in_background`` they are drawn while the rollouts are made; reading them, or calling the hook,
+        waits for them. They are the same histories, but a damaged record leaves its task one row short.
         """
         replay = self._replay
         if replay is None:
@@ -158,16 +158,18 @@ class ReplayHook(Closing, Generic[Task]):
         replay.asked = Counter()
         for task, count in zip(tasks, fresh, strict=True):
             replay.asked[task_id_of(task)] += count
-        # A task may stand in the batch twice; only as an experience task does it bring history.
-        found = [histories.get(task_id_of(task), ()) for task in mixed.experience]
-        found += [()] * len(mixed.on_policy)
-        return [PlannedTask(task, count, held) for task, count, held in zip(tasks, fresh, found, strict=True)]
+        # A task may appear twice; it has history only as an experience task.
+        histories_of_tasks = [histories.get(task_id_of(task), ()) for task in mixed.experience]
+        histories_of_tasks += [()] * len(mixed.on_policy)
+        return [
+            PlannedTask(task, count, held) for task, count, held in zip(tasks, fresh, histories_of_tasks, strict=True)
+        ]
 
     def batch_rows(self, plan: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]) -> list[BatchRow]:
         """Return the rows of the batch, task by task, each task's fresh rollouts before its histories.
 
         Args:
-            plan: what :meth:`before_rollout` returned.
+            plan: from :meth:`before_rollout`.
             fresh: the rollouts made, in the order of the plan.
 
         Raises:
@@ -180,11 +182,11 @@ class ReplayHook(Closing, Generic[Task]):
         return rows_of_plan(plan, fresh, self.config.group_offpolicy)
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
-        """Return the log-probabilities to which the loss compares the policy, [B, R].
+        """Return the old log-probabilities for the loss, [B, R].
 
         Args:
             batch: the padded batch, on the device of ``old_log_probs``.
-            old_log_probs: [B, R], as the current policy gives them; not changed.
+            old_log_probs: [B, R], under the current policy; not changed.
         """
         names = ("recorded_old_log_probs", "recorded_mask", "exp_mask", "response_mask")
         return self.replace_log_probs(old_log_probs, *(batch.tensors[name] for name in names))
@@ -197,12 +199,12 @@ class ReplayHook(Closing, Generic[Task]):
         exp_mask: Tensor,
         response_mask: Tensor,
     ) -> Tensor:
-        """Do what :meth:`log_probs_computed` does, for a trainer with batches of its own.
+        """As :meth:`log_probs_computed`, for a trainer with its own batches.
 
         Args:
-            old_log_probs: [B, R], as the current policy gives them; not changed.
-            recorded_old_log_probs: [B, R], the log-probs that trajectories hold.
-            recorded_mask: [B, R], nonzero where there is one.
+            old_log_probs: [B, R], under the current policy; not changed.
+            recorded_old_log_probs: [B, R], the trajectories' recorded log-probs.
+            recorded_mask: [B, R], nonzero where a log-prob is recorded.
             exp_mask: [B, P + R] (its response part counts) or [B, R], nonzero on off-policy tokens.
             response_mask: [B, R].
         """
@@ -229,18 +231,18 @@ class ReplayHook(Closing, Generic[Task]):
         }
 
     def regularizer_masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return which tokens of a batch count in the entropy term and in the KL term: ``masks.regularizer_masks``."""
+        """Return the masks of a batch's tokens for the entropy term and the KL term: ``masks.regularizer_masks``."""
         return regularizer_masks(batch.tensors["response_mask"], batch.tensors["exp_mask"])
 
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
     ) -> None:
-        """Take the figures of one loss computation; :meth:`step_done` returns those of all tokens of a step.
+        """Record one loss computation; :meth:`step_done` returns the figures over all tokens of a step.
 
         Args:
             batch: the whole batch.
-            rows: of the batch, those of this loss, M of them.
-            loss: what ``het_compute_token_on_off_policy_loss`` returned.
+            rows: the M rows of the batch in this loss.
+            loss: from ``het_compute_token_on_off_policy_loss``.
             advantages: [M, R], as given to it.
             cliprange_low: as given to it.
         """
@@ -250,7 +252,7 @@ class ReplayHook(Closing, Generic[Task]):
                 replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
     def watch(self, figures: Mapping[str, float]) -> None:
-        """Warn of figures of the loss, under the names of ``token_sums.figures_of``, that are wrong."""
+        """Warn of bad figures of the loss, under the names of ``token_sums.figures_of``."""
         if (replay := self._replay) is not None:
             replay.figures.warn(figures)
 
@@ -262,12 +264,12 @@ class ReplayHook(Closing, Generic[Task]):
         entropys: Tensor,
         asked: Mapping[str, int] | None = None,
     ) -> dict[str, float]:
-        """Let what the step made enter the pool; return the step's metrics (none if switched off).
+        """Admit the step's rollouts to the pool; return the step's metrics (empty if disabled).
 
         Args:
             batch: the padded batch.
-            fresh: the rollouts made, not changed; their rows are found by task and rollout id.
-            old_log_probs: [B, R], natural logarithm, as the policy that sampled gives them: not the replaced ones.
+            fresh: the rollouts made, not changed; their rows are located by task and rollout id.
+            old_log_probs: [B, R], natural logarithm, under the policy that sampled: not the replaced ones.
             entropys: [B, R], nats, under the same policy.
             asked: as for :meth:`rollouts_done`.
 
@@ -280,13 +282,13 @@ class ReplayHook(Closing, Generic[Task]):
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):
-            done = completed_rollouts(batch, fresh, old_log_probs, entropys, replay.manager.global_steps)
+            completed = completed_rollouts(batch, fresh, old_log_probs, entropys, replay.manager.global_steps)
         extras = batch.non_tensors["extras"]
         return self.rollouts_done(
-            done,
+            completed,
             batch.non_tensors["task_ids"].tolist(),
-            [one["is_experience_replay"] for one in extras],
-            [one["policy_version"] for one in extras],
+            [row_extras["is_experience_replay"] for row_extras in extras],
+            [row_extras["policy_version"] for row_extras in extras],
             asked,
         )
 
@@ -299,7 +301,7 @@ class ReplayHook(Closing, Generic[Task]):
         asked: Mapping[str, int] | None = None,
         replayed: Sequence[AgentTrajectory] | None = None,
     ) -> dict[str, float]:
-        """Do what :meth:`step_done` does, for a trainer with batches of its own.
+        """As :meth:`step_done`, for a trainer with its own batches.
 
         Args:
             done: the rollouts made, with ``old_log_probs``, ``entropys`` and ``response_mask`` of the policy that
@@ -307,9 +309,9 @@ class ReplayHook(Closing, Generic[Task]):
             task_ids: for every row of the batch.
             is_experience_replay: for every row of the batch.
             policy_versions: for every row of the batch; None = unknown.
-            asked: rollouts that were to be made, by task; ``None`` = as the newest :meth:`before_rollout` said. Those
-                that did not come back are unknown: neither successes nor failures.
-            replayed: histories that were in the batch, for the figures; ``None`` = all that were drawn for this step.
+            asked: number of requested rollouts, by task; ``None`` = those of the newest :meth:`before_rollout`.
+                Requested rollouts that did not come back are unknown: neither successes nor failures.
+            replayed: histories in the batch, for the figures; ``None`` = all that were drawn for this step.
 
         Raises:
             InvalidTrajectoryError: a rollout lacks its task, or was handed over already in this step.
@@ -329,9 +331,9 @@ class ReplayHook(Closing, Generic[Task]):
         return metrics.shown({**taken, **replay.collate.metrics, **figures}, self.config.figures)
 
     def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
-        """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
+        """Admit the rollouts of one step to the pool; return the refused share. Part of :meth:`step_done`.
 
-        Also for rollouts that exist already, which need no ``entropys``. Arguments are those of :meth:`rollouts_done`.
+        Also for existing rollouts, which need no ``entropys``. Arguments are those of :meth:`rollouts_done`.
         """
         if self._replay is None:
             return {}
@@ -342,12 +344,12 @@ class ReplayHook(Closing, Generic[Task]):
     # ---- checkpoint and resume ----
 
     def flush(self) -> None:
-        """Return when the pool would survive a crash as it is now. In memory there is nothing to wait for."""
+        """Block until the pool would survive a crash in its current state. Does nothing for a pool in memory."""
         if self._replay is not None:
             self._replay.manager.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pool's cut, for the checkpoint: plain containers, with the trajectories; empty if switched off."""
+        """Return the pool's cut for the checkpoint: plain containers, with the trajectories; empty if disabled."""
         if self._replay is None:
             return {}
         manager = self._replay.manager
@@ -355,11 +357,11 @@ class ReplayHook(Closing, Generic[Task]):
         return dataclasses.replace(cut, entries={}, trajectories=manager.task2trajectories).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a cut; what entered the pool since leaves it. An empty state changes nothing.
+        """Restore a cut; later entries leave the pool. An empty state changes nothing.
 
         Raises:
-            ConfigurationError: the cut is of another tokenizer, or of another dataset.
-            CorruptStoreError: this is no such state.
+            ConfigurationError: the cut has another tokenizer, or another dataset.
+            CorruptStoreError: ``state`` is not a cut.
         """
         if self._replay is not None and state:
             self._handed_over.forget()
@@ -367,15 +369,16 @@ class ReplayHook(Closing, Generic[Task]):
             self._replay.collate.check_tasks()
 
     def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Put the pool to where it stood at a step, and log what that did and what else could have been.
+        """Restore the pool to its state at a step, and log the choice and its alternatives.
 
-        To a cut if there is one; else to the newest ``step_N`` of ``pool_path`` not after ``step``; else it stays.
+        Uses the cut if there is one, else the newest ``step_N`` of ``pool_path`` not after ``step``; else the pool
+        stays.
 
         Args:
-            state: what :meth:`state_dict` returned; empty or ``None`` = there is none.
-            step: number of training steps that are done.
+            state: from :meth:`state_dict`; empty or ``None`` = there is none.
+            step: number of finished training steps.
 
-        It raises as :meth:`load_state_dict`.
+        Raises as :meth:`load_state_dict`.
         """
         whole("step", step, 0)
         if state:
@@ -387,18 +390,18 @@ class ReplayHook(Closing, Generic[Task]):
 
     @property
     def _replay(self) -> ReplayParts[Task] | None:
-        """What there is when replay is switched on; no history is under way any more."""
+        """The parts of an enabled hook, after waiting for histories being drawn."""
         if self._made is not None:
             self._made.settle()
         return self._made
 
     @property
     def manager(self) -> ExperienceManager | None:
-        """The pool; ``None`` if switched off."""
+        """The pool; ``None`` if disabled."""
         return None if self._replay is None else self._replay.manager
 
     def close(self) -> None:
-        """Write what is left and close the pool's store. Closing again does nothing."""
+        """Flush and close the pool's store. Idempotent."""
         try:
             if self._made is not None:
                 self._made.close()

@@ -1,4 +1,4 @@
-"""How operations and the viewer read pools: registered under the entry point group ``trajstore.pools``."""
+"""Pool support for operations and the viewer, registered under the entry point group ``trajstore.pools``."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ from trajstore.trajectory import AgentTrajectory
 Report = dict[str, Any]
 
 _LOOKED_AT = 64
-"""Records that are tried where the newest ones cannot be read."""
+"""Number of newest records that are tried if some cannot be read."""
 
 
 def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
-    """Return what the pool of a store holds, and which of the index's entries are its trajectories.
+    """Return a report on a store's pool, and a mask of its trajectories over the index.
 
     Returns:
-        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
-        the records besides: ``journal_records``, and ``left_records`` of what left the pool and is not deleted yet; and
-        a mask over the index. None where the store is no pool's.
+        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``,
+        ``journal_records``, and ``left_records``, those that left the pool but are not deleted yet; and the mask. None
+        if the store is no pool's.
 
     Raises:
-        CorruptStoreError: the pool's journal cannot be understood.
+        CorruptStoreError: the pool's journal cannot be decoded.
     """
     access = ShardAccess(catalog)
     try:
         documents = _Documents(catalog, access)
         if not documents.are_of_a_pool():
             return None
-        found = recover(documents, PoolRules(n_rollout=1), _entry)
+        recovered = recover(documents, PoolRules(n_rollout=1), _entry)
     finally:
         access.close()
-    live = [entry.trajectory_id for entry in found.state.all_entries()]
+    live = [entry.trajectory_id for entry in recovered.state.all_entries()]
     report = {
         "trajectories": len(live),
-        "tasks": len(found.state.entries),
-        "demonstrations": found.state.demonstrations(),
-        "difficulties": {str(key): count for key, count in sorted(found.state.buckets.sizes().items())},
-        "skipped_tasks": len(found.state.skip),
-        "journal_records": len(found.records),
-        "left_records": len(set(found.garbage)),
+        "tasks": len(recovered.state.entries),
+        "demonstrations": recovered.state.demonstrations(),
+        "difficulties": {str(key): count for key, count in sorted(recovered.state.buckets.sizes().items())},
+        "skipped_tasks": len(recovered.state.skip),
+        "journal_records": len(recovered.records),
+        "left_records": len(set(recovered.garbage)),
     }
     return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
 
 
 def is_of_a_pool(catalog: Catalog) -> bool:
-    """Return whether a store is a pool's: the newest record that can be read is. No tensor is read."""
+    """Return whether a store is a pool's, by its newest readable record. Reads no tensor."""
     access = ShardAccess(catalog)
     try:
         return _Documents(catalog, access).are_of_a_pool()
@@ -75,7 +75,7 @@ def is_of_a_pool(catalog: Catalog) -> bool:
 
 
 def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a record whose tokens were not read: nothing of it is compared."""
+    """Return the entry of a record without tokens; it cannot be compared by tokens."""
     return PoolEntry.of_record(record, trajectory_id, trajectory_id.to_bytes(8, "big"))
 
 
@@ -87,7 +87,7 @@ class _Documents:
         self._access = access
 
     def are_of_a_pool(self) -> bool:
-        """Return whether the newest record that can be read, of the newest few, is a pool's, as in a pool's store."""
+        """Return whether the newest readable record, among the newest few, is a pool's."""
         for position in range(self._index.end - 1, max(self._index.first, self._index.end - _LOOKED_AT) - 1, -1):
             try:
                 if self._access.schema(self._index, position).kind != "agent":
@@ -117,13 +117,13 @@ def inspect_files(directory: Directory) -> Report:
     held = [item for items in contents.task2trajectories.values() for item in items]
     malformed = Refusal.MALFORMED.value
     refused[malformed] = len(contents.unreadable)
-    trajectories = []  # of which something can be told
+    trajectories = []  # the well-formed ones
     sizes = directory.sizes()
     for item in held:
-        found = new_entry(item, 0)
-        if isinstance(found, Refusal):
-            refused[found.value] += 1
-        if found is not Refusal.MALFORMED:
+        entry = new_entry(item, 0)
+        if isinstance(entry, Refusal):
+            refused[entry.value] += 1
+        if entry is not Refusal.MALFORMED:
             trajectories.append(item)
     total = len(trajectories) + refused[malformed]
     versions = [item.policy_version for item in trajectories if item.policy_version is not None]
@@ -152,18 +152,18 @@ def inspect_files(directory: Directory) -> Report:
 
 
 def verify_files(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    """Add what ``verify`` finds in the three files of a pool."""
+    """Add the results of ``verify`` for the three files of a pool."""
     contents = read_pool(Path(directory.url))
     sizes = directory.sizes()
     result.files, result.nbytes = len(sizes), sum(sizes.values())
     result.trajectories = sum(map(len, contents.task2trajectories.values()))
-    result.problems += [Problem(TRAJECTORIES_FILE, told) for told in contents.unreadable]
+    result.problems += [Problem(TRAJECTORIES_FILE, problem) for problem in contents.unreadable]
     bucket_of: dict[str, str] = {}
-    for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # read_pool has seen that it is one
+    for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # a dict, as read_pool has checked
         for task in tasks:
             if task in bucket_of:
-                told = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}; the later one counts"
-                result.notes.append(f"{BUCKETS_FILE}: {told}")
+                problem = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}; the later one counts"
+                result.notes.append(f"{BUCKETS_FILE}: {problem}")
             bucket_of[task] = difficulty
     if progress is not None:
         progress(1, 1)

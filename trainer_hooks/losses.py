@@ -1,11 +1,11 @@
 """The GRPO loss of a batch that mixes fresh (on-policy) and replayed (off-policy) tokens. Torch only; pure.
 
-``r = exp(log_prob - old_log_prob)`` is the importance ratio, ``A`` the advantage, ``(l, h)`` the clip range
-of the token's side and ``c`` the dual-clip bound. Token by token::
+``r = exp(log_prob - old_log_prob)`` is the importance ratio, ``A`` the advantage, ``(l, h)`` the clip range of the
+token's side and ``c`` the dual-clip bound. For each token::
 
     u = max(-A r, -A clip(r, 1 - l, 1 + h));   loss = min(u, -A c) where A < 0, else u
 
-For either sign of A this is ``-A s``, where s is r cut to an interval ``[lo, hi]``:
+For either sign of A this is ``-A s``, where s is r clamped to an interval ``[lo, hi]``:
 
     ========  =======  =======
     sign      lo       hi
@@ -14,9 +14,9 @@ For either sign of A this is ``-A s``, where s is r cut to an interval ``[lo, hi
     A < 0     1 - l    c
     ========  =======  =======
 
-and its derivative by ``log_prob`` is ``-A r`` inside the interval, 0 outside. So value and derivative come
-out of one forward pass, and only the derivative is kept for the backward pass. (The clipped objective is that
-of PPO, arXiv 1707.06347, the bound c that of dual-clip PPO, arXiv 1912.09729.)
+and its derivative by ``log_prob`` is ``-A r`` inside the interval, 0 outside. So one forward pass gives value and
+derivative, and only the derivative is kept for the backward pass. (The clipped objective is that of PPO, arXiv
+1707.06347, the bound c that of dual-clip PPO, arXiv 1912.09729.)
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trajstore.core.base.arguments import one_of, truth
 from trajstore.errors import ConfigurationError
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-"""How token losses become one number; see :func:`aggregate_loss`."""
+"""How token losses are reduced to one number; see :func:`aggregate_loss`."""
 
 
 class LossOptions(TypedDict):
-    """What the configuration says about the loss, as its keyword arguments."""
+    """The configuration's loss options, as keyword arguments of the loss."""
 
     off_cliprange_high: float
     off_policy_shaping: float | None
@@ -62,42 +62,42 @@ def het_compute_token_on_off_policy_loss(
     drop_negative_off_policy: bool = False,
     clip_off_policy: bool = True,
 ) -> dict[str, Tensor]:
-    """Return the policy-gradient loss of a mixed batch, and what is worth watching about it.
+    """Return the policy-gradient loss of a mixed batch, and figures about it.
 
     On-policy tokens are clipped with (``cliprange_low``, ``cliprange_high``), off-policy tokens with
-    (``cliprange_low``, ``off_cliprange_high``). Computed in float32 (float64 for float64 log-probs), nothing
-    is synchronized with the host, and positions outside ``response_mask`` have no influence on any result or
-    gradient, whatever stands there (inf and NaN too). A side without tokens gives 0 with gradient 0.
+    (``cliprange_low``, ``off_cliprange_high``). Computed in float32 (float64 for float64 log-probs), without
+    synchronizing with the host. Positions outside ``response_mask`` affect no result or gradient, whatever their values
+    (inf and NaN too). A side without tokens gives 0 with gradient 0.
 
-    Only ``log_prob`` receives a gradient: the old policy and the advantages are constants of this loss. It
-    can be differentiated once.
+    Only ``log_prob`` receives a gradient: the old policy and the advantages are constants of this loss. It can be
+    differentiated once.
 
     Args:
         old_log_prob: [B, R], natural logarithm, under the policy that sampled (off-policy: as recorded).
         log_prob: [B, R], under the policy in training.
         advantages: [B, R].
         response_mask: [B, R], bool or number; nonzero = the token counts.
-        exp_mask: [B, R], bool or number; nonzero = off-policy. Of a mask over prompt and response, [B, P + R] as in a
+        exp_mask: [B, R], bool or number; nonzero = off-policy. For a mask over prompt and response, [B, P + R] as in a
             batch of ``build_batch``, the response's part counts.
         cliprange: l and h where ``cliprange_low`` or ``cliprange_high`` is None.
         cliprange_low: l of both sides.
         cliprange_high: h of on-policy tokens.
         off_cliprange_high: h of off-policy tokens.
         clip_ratio_c: c, at least 1.
-        loss_agg_mode: how ``pg_losses`` becomes ``pg_loss``.
-        off_policy_shaping: gamma > 0: on off-policy tokens ``r / (r + gamma)`` stands for r in the formula
-            above, as in ExGRPO (arXiv 2510.02245); 0.1 and 0.5 are in use. None: r itself.
-        drop_negative_off_policy: off-policy tokens with A < 0 give 0. They stay in every denominator, so that
-            the weight of the other tokens doesn't depend on how many were dropped.
-        clip_off_policy: False: ``-A r`` on off-policy tokens, neither clip range nor c.
+        loss_agg_mode: how ``pg_losses`` is reduced to ``pg_loss``.
+        off_policy_shaping: gamma > 0: on off-policy tokens ``r / (r + gamma)`` replaces r in the formula above, as in
+            ExGRPO (arXiv 2510.02245); 0.1 and 0.5 are in use. None: r itself.
+        drop_negative_off_policy: off-policy tokens with A < 0 give 0. They stay in every denominator, so that the
+            weight of the other tokens doesn't depend on how many were dropped.
+        clip_off_policy: False: ``-A r`` on off-policy tokens, without clip range and c.
 
     Returns:
-        Scalars, and [B, R] where said. With gradient: ``pg_loss``; ``pg_losses`` [B, R], 0 outside
-        ``response_mask``, and its two parts ``on_pg_losses``, ``off_pg_losses`` [B, R], each 0 on the other
-        side's tokens; their token means ``on_pg_loss``, ``off_pg_loss``. Without gradient:
-        ``on_pg_clipfrac``, ``off_pg_clipfrac`` (share of the side's tokens at which the clip range changed the
-        loss), ``on_pg_clipfrac_lower``, ``off_pg_clipfrac_lower`` (at which c did), ``ppo_kl`` (mean of
-        old_log_prob - log_prob), ``importance_ratio`` [B, R], r before shaping, 1 outside ``response_mask``.
+        Scalars, except those marked [B, R]. With gradient: ``pg_loss``; ``pg_losses`` [B, R], 0 outside
+        ``response_mask``, and its two parts ``on_pg_losses``, ``off_pg_losses`` [B, R], each 0 on the other side's
+        tokens; their token means ``on_pg_loss``, ``off_pg_loss``. Without gradient: ``on_pg_clipfrac``,
+        ``off_pg_clipfrac`` (share of the side's tokens at which the clip range changed the loss),
+        ``on_pg_clipfrac_lower``, ``off_pg_clipfrac_lower`` (at which c did), ``ppo_kl`` (mean of old_log_prob -
+        log_prob), ``importance_ratio`` [B, R], r before shaping, 1 outside ``response_mask``.
 
     Raises:
         ConfigurationError: shapes differ, or a parameter is out of range.
@@ -150,19 +150,19 @@ def het_compute_token_on_off_policy_loss(
 
 
 def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAggMode) -> Tensor:
-    """Return one number for token losses that are 0 outside ``response_mask``.
+    """Reduce token losses that are 0 outside ``response_mask`` to one number.
 
-    ``token-mean``: mean over all tokens. ``seq-mean-token-sum``: sum over each row's tokens, then mean over the
-    rows that have any. ``seq-mean-token-mean``: mean over each row's tokens, then over those rows.
-    ``seq-mean-token-sum-norm``: ``seq-mean-token-sum`` divided by R. Nothing to average gives 0.
+    ``token-mean``: mean over all tokens. ``seq-mean-token-sum``: sum over each row's tokens, then mean over the rows
+    that have any. ``seq-mean-token-mean``: mean over each row's tokens, then over those rows.
+    ``seq-mean-token-sum-norm``: ``seq-mean-token-sum`` divided by R. An empty mean is 0.
 
     Args:
         losses: [B, R].
         response_mask: [B, R], bool.
-        loss_agg_mode: one of the four names, with the meaning they have in verl.
+        loss_agg_mode: one of the four names, with verl's meaning.
 
     Raises:
-        ConfigurationError: no such mode.
+        ConfigurationError: the mode is unknown.
     """
     one_of("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
     if loss_agg_mode == "token-mean":
@@ -176,7 +176,7 @@ def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAgg
 
 
 class _Bounds(NamedTuple):
-    """The interval to which a side's ratio is cut: ``[0, upper]`` where A >= 0, else ``[lower, upper_negative]``."""
+    """The interval that a side's ratio is clamped to: ``[0, upper]`` where A >= 0, else ``[lower, upper_negative]``."""
 
     lower: float
     upper: float
@@ -184,19 +184,19 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(low: float, high: float, clip_ratio_c: float, dtype: torch.dtype) -> _Bounds:
-    """Return the bounds of one side. They are finite, also for a range of infinity."""
+    """Return the bounds of one side; finite, also for an infinite range."""
     largest = torch.finfo(dtype).max
     return _Bounds(1.0 - low, min(1.0 + high, largest), min(clip_ratio_c, largest))
 
 
 def _no_bounds(dtype: torch.dtype) -> _Bounds:
-    """Return bounds that only cut a ratio which overflows."""
+    """Return bounds that only clamp an overflowing ratio."""
     largest = torch.finfo(dtype).max
     return _Bounds(0.0, largest, largest)
 
 
 class _TokenTerms(NamedTuple):
-    """[B, R]: losses, their derivative by log_prob, and r. Scalars: how many tokens of a side a bound changed."""
+    """[B, R]: losses, their derivative by log_prob, and r. Scalars: tokens of each side changed by a bound."""
 
     losses: Tensor
     derivative: Tensor
@@ -218,12 +218,11 @@ def _token_terms(
 ) -> _TokenTerms:
     """Evaluate the module's formula and its derivative. All tensors [B, R]; ``on`` and ``off`` hold 0 and 1.
 
-    Masks are numbers here and branches are products with them: on a CPU ``torch.where`` over scattered masks
-    takes twenty times as long. Every factor of such a product is finite (or NaN, which shall be seen).
-    To halve the memory, results take the place of what is no longer needed, ``log_ratio`` and ``advantage``
-    included.
+    Masks are numbers and branches are products with them: on a CPU ``torch.where`` over scattered masks takes twenty
+    times as long. Every factor of such a product is finite (or NaN, which must propagate). To halve the memory, results
+    overwrite inputs that are no longer needed, including ``log_ratio`` and ``advantage``.
     """
-    # r / (r + gamma) is the sigmoid of log r - log gamma, which is right also where r overflows.
+    # r / (r + gamma) = sigmoid(log r - log gamma), which is correct even if r overflows.
     shaped = None if shaping is None else torch.sigmoid(log_ratio - math.log(shaping)).mul_(off)
     ratio = log_ratio.exp_()
     factor = ratio if shaped is None else ratio.clamp(max=torch.finfo(ratio.dtype).max).mul_(on).add_(shaped)
@@ -250,7 +249,7 @@ def _token_terms(
 def _intervals(
     negative: Tensor, on: Tensor, off: Tensor, on_bounds: _Bounds, off_bounds: _Bounds
 ) -> tuple[Tensor, Tensor]:
-    """Return ``lo`` and ``hi`` of every token, [B, R]; both 0 where a token is on no side."""
+    """Return ``lo`` and ``hi`` of every token, [B, R]; both 0 where a token is on neither side."""
 
     def by_side(on_bound: float, off_bound: float) -> Tensor:
         return (on * on_bound).add_(off, alpha=off_bound)
@@ -262,7 +261,7 @@ def _intervals(
 
 
 class _WithDerivative(torch.autograd.Function):
-    """Declares already computed values to be a function of ``x`` with an already computed derivative."""
+    """Defines already computed values as a function of ``x`` with an already computed derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, derivative: Tensor) -> Tensor:
@@ -280,14 +279,14 @@ _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _zero_unless(values: Tensor, keep: Tensor) -> Tensor:
-    """Return ``values`` where ``keep`` (bool), else 0, whatever stands there: an "and" of bits, at any pattern fast."""
+    """Return ``values`` where ``keep`` (bool), else 0 (even for NaN), by a bitwise "and", fast for any pattern."""
     integer = _INTEGER_OF[values.dtype]
     bits = keep.view(torch.uint8).to(integer).neg_()
     return (values.view(integer) & bits).view(values.dtype)
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool mask as 0 and 1. By way of uint8, because torch converts bool to float slowly."""
+    """Return a bool mask as 0 and 1, through uint8 since torch converts bool to float slowly."""
     return mask.view(torch.uint8).to(dtype)
 
 
@@ -297,7 +296,7 @@ def _below_zero(values: Tensor) -> Tensor:
 
 
 def _count(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the number of true entries of a bool mask, but at least 1, as a scalar of ``dtype``."""
+    """Return the number of true entries of a bool mask, at least 1, as a scalar of ``dtype``."""
     return mask.sum().clamp_(min=1).to(dtype)
 
 

@@ -1,7 +1,7 @@
-"""Which tokens count, and which of them are off-policy. Masks of a padded batch; torch only; pure.
+"""Masks of a padded batch: which tokens count, and which are off-policy. Torch only; pure.
 
-A batch has B rows of P prompt and R response positions. Masks over both are [B, P + R], masks and
-log-probabilities of the response [B, R].
+A batch has B rows of P prompt and R response positions. Masks over both are [B, P + R], masks and log-probabilities of
+the response [B, R].
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from trajstore.errors import ConfigurationError
 
 
 def regularizer_masks(response_mask: Tensor, exp_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens count in the entropy term and in the KL term, both [B, R] in the dtype of ``response_mask``.
+    """Return the masks of the entropy term and the KL term, both [B, R] in the dtype of ``response_mask``.
 
-    The entropy at a position is that of the whole distribution there, whoever wrote the token: all tokens count. A KL
-    estimated from the token itself is of the policy that wrote it: only fresh tokens count.
+    The entropy at a position is that of the whole distribution, so all tokens count. A KL estimated from the sampled
+    token is that of the policy that sampled it, so only fresh tokens count.
 
     Args:
         response_mask: [B, R].
@@ -30,8 +30,7 @@ def regularizer_masks(response_mask: Tensor, exp_mask: Tensor) -> tuple[Tensor, 
 def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
     """Return the response's part of a mask, as a view: [B, R] of [B, P + R].
 
-    Several turns: give ``loss_mask``, so that what the environment wrote doesn't count. One turn: give
-    ``attention_mask``.
+    For several turns give ``loss_mask``, so that the environment's tokens don't count; for one turn ``attention_mask``.
 
     Raises:
         ConfigurationError: the mask is not [B, P + R] with at least R positions.
@@ -53,12 +52,11 @@ def build_exp_mask(
 ) -> Tensor:
     """Return ``exp_mask``: 1 on off-policy tokens, [B, P + R], in the dtype of ``loss_mask``.
 
-    A replayed row has 0 on the prompt and its loss mask on the response. Otherwise, a row whose rollout saw
-    experience in a prompt from which training discards it has 1 on prompt and response (not on padding).
-    Every other row has 0.
+    A replayed row has 0 on the prompt and its loss mask on the response. Otherwise, a row whose rollout saw experience
+    in its prompt that training discards has 1 on prompt and response (not on padding). Every other row has 0.
 
     Args:
-        loss_mask: [B, P + R], 1 on tokens that the model wrote.
+        loss_mask: [B, P + R], 1 on the model's tokens.
         attention_mask: [B, P + R], 0 on padding.
         prompt_length: P.
         is_experience_replay: [B] bool, the row is replayed.
@@ -89,14 +87,14 @@ def build_exp_mask(
 def replace_recorded_old_log_probs(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, exp_mask: Tensor
 ) -> Tensor:
-    """Return the old log-probs with which off-policy tokens get their importance ratio, [B, R].
+    """Return the old log-probs for the importance ratio, [B, R].
 
-    That is the recorded one where a token is off-policy and has one, and the current policy's everywhere else:
-    a token without a record has ratio 1.
+    These are the recorded ones on off-policy tokens that have a record, and the current policy's everywhere else: a
+    token without a record has ratio 1.
 
     Args:
-        old_log_probs: [B, R], natural logarithm, as the current policy gives them; not changed.
-        recorded_old_log_probs: [B, R], as the policy gave them that sampled. Anything where not recorded.
+        old_log_probs: [B, R], natural logarithm, under the current policy; not changed.
+        recorded_old_log_probs: [B, R], under the policy that sampled. Any value where not recorded.
         recorded_mask: [B, R] bool, which positions have a record.
         exp_mask: [B, P + R] (its response part counts) or [B, R], nonzero on off-policy tokens.
 

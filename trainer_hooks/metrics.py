@@ -1,7 +1,7 @@
-"""What is worth watching about replay: flat names and plain floats, ready for any logger. Torch only.
+"""Metrics of replay: flat names and plain floats, for any logger. Torch only.
 
-A quantity that does not exist (the ratio of a side without tokens, the age of an unknown version) has no entry:
-0 always means a measured 0. What is in the pool, the pool itself reports (``ExperienceManager.metrics``).
+A quantity that does not exist (the ratio of a side without tokens, the age of an unknown version) has no entry: 0
+always means a measured 0. The pool reports its own contents (``ExperienceManager.metrics``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 PREFIX = "experience_replay/"
-"""Begins every name."""
+"""Prefix of every name."""
 
 Shown = Literal["main", "all"]
-"""Which figures a step reports."""
+"""The figures that a step reports."""
 
 MAIN = frozenset(
     {
@@ -37,7 +37,7 @@ MAIN = frozenset(
         *("off_ratio_near_zero_share", "off_effective_sample_size", "off_pg_loss"),
     }
 )
-"""Figures that somebody acts on, besides ``refused/<reason>``: the first table of ``docs/howto/replay_figures.md``."""
+"""Actionable figures, besides ``refused/<reason>``: the first table of ``docs/howto/replay_figures.md``."""
 
 Label = TypeVar("Label", bound=Hashable)
 
@@ -55,42 +55,44 @@ def _is_main(name: str) -> bool:
 def rollout_metrics(
     fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory], success_threshold: float
 ) -> dict[str, float]:
-    """Return figures of fresh rollouts alone, of replayed ones, and of both together.
+    """Return figures of fresh rollouts, of replayed ones, and of both together.
 
     ``fresh_``, ``replayed_``, ``mixed_``, each with ``score_mean`` (:func:`score_of`), ``success_rate``,
     ``response_length_mean`` (tokens, of all rows of a rollout) and ``entropy_mean`` (nats, of the rollouts' means).
-    Trainers show the mixed ones: successes are replayed, so these are better than the policy is. What no rollout tells
-    is left out; a malformed one, which the pool refuses, tells its outcome only.
+    Trainers show the mixed ones, which are better than the policy, because successes are replayed. Figures without data
+    are left out; a malformed rollout, which the pool refuses, counts only with its outcome.
     """
     figures: dict[str, float] = {}
     for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
-        outcomes = [outcome for one in rollouts if (outcome := known_outcome(one)) is not None]
-        whole = [one for one in rollouts if not field_problem(one)]
+        outcomes = [outcome for rollout in rollouts if (outcome := known_outcome(rollout)) is not None]
+        wellformed = [rollout for rollout in rollouts if not field_problem(rollout)]
         columns = {
-            "score_mean": [score for one in rollouts if (score := score_of(one)) is not None],
+            "score_mean": [score for rollout in rollouts if (score := score_of(rollout)) is not None],
             "success_rate": [float(is_success(outcome, success_threshold)) for outcome in outcomes],
-            "response_length_mean": [float(length) for one in whole if (length := _length_of(one)) is not None],
-            "entropy_mean": [one.entropy for one in whole if one.entropy is not None],
+            "response_length_mean": [
+                float(length) for rollout in wellformed if (length := _length_of(rollout)) is not None
+            ],
+            "entropy_mean": [rollout.entropy for rollout in wellformed if rollout.entropy is not None],
         }
-        figures |= {f"{PREFIX}{side}_{name}": sum(found) / len(found) for name, found in columns.items() if found}
+        figures |= {f"{PREFIX}{side}_{name}": sum(column) / len(column) for name, column in columns.items() if column}
     return figures
 
 
 def score_of(rollout: AgentTrajectory) -> float | None:
-    """Return what the reward gave a rollout, in its own units: ``metadata["score"]`` of the reward, as verl's has it.
+    """Return a rollout's reward in its own units: the reward's ``metadata["score"]``, as in verl.
 
-    The outcome of one without; ``None`` if it is no finite number.
+    Falls back to the outcome; ``None`` if not finite.
     """
-    said = {} if rollout.reward is None else rollout.reward.metadata
-    score = said.get("score", known_outcome(rollout))
+    reward_metadata = {} if rollout.reward is None else rollout.reward.metadata
+    score = reward_metadata.get("score", known_outcome(rollout))
     return score if isinstance(score, int | float) and math.isfinite(score) else None
 
 
 def _length_of(rollout: AgentTrajectory) -> int | None:
-    """Return a rollout's response tokens; ``None`` also of one whose ``metadata["rows"]`` are no rows."""
+    """Return a rollout's response tokens; ``None`` also if ``metadata["rows"]`` is invalid."""
     try:
         return response_length(rollout)
-    except InvalidTrajectoryError:  # the pool refuses it as malformed, and tells why
+    except InvalidTrajectoryError:  # the pool refuses it as malformed, with the reason
         return None
 
 
@@ -98,13 +100,13 @@ def _length_of(rollout: AgentTrajectory) -> int | None:
 def record_metrics(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, off_policy_mask: Tensor
 ) -> dict[str, float]:
-    """Return how the recorded log-probs of off-policy tokens differ from the current policy's. Synchronizes once.
+    """Return differences between recorded and current log-probs of off-policy tokens. Synchronizes once.
 
     ``recorded_share``: share of off-policy tokens with a record; ``recorded_difference_mean``,
     ``recorded_difference_max``: of |current - recorded| in nats, over those.
 
     Args:
-        old_log_probs: [B, R], as the current policy gives them, before replacement.
+        old_log_probs: [B, R], under the current policy, before replacement.
         recorded_old_log_probs: [B, R].
         recorded_mask: [B, R].
         off_policy_mask: [B, R], off-policy and counted (``exp_mask``'s response part and ``response_mask``).
@@ -113,7 +115,7 @@ def record_metrics(
     both = off & recorded_mask.bool()
     difference = torch.where(both, old_log_probs.double() - recorded_old_log_probs.double(), 0.0).abs()
     mean = difference.sum() / both.sum().clamp(min=1)
-    largest = torch.cat([difference.flatten(), difference.new_zeros(1)]).amax()  # also of an empty tensor
+    largest = torch.cat([difference.flatten(), difference.new_zeros(1)]).amax()  # works for an empty tensor
     tokens, recorded, mean_value, max_value = torch.stack(
         [off.sum().double(), both.sum().double(), mean, largest]
     ).tolist()
@@ -133,19 +135,19 @@ def batch_metrics(
     global_steps: int,
     demonstrations: int = 0,
 ) -> dict[str, float]:
-    """Return what a batch is made of.
+    """Return the composition of a batch.
 
-    ``experience_tasks`` (tasks with at least one replayed row), ``tasks``, ``replayed_rows``, ``rows``; and of the
-    replayed rows whose policy's age is known ``age_mean``, ``age_max``, ``age_min``: ``global_steps`` minus the
-    version, in training steps; and ``age_unknown_rows``, the other replayed rows less the demonstrations, which have
-    no age: those without a version, or with a newer one.
+    ``experience_tasks`` (tasks with at least one replayed row), ``tasks``, ``replayed_rows``, ``rows``. For the
+    replayed rows of known policy age: ``age_mean``, ``age_max``, ``age_min``, in training steps (``global_steps`` minus
+    the version). ``age_unknown_rows``: the other replayed rows, without a version or with a newer one, less the
+    demonstrations, which have no age.
 
     Args:
         task_ids: for every row.
         is_experience_replay: for every row.
         policy_versions: for every row; None = unknown.
         global_steps: number of the step.
-        demonstrations: how many of the replayed rows are of demonstrations.
+        demonstrations: number of replayed rows of demonstrations.
     """
     replayed = [row for row, flag in enumerate(is_experience_replay) if flag]
     result = {
@@ -176,7 +178,7 @@ class StepTimes:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time until the ``with`` block is left, by an exception too, to ``name``."""
+        """Add the duration of the ``with`` block, also after an exception, to ``name``."""
         start = self._clock()
         try:
             yield
@@ -184,6 +186,6 @@ class StepTimes:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
-        """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and begin anew."""
+        """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and reset."""
         seconds, self._seconds = self._seconds, {}
         return {f"{PREFIX}seconds/{name}": value for name, value in seconds.items()}

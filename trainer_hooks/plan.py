@@ -1,4 +1,4 @@
-"""What a step is to roll out, and the rows that come of it. Pure."""
+"""The rollouts planned for a step, and the rows of its batch. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Task = TypeVar("Task")
 
 @dataclass(frozen=True, slots=True)
 class MixedTasks(Generic[Task]):
-    """The tasks of one step: those that bring history, and the rest.
+    """The tasks of one step.
 
     Attributes:
-        experience: tasks of which histories are replayed.
-        on_policy: tasks of which all rollouts are made.
+        experience: tasks with replayed histories.
+        on_policy: tasks with fresh rollouts only.
     """
 
     experience: tuple[Task, ...]
@@ -35,12 +35,12 @@ class MixedTasks(Generic[Task]):
 
 @dataclass(frozen=True, slots=True)
 class PlannedTask(Generic[Task]):
-    """One task of a step, its histories, and how many rollouts are to be made of it.
+    """One task of a step, its histories, and its number of rollouts to make.
 
     Attributes:
-        task: as the trainer gave it.
-        fresh_rollouts: how many rollouts of the task are to be made.
-        histories: what is replayed of it. With ``prepare_in_background`` their number is known at once, and looking at
+        task: as given by the trainer.
+        fresh_rollouts: number of rollouts to make.
+        histories: its replayed trajectories. With ``prepare_in_background`` their number is known at once, and reading
             one waits for all.
     """
 
@@ -54,14 +54,14 @@ class PlannedTask(Generic[Task]):
 
 
 def prompts_of_rollouts(plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory]) -> dict[str, Prompt]:
-    """Return what the rollouts of tasks with histories were asked, by task: of each the first rollout's prompt."""
+    """Return, for each task with histories, the prompt of its first fresh rollout."""
     rollouts = iter(fresh)
-    found = {}
-    for one in plan:
-        mine = list(islice(rollouts, one.fresh_rollouts))
-        if mine and one.histories:
-            found[task_id_of(one.task)] = prompt_of(mine[0])
-    return found
+    prompts = {}
+    for planned in plan:
+        mine = list(islice(rollouts, planned.fresh_rollouts))
+        if mine and planned.histories:
+            prompts[task_id_of(planned.task)] = prompt_of(mine[0])
+    return prompts
 
 
 def rows_of_plan(
@@ -69,9 +69,8 @@ def rows_of_plan(
 ) -> list[BatchRow]:
     """Return the rows of a batch, task by task, each task's fresh rollouts before its histories.
 
-    A history with another prompt than its task's first rollout is left out.
-
-    A rollout that records guidance (``trainer_hooks.guidance.Guidance``) gives a row with its flag and its train mode.
+    A history whose prompt differs from that of its task's first rollout is left out. A rollout with a guidance record
+    (``trainer_hooks.guidance.Guidance``) gives a row with its flag and train mode.
 
     Args:
         plan: the tasks of the step.
@@ -79,11 +78,11 @@ def rows_of_plan(
         group_offpolicy: whether histories are in their task's group.
 
     Raises:
-        ConfigurationError: there are more or fewer rollouts than planned, or a rollout is of another task than the plan
-            has at its place.
-        InvalidTrajectoryError: a trajectory's record of its guidance cannot be understood.
+        ConfigurationError: there are more or fewer rollouts than planned, or a rollout is of another task than planned
+            at its place.
+        InvalidTrajectoryError: a trajectory's guidance record is invalid.
     """
-    planned = sum(one.fresh_rollouts for one in plan)
+    planned = sum(planned_task.fresh_rollouts for planned_task in plan)
     if len(fresh) != planned:
         raise ConfigurationError(f"fresh: {len(fresh)} rollouts, the plan asks for {planned}")
     rollouts = iter(fresh)
@@ -91,15 +90,17 @@ def rows_of_plan(
     prompts = prompts_of_rollouts(plan, fresh)
     positions: list[int] = []
     replayed: list[bool] = []
-    for position, one in enumerate(plan):
-        mine = [next(rollouts) for _ in range(one.fresh_rollouts)]
-        _check_tasks(task_id_of(one.task), mine, len(trajectories))
+    for position, planned_task in enumerate(plan):
+        mine = [next(rollouts) for _ in range(planned_task.fresh_rollouts)]
+        _check_tasks(task_id_of(planned_task.task), mine, len(trajectories))
         trajectories += mine
-        asked = prompts.get(task_id_of(one.task))
-        histories = [held for held in one.histories if asked is None or not prompt_of(held).differs(asked)]
+        asked = prompts.get(task_id_of(planned_task.task))
+        histories = [
+            history for history in planned_task.histories if asked is None or not prompt_of(history).differs(asked)
+        ]
         trajectories += histories
-        positions += [position] * (one.fresh_rollouts + len(histories))
-        replayed += [False] * one.fresh_rollouts + [True] * len(histories)
+        positions += [position] * (planned_task.fresh_rollouts + len(histories))
+        replayed += [False] * planned_task.fresh_rollouts + [True] * len(histories)
     groups = assign_group_ids(positions, replayed, group_offpolicy)
     return [
         row
@@ -109,7 +110,7 @@ def rows_of_plan(
 
 
 def _check_tasks(task: str, rollouts: Sequence[AgentTrajectory], first: int) -> None:
-    """Refuse rollouts of other tasks than the plan's: their advantages would be those of another group."""
+    """Refuse rollouts of other tasks than planned, whose advantages would be those of another group."""
     for place, rollout in enumerate(rollouts, first):
         if rollout.task_id not in ("", task):
             raise ConfigurationError(
@@ -119,16 +120,16 @@ def _check_tasks(task: str, rollouts: Sequence[AgentTrajectory], first: int) -> 
 
 
 def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_replayed: bool) -> list[BatchRow]:
-    """Return the rows of a rollout, which most have one of.
+    """Return the rows of a rollout, usually one.
 
     Args:
         trajectory: the rollout.
         group: of all its rows.
         number: of the rollout in the batch.
-        is_replayed: whether it came out of the pool.
+        is_replayed: whether it was drawn from the pool.
 
     Raises:
-        InvalidTrajectoryError: the trajectory's record of its guidance cannot be understood.
+        InvalidTrajectoryError: the trajectory's guidance record is invalid.
     """
     parts = rows_of(trajectory)
     guidance = Guidance.of(trajectory)

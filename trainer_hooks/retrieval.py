@@ -1,4 +1,4 @@
-"""Which texts are most related to a query: BM25 of SQLite's FTS5, over texts that are added and removed in memory."""
+"""Text retrieval by BM25 (SQLite's FTS5), over an index in memory that supports removal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trajstore.errors import ConfigurationError
 
 _WORD = re.compile(r"\w+")
 _LONGEST_WORD = 8_000
-"""Characters of a word that count. FTS5 knows words up to 32,768 bytes."""
+"""Maximum number of characters of a word. FTS5's limit is 32,768 bytes."""
 _MOST_WORDS = 32
-"""Words of a query that count: what FTS5 does for each text that is found grows with the square of their number."""
+"""Maximum number of words of a query: FTS5's time for each matching text grows with their number squared."""
 
-# Text is given as the words that `words_of` finds, which this tokenizer takes as they are: it splits only at ASCII.
+# Texts are passed as the words from `words_of`, which this tokenizer keeps: it splits only at ASCII.
 _TABLES = """
     CREATE VIRTUAL TABLE texts USING fts5(words, tokenize="ascii tokenchars '_'");
     CREATE VIRTUAL TABLE vocabulary USING fts5vocab(texts, row);
@@ -33,7 +33,7 @@ _BEST = """
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A text that is related to a query.
+    """A text that matches a query.
 
     Attributes:
         key: of the text.
@@ -45,17 +45,17 @@ class Hit:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text, in lower case: runs of letters, digits and underscores of any script.
+    """Return the words of a text in lower case: runs of letters, digits and underscores of any script.
 
-    Scripts without spaces have long words: a run of Chinese characters is one, and equals only the same run.
+    Scripts without spaces have long words: a run of Chinese characters is one word, and matches only the same run.
     """
     return [word[:_LONGEST_WORD] for word in _WORD.findall(text.lower())]
 
 
 class RetrievalIndex:
-    """An index of texts under keys, in memory. Thread-safe; one call at a time.
+    """An index of texts under keys, in memory. Thread-safe; calls are serialized.
 
-    Scores are FTS5's BM25 (k1 = 1.2, b = 0.75) among all texts that are there now, however they came and went.
+    Scores are FTS5's BM25 (k1 = 1.2, b = 0.75) over the present texts, independent of past additions and removals.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ class RetrievalIndex:
         return len(self._keys)
 
     def add(self, keys: Sequence[int], texts: Sequence[str]) -> None:
-        """Add texts. A text without a word is kept and never found.
+        """Add texts. A text without words is kept but never found.
 
         Args:
-            keys: one for each text; of no text that is there.
-            texts: as many.
+            keys: one for each text; unused so far.
+            texts: the texts.
 
         Raises:
-            ConfigurationError: a key is given twice or is there already, or there are more of one than of the other.
+            ConfigurationError: a key is repeated or already used, or the numbers of keys and texts differ.
         """
         new = whole_numbers("keys", keys).tolist()
         if len(new) != len(texts):
@@ -90,10 +90,10 @@ class RetrievalIndex:
             self._keys.update(new)
 
     def remove(self, keys: Sequence[int]) -> None:
-        """Remove texts; afterwards everything is found as if they had never been there.
+        """Remove texts; results are then as if they had never been added.
 
         Raises:
-            ConfigurationError: a key is of no text that is there.
+            ConfigurationError: a key is unknown.
         """
         gone = set(whole_numbers("keys", keys).tolist())
         with self._using:
@@ -104,20 +104,20 @@ class RetrievalIndex:
             self._keys -= gone
 
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[Hit]:
-        """Return the up to ``k`` texts most related to a query, best first; among equals the highest key first.
+        """Return up to ``k`` texts most related to a query, best first; among equals the highest key first.
 
         Args:
-            query: any text. Of its words that any text has, the 32 rarest count, each once.
-            k: how many at the most.
-            without: keys that are not returned.
+            query: any text. Of its words that occur in the index, the 32 rarest count, each once.
+            k: the maximum.
+            without: keys to exclude.
         """
-        most = whole("k", k, 0)
+        limit = whole("k", k, 0)
         banned = json.dumps(whole_numbers("without", without).tolist())
         words = json.dumps(words_of(query), ensure_ascii=False)
         with self._using:
             rarest = self._database.execute(_RAREST, (words, _MOST_WORDS)).fetchall()
             if not rarest:
                 return []
-            wanted = " OR ".join(f'"{word}"' for (word,) in rarest)  # in quotes, no word is FTS5's syntax
-            found = self._database.execute(_BEST, (wanted, banned, most)).fetchall()
-        return [Hit(key, score) for key, score in found]
+            wanted = " OR ".join(f'"{word}"' for (word,) in rarest)  # quoted words are not FTS5 syntax
+            matches = self._database.execute(_BEST, (wanted, banned, limit)).fetchall()
+        return [Hit(key, score) for key, score in matches]

@@ -1,7 +1,7 @@
-"""Sums over the tokens of one loss computation, and the figures that the sums of several amount to. Torch only.
+"""Sums over the tokens of loss computations, and the figures computed from them. Torch only.
 
-Sums add up over the losses of a step, over micro-batches and over ranks, however many tokens each had; means of means
-do not. So a figure is made of the sums once, at the end.
+Sums can be added over the losses of a step, over micro-batches and over ranks of any number of tokens; means cannot. So
+figures are computed once, at the end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainer_hooks.metrics import PREFIX
 from trajstore.errors import ConfigurationError
 
 RATIO_NEAR_ZERO = 0.1
-"""Importance ratio below which a token's gradient is next to nothing."""
+"""Importance ratio below which a token's gradient is negligible."""
 
 SIDES = ("on", "off")
 
 _TOKEN_MEANS = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower")
-"""What the loss returns of each side, as means over its tokens."""
+"""Outputs of the loss for each side, as means over its tokens."""
 
 _SIDE_SUMS = ("tokens", "ratio", *_TOKEN_MEANS, "kl")
 
@@ -33,18 +33,18 @@ Label = TypeVar("Label", bound=Hashable)
 
 @torch.no_grad()
 def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
-    """Return sums and extremes of one loss computation, always all of them. Synchronizes with the device once.
+    """Return all sums and extremes of one loss computation. Synchronizes with the device once.
 
-    ``on_`` of fresh tokens, ``off_`` of replayed ones. Of a side without tokens the sums are 0, ``_ratio_max`` is
+    ``on_`` for fresh tokens, ``off_`` for replayed ones. For a side without tokens the sums are 0, ``_ratio_max`` is
     -inf and ``_ratio_min`` inf.
 
     Args:
-        loss: what ``het_compute_token_on_off_policy_loss`` returned.
+        loss: from ``het_compute_token_on_off_policy_loss``.
         response_mask: [B, R], as given to it.
         exp_mask: [B, R], as given to it.
 
     Raises:
-        ConfigurationError: ``loss`` lacks something.
+        ConfigurationError: ``loss`` lacks a key.
     """
     needed = ("importance_ratio", *(f"{side}_{name}" for side in SIDES for name in _TOKEN_MEANS))
     if lacking := [key for key in needed if key not in loss]:
@@ -65,7 +65,7 @@ def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tens
         values[f"{side}_kl"] = torch.where(mask, kl, 0.0).sum()
         values[f"{side}_ratio"] = torch.where(mask, ratio, 0.0).sum()
         values |= {f"{side}_{name}": loss[f"{side}_{name}"].double() * tokens for name in _TOKEN_MEANS}
-        lowest, highest = ratio.new_full((1,), -torch.inf), ratio.new_full((1,), torch.inf)  # of an empty tensor
+        lowest, highest = ratio.new_full((1,), -torch.inf), ratio.new_full((1,), torch.inf)  # for an empty tensor
         values[f"{side}_ratio_max"] = torch.cat([torch.where(mask, ratio, -torch.inf).flatten(), lowest]).amax()
         values[f"{side}_ratio_min"] = torch.cat([torch.where(mask, ratio, torch.inf).flatten(), highest]).amin()
     names = (*SUMS, *EXTREMES)
@@ -73,12 +73,12 @@ def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tens
 
 
 def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums and extremes of several of :func:`token_sums` together; nothing of none."""
+    """Combine the results of several :func:`token_sums`; empty without any."""
     result: dict[str, float] = {}
-    for one in sums:
-        for name, value in one.items():
+    for mapping in sums:
+        for name, value in mapping.items():
             before = result.get(name)
-            if before is None or value != value:  # NaN stays, wherever it came
+            if before is None or value != value:  # NaN propagates
                 result[name] = value
             elif name in EXTREMES:
                 result[name] = max(before, value) if name.endswith("_max") else min(before, value)
@@ -88,15 +88,15 @@ def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return what sums amount to; a side without tokens has no entry, and without a token there is nothing.
+    """Return the figures computed from sums; a side without tokens has none, and no tokens at all give nothing.
 
     ``off_policy_share`` (of tokens); for each side, with ``on_`` or ``off_``: ``pg_loss``, ``pg_clipfrac``,
     ``pg_clipfrac_lower``, ``ppo_kl`` (mean of old - current log-prob in nats), ``ratio_mean``, ``ratio_max``,
-    ``ratio_min``; ``off_ratio_near_zero_share``: of the replayed tokens, those whose ratio is below 0.1; and
+    ``ratio_min``; ``off_ratio_near_zero_share``: share of replayed tokens with a ratio below 0.1; and
     ``off_effective_sample_size``, see :func:`effective_sample_size`.
 
     Args:
-        sums: all of :func:`token_sums`, or each of these sums divided by the same number. Without any there is nothing.
+        sums: all of :func:`token_sums`, or each of these sums divided by the same number; may be empty.
     """
     total = sum(sums.get(f"{side}_tokens", 0.0) for side in SIDES)
     if not total:
@@ -118,9 +118,9 @@ def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def effective_sample_size(tokens: float, ratio: float, ratio_squared: float) -> float | None:
-    """Return (sum of r)² / (n · sum of r²): in (0, 1], 1 when all are equal; ``None`` where all ratios are 0.
+    """Return (sum of r)² / (n · sum of r²): in (0, 1], 1 when all are equal; ``None`` if all ratios are 0.
 
-    The share of the tokens that carries the weight of all (Kish 1965).
+    This is the share of the tokens that carries the whole weight (Kish 1965).
 
     Args:
         tokens: n, above 0.
@@ -140,7 +140,7 @@ class LabelSums(NamedTuple):
     ratio_squared: float
 
     def plus(self, other: LabelSums) -> LabelSums:
-        """Return both together."""
+        """Return the sum of both."""
         return LabelSums(*(one + more for one, more in zip(self, other, strict=True)))
 
     @property
@@ -150,7 +150,7 @@ class LabelSums(NamedTuple):
 
     @property
     def effective_sample_size(self) -> float | None:
-        """As :func:`effective_sample_size` says."""
+        """See :func:`effective_sample_size`."""
         return effective_sample_size(self.tokens, self.ratio, self.ratio_squared)
 
 
@@ -165,8 +165,7 @@ def label_sums(
 ) -> dict[Label, LabelSums]:
     """Return the sums of the rows of every label. Synchronizes with the device once.
 
-    With the age of each row's policy, or the bucket of its task, as labels, this shows which history has become
-    useless.
+    Labels are the age of each row's policy, or the bucket of its task; the sums show which history has become useless.
 
     Args:
         labels: one per row; rows with ``None`` are left out.
@@ -192,12 +191,12 @@ def label_sums(
     per_row = torch.stack([column.sum(dim=-1, dtype=torch.float64) for column in columns], dim=-1).tolist()
     totals: dict[Label, LabelSums] = {}
     for label, values in zip(labels, per_row, strict=True):
-        one = LabelSums(*values)
-        if label is not None and one.tokens:
-            totals[label] = totals[label].plus(one) if label in totals else one
+        sums = LabelSums(*values)
+        if label is not None and sums.tokens:
+            totals[label] = totals[label].plus(sums) if label in totals else sums
     return totals
 
 
 def _in_range(ratio: Tensor) -> Tensor:
-    """Return ratios in float64; one that overflowed counts as the largest of float32: sums of them are divided."""
+    """Return ratios in float64, clamped to float32's largest, so that sums of overflowed ratios stay finite."""
     return ratio.double().clamp(max=torch.finfo(torch.float32).max)

@@ -1,4 +1,4 @@
-"""From step results to trajectories: what a rollout worker collects while the environments run."""
+"""Builds trajectories from the step results that a rollout worker collects."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trajstore.trajectory import ChunkStepResult, Trajectory, get_model_weights_
 class EmbodiedRolloutResult:
     """Collects the steps of B parallel environments and makes a :class:`Trajectory` ``[T, B, ...]`` of them.
 
-    ``append_step_result`` takes one chunk step; ``append_transitions`` the observations around it. Fields that
+    ``append_step_result`` adds one chunk step; ``append_transitions`` the observations around it. Fields that
     a step result leaves out are not collected for that step, so ``dones`` (and its kin) and ``prev_values`` may
-    be given once more per rollout epoch than the rest, as bootstrap rows. Nothing given is changed or kept
-    by reference to its dicts.
+    be given once more per rollout epoch than the rest, as bootstrap rows. Arguments are not
+    changed, and their dicts are not kept.
 
     Args:
-        max_episode_length: longest possible episode, in steps; goes into every trajectory.
+        max_episode_length: longest possible episode, in steps; copied to every trajectory.
     """
 
     def __init__(self, max_episode_length: int = 0) -> None:
@@ -35,13 +35,13 @@ class EmbodiedRolloutResult:
         return max(len(self._steps["actions"]), len(self._steps["rewards"]))
 
     def clear(self) -> None:
-        """Forget all steps."""
+        """Drop all steps."""
         self._steps: dict[str, list[torch.Tensor]] = {name: [] for name in TENSOR_FIELDS}
         self._dicts: dict[str, list[dict[str, Any]]] = {name: [] for name in DICT_FIELDS}
         self._model_action_holds = True
 
     def append_step_result(self, result: ChunkStepResult) -> None:
-        """Add what one chunk step gave. With actions, ``intervene_flags`` of that step begin as all False."""
+        """Add the result of one chunk step. With actions, ``intervene_flags`` of that step start as all False."""
         for item in fields(result):
             value = getattr(result, item.name)
             if item.name == "forward_inputs":
@@ -74,10 +74,10 @@ class EmbodiedRolloutResult:
         self._steps["intervene_flags"][-1] = self._expanded(intervene_flags)
 
     def update_last_actions(self, intervene_actions: torch.Tensor, intervene_flags: torch.Tensor) -> None:
-        """Put a human's actions in place of the last step's where the flags say so, and mark them.
+        """Replace the last step's actions with a human's where the flags are set, and mark them.
 
-        ``forward_inputs["action"]`` of that step follows; ``forward_inputs["model_action"]`` is dropped from the
-        trajectory, as it is no longer what was done. Before the first step with actions, nothing happens.
+        ``forward_inputs["action"]`` of that step is replaced too; ``forward_inputs["model_action"]`` is dropped from
+        the trajectory, since it was not executed. Before the first step with actions, this does nothing.
 
         Args:
             intervene_actions: ``[B, A]``.
@@ -135,7 +135,7 @@ class EmbodiedRolloutResult:
         return trajectory
 
     def to_splited_trajectories(self, split_size: int) -> list[Trajectory]:
-        """Return the trajectory in ``split_size`` parts along B, the first ones larger if B does not divide.
+        """Split the trajectory into ``split_size`` parts along B, the first ones larger if B does not divide.
 
         Raises:
             InvalidTrajectoryError: there are fewer environments than parts.
@@ -152,7 +152,7 @@ class EmbodiedRolloutResult:
         return _split(whole, sizes)
 
     def to_splited_trajectories_by_sizes(self, split_sizes: Sequence[int]) -> list[Trajectory]:
-        """Return the trajectory in parts of these many environments each.
+        """Split the trajectory into parts of these numbers of environments.
 
         Raises:
             InvalidTrajectoryError: the sizes do not add up to B, or one is not positive.

@@ -1,6 +1,6 @@
 """Every error that trajstore raises on purpose.
 
-Each message names the file or field at fault and says what to do about it. The tree::
+Each message names the file or field at fault and a remedy. The tree::
 
     TrajstoreError
     ├── InvalidTrajectoryError (ValueError)      a trajectory was refused when it was added
@@ -10,14 +10,14 @@ Each message names the file or field at fault and says what to do about it. The 
     │   └── EpochsEndedError                         a sampler's epochs have all been drawn
     ├── TrajectoryUnavailableError (KeyError)    no such trajectory, or it is no longer kept
     ├── MissingDependencyError (ImportError)     an optional package is needed; names the extra
-    └── StoreError                               something about a directory
+    └── StoreError                               a problem with a directory
         ├── StoreNotFoundError (FileNotFoundError)   no store at this path
         ├── StoreLockedError                     another writer holds the directory; names the holder
         ├── StoreWriteError (OSError)            a write did not reach the disk; names the file
         │   ├── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
+        │   ├── UnwritableTrajectoryError            trajectories that cannot be encoded; names their ids
         │   ├── PartlyAddedError                     the first of a long list were added; names their ids
         │   └── WriterFencedError (StoreLockedError)     another writer has taken the store over; names it
-        ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
         ├── StoreUnreachableError                a store on another machine does not answer
         ├── StoreClosedError                     used after close(), or in a forked child
         ├── UnsupportedVersionError              the directory has another layout version
@@ -25,7 +25,7 @@ Each message names the file or field at fault and says what to do about it. The 
         └── CorruptStoreError                    damage: truncated, changed or foreign files
             └── IncompleteCheckpointError (FileNotFoundError)   the index names files that are absent
 
-The standard-library classes in parentheses are second bases, so that code written against other
+The standard-library classes in parentheses are second base classes, so that code written for other
 replay buffers (``except FileNotFoundError``) keeps working.
 """
 
@@ -56,7 +56,7 @@ class EmptyBufferError(TrajstoreError, RuntimeError):
 
 
 class EpochsEndedError(EmptyBufferError):
-    """All epochs that a sampler was to draw have been drawn."""
+    """All epochs of a sampler have been drawn."""
 
 
 class TrajectoryUnavailableError(TrajstoreError, KeyError):
@@ -67,14 +67,14 @@ class TrajectoryUnavailableError(TrajstoreError, KeyError):
 
 
 class MissingDependencyError(TrajstoreError, ImportError):
-    """An optional package is needed for what was asked."""
+    """A feature needs an optional package."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs the package {package!r}: install it with `pip install 'trajstore[{extra}]'`")
 
 
 class StoreError(TrajstoreError):
-    """Something about a directory on disk."""
+    """A problem with a directory on disk."""
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
@@ -88,13 +88,13 @@ class StoreLockedError(StoreError):
 
 
 class StoreWriteError(StoreError, OSError):
-    """A write did not reach the disk. What was not written is still held in memory."""
+    """A write did not reach the disk. The unwritten data is still held in memory."""
 
     __str__ = Exception.__str__
 
 
 class UnwritableTrajectoryError(StoreWriteError):
-    """Trajectories that had been added cannot be written, for their own sake. All others went on without them.
+    """Added trajectories cannot be encoded. All others were written without them.
 
     Attributes:
         ids: of these trajectories, which the store does not hold.
@@ -106,7 +106,7 @@ class UnwritableTrajectoryError(StoreWriteError):
 
     @staticmethod
     def of(errors: Iterable[UnwritableTrajectoryError]) -> UnwritableTrajectoryError:
-        """Return one error that says what several say."""
+        """Merge several errors into one."""
         several = list(errors)
         return UnwritableTrajectoryError(
             listed((str(error) for error in several), 3), [number for error in several for number in error.ids]
@@ -114,12 +114,12 @@ class UnwritableTrajectoryError(StoreWriteError):
 
 
 class PartlyAddedError(StoreWriteError):
-    """Of a list that is larger than a shard, the first trajectories were added and the others were not.
+    """The first trajectories of a list larger than a shard were added, the others were not.
 
-    Its ``__cause__`` is the error that ended it.
+    Its ``__cause__`` is the error that interrupted it.
 
     Attributes:
-        ids: of those that were added, in the order of the list.
+        ids: of the added trajectories, in the order of the list.
     """
 
     def __init__(self, message: str, ids: Iterable[int]) -> None:
@@ -128,19 +128,19 @@ class PartlyAddedError(StoreWriteError):
 
 
 class WriterFencedError(StoreWriteError, StoreLockedError):
-    """Another writer has taken the store over while this one was cut off; this one can write nothing more.
+    """Another writer has taken the store over while this one was cut off; this one can write no more.
 
-    What it had acknowledged is in the store. What it holds besides is not, and can be added to the store again, opened
+    The trajectories that it acknowledged are in the store. The others are not; add them again to the store, opened
     anew, once the other writer has closed.
     """
 
 
 class PendingFullError(StoreError):
-    """Waiting writes fill the memory reserved for them."""
+    """Pending writes fill the memory reserved for them."""
 
 
 class StoreUnreachableError(StoreError):
-    """A store on another machine has not answered in time; nothing is known of what it was asked last."""
+    """A store on another machine has not answered in time; the outcome of the last request is unknown."""
 
 
 class StoreClosedError(StoreError):
@@ -148,7 +148,7 @@ class StoreClosedError(StoreError):
 
 
 class UnsupportedVersionError(StoreError):
-    """The directory has a layout version that this trajstore does not read."""
+    """The directory has a layout version that this version of trajstore does not read."""
 
 
 class UnsafeContentError(StoreError):
@@ -156,7 +156,7 @@ class UnsafeContentError(StoreError):
 
 
 class CorruptStoreError(StoreError):
-    """Files are truncated, changed or not what their names say."""
+    """Files are truncated, changed or of another kind than their names say."""
 
 
 class IncompleteCheckpointError(CorruptStoreError, FileNotFoundError):
@@ -167,10 +167,10 @@ class IncompleteCheckpointError(CorruptStoreError, FileNotFoundError):
 
 @contextmanager
 def written(outcome: str) -> Iterator[None]:
-    """Let what the system refuses within be a ``StoreWriteError``, with the outcome of it behind what it says.
+    """Convert OS errors in the block to ``StoreWriteError``, with the outcome appended to the message.
 
     Raises:
-        StoreWriteError: something could not be written. One that was raised already stays as it is.
+        StoreWriteError: writing failed. An existing one passes unchanged.
     """
     try:
         yield
@@ -181,6 +181,6 @@ def written(outcome: str) -> Iterator[None]:
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:
-    """Return the first few of many names, for a message."""
+    """Join the first few of many names, for a message."""
     names = list(items)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -23,19 +23,19 @@ class Trajectory:
     ``terminations, truncations, dones``       [T or T+E, B, C] each epoch begins with a bootstrap row
     ``prev_logprobs``                          [T, B, A]       under the policy that acted
     ``prev_values``                            [T or T+E, B, 1] each epoch ends with a bootstrap row
-    ``versions``                               [T or T+E, B, 1] weight version that acted; an extra row says nothing
+    ``versions``                               [T or T+E, B, 1] weight version that acted; an extra row is ignored
     ``curr_obs``, ``next_obs``                 dict of [T, B, ...]  nested to any depth
     ``forward_inputs``                         dict of [T or T+E, B, ...]  as for actions
     ========================================== =============== =====================================
 
-    ``prev_logprobs`` or, without it, ``rewards`` gives T and B. ``max_episode_length`` is in steps;
-    ``model_weights_id`` names the weights that acted; without one, it becomes an id of ``versions``. Leaves of
+    ``prev_logprobs`` or, without it, ``rewards`` defines T and B. ``max_episode_length`` is in steps;
+    ``model_weights_id`` names the weights that acted; if absent, it is derived from ``versions``. Leaves of
     the dicts without a row for each step, which are tensors of fewer than two dimensions and JSON values (None,
-    text, lists; see ``AgentTrajectory.metadata``), are stored with the trajectory, given back, and never sampled.
+    text, lists; see ``AgentTrajectory.metadata``), are stored with the trajectory, returned, and never sampled.
     Checked when the trajectory is added to a buffer, not here.
 
-    ``notes`` has the values by row that the trajectory was given late (:func:`trajstore.annotate`), ``[T, B, ...]`` by
-    name, where a buffer returns it; one that is added has none.
+    ``notes`` holds late values by row (:func:`trajstore.annotate`), ``[T, B, ...]`` by name, in trajectories returned
+    by a buffer; added ones have none.
     """
 
     max_episode_length: int = 0
@@ -57,7 +57,7 @@ class Trajectory:
 
 @dataclass(kw_only=True)
 class ChunkStepResult:
-    """What one chunk step of B environments produced, observations aside. All tensors are ``[B, ...]``.
+    """Result of one chunk step of B environments, without observations. All tensors are ``[B, ...]``.
 
     The fields are those of :class:`Trajectory`, without the steps: a tensor ``[T, B, ...]`` there is ``[B, ...]`` here.
     Tensors are moved to the CPU and made contiguous; dict leaves may be nested.
@@ -83,7 +83,7 @@ class Reward:
     """Outcome of an agent trajectory.
 
     ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success); ``None`` = unknown. ``description``
-    says in words how it came about; ``metadata`` is any JSON.
+    explains it in words; ``metadata`` is any JSON.
     """
 
     outcome: float | None = None
@@ -107,16 +107,16 @@ class AgentTrajectory:
     ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero.
     ``tokenizer_fingerprint`` identifies tokenizer and chat template.
 
-    ``task_id`` names what the rollout is about: rollouts of one task are a group. ``rollout_id`` names the rollout
-    within its task, ``data_id`` the row of a dataset, ``query`` what the user asked. ``is_terminated`` says whether
-    the rollout came to an end by itself. ``reward`` is a :class:`Reward`.
+    ``task_id`` names the rollout's task: rollouts of one task are a group. ``rollout_id`` names the rollout
+    within its task, ``data_id`` the row of a dataset, ``query`` the user's request. ``is_terminated`` is true if
+    the rollout ended by itself. ``reward`` is a :class:`Reward`.
 
-    ``metadata``, ``messages`` and ``Reward.metadata`` are any JSON. They come back as JSON has them: tuples as
-    lists, numpy's scalars and arrays as numbers and lists. What JSON has no equal of (NaN, dates, bytes, keys that
-    are not strings, integers beyond 64 bits) is refused when the trajectory is added.
+    ``metadata``, ``messages`` and ``Reward.metadata`` are any JSON. They are returned as JSON types: tuples as
+    lists, numpy's scalars and arrays as numbers and lists. Values without a JSON equivalent (NaN, dates, bytes, keys
+    that are not strings, integers beyond 64 bits) are refused when the trajectory is added.
 
-    ``notes`` has the values by row that the rollout was given late (:func:`trajstore.annotate`), ``[L]`` or ``[R]`` by
-    name, where a buffer returns it; one that is added has none.
+    ``notes`` holds late values by row (:func:`trajstore.annotate`), ``[L]`` or ``[R]`` by name, in rollouts returned
+    by a buffer; added ones have none.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -142,9 +142,9 @@ class AgentTrajectory:
 
 
 TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
-"""Fields of an :class:`AgentTrajectory` that have a value for each token."""
+"""Fields of an :class:`AgentTrajectory` with a value per token."""
 RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
-"""Fields that have a value for each token of the response."""
+"""Fields with a value per token of the response."""
 
 AnyTrajectory = Trajectory | AgentTrajectory
 
@@ -154,7 +154,7 @@ def get_model_weights_id(versions: torch.Tensor) -> str:
 
     The same versions give the same id as in RLinf, so that file names agree.
     """
-    data = versions.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy does not know every dtype
+    data = versions.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy does not support every dtype
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, data.numpy().tobytes().hex()))
 
 

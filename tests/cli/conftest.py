@@ -1,4 +1,4 @@
-"""Fixtures: a store to look into, and the command line."""
+"""Fixtures: a store, and the command line."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tests.cli.stores import Run, write_store
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Five trajectories, versions 10 to 14."""
+    """Return a store of five trajectories with versions 10 to 14."""
     return write_store(tmp_path / "store", range(10, 15))
 
 
 @pytest.fixture
 def shard(store: Path) -> Path:
-    """The newest shard file of the store."""
+    """Return the store's newest shard file."""
     return sorted((store / "shards").iterdir())[-1]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return what runs command lines."""
+    """Return a runner of command lines."""
     return Run(capsys)
 
 
 @pytest.fixture
 def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every folder without ``absent`` in its name hold a tokenizer that writes token 7 as ``<7\\x1b>``."""
+    """Fake a tokenizer (token 7 is ``<7\\x1b>``) in every folder without ``absent`` in its name."""
 
     class Tokenizer:
         @staticmethod

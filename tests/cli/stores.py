@@ -1,4 +1,4 @@
-"""Stores whose content is known, for the commands to look into."""
+"""Stores of known content for the commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajstore.cli import FAILED, main
 
 
 class Run:
-    """Runs command lines, and returns exit code, standard output and standard error, or one that is expected."""
+    """Runs command lines; returns exit code, stdout and stderr, or one of the outputs."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -26,19 +26,19 @@ class Run:
         return code, captured.out, captured.err
 
     def out(self, *words: object, code: int = 0) -> str:
-        """Return what a command prints, which ends with a code."""
+        """Return a command's stdout; check its exit code."""
         exit_code, out, err = self(*words)
         assert exit_code == code, err or out
         return out
 
     def err(self, *words: object, code: int = FAILED) -> str:
-        """Return what a command complains of, which ends with a code."""
+        """Return a command's stderr; check its exit code."""
         exit_code, out, err = self(*words)
         assert exit_code == code, err or out
         return err
 
     def json(self, *words: object, code: int = 0) -> Any:
-        """Return what a command tells programs, which ends with a code."""
+        """Return a command's JSON output; check its exit code."""
         return json.loads(self.out(*words, "--json", code=code))
 
 
@@ -46,7 +46,7 @@ STEPS, ENVIRONMENTS = 6, 3
 
 
 def make_rollout(version: int) -> Trajectory:
-    """Rewards 1 everywhere; environment 0 ends an episode at step 4, and every environment at step 6."""
+    """Return a rollout of rewards 1; environment 0 ends an episode at step 4, all do at step 6."""
     dones = torch.zeros(STEPS, ENVIRONMENTS, 1, dtype=torch.bool)
     dones[3, 0] = True
     dones[-1] = True

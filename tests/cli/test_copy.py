@@ -1,4 +1,4 @@
-"""Copies of live stores are whole, and what is whole of damaged ones is copied."""
+"""Copies of live stores are complete; of damaged stores, the intact part is copied."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     flip(shards[3])
     (store / "metadata.json").write_bytes(b"{")
     before = files_of(store)
-    out = run.out("repair", store, tmp_path / "whole", code=DAMAGED)  # what is lost does not pass for done
+    out = run.out("repair", store, tmp_path / "whole", code=DAMAGED)  # the exit code reports the loss
     assert "lost: 2 trajectories, ids 1, 3" in out
     assert "metadata.json" in out
     assert keys_at(tmp_path / "whole") == {0: 0, 2: 2, 4: 4}
@@ -132,7 +132,7 @@ def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
                 CorruptStoreError, match=rf"{files[1].name}.*lost: trajectory 1; strict=False loads the rest"
             ):
                 reader.load_checkpoint(source, strict=True)
-            assert reader.load_checkpoint(source) == 0  # as RLinf, which reads a file when it draws from it
+            assert reader.load_checkpoint(source) == 0  # like RLinf, which reads a file on its first draw
             with pytest.raises(CorruptStoreError, match="`trajstore repair` makes a store of it"):
                 reader.get(1)
 
@@ -153,7 +153,7 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
     live = tmp_path / "live"
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=live) as buffer:
         for _ in range(5):
-            buffer.add_trajectories([witness(0)])  # all with the columns that the first record tells
+            buffer.add_trajectories([witness(0)])  # all with the columns of the first record
             buffer.flush()
         (log,) = (live / "log").iterdir()
         data = bytearray(log.read_bytes())

@@ -1,4 +1,4 @@
-"""Commands that read a damaged store: they do what they can, name what they leave out, and exit with 1."""
+"""Commands on a damaged store process the intact part, name the rest, and exit with 1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rollout(number: int) -> AgentTrajectory:
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Path:
-    """Six rollouts, each in a shard of its own; the shard of the third is missing."""
+    """Return a store of six rollouts in a shard each; the third shard is missing."""
     path = stored(tmp_path / "store", [rollout(number) for number in range(6)], each=True)
     sorted((path / "shards").iterdir())[2].unlink()
     return path

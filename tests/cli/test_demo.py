@@ -1,4 +1,4 @@
-"""The demo trains, stops, goes on, and leaves a sound store."""
+"""The demo trains, stops, resumes, and leaves a sound store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_cartpole_by_each_sampler_goes_on_with_its_state(run: Run, tmp_path: Pat
         assert kept["place"] + 256 * 16 * (kept["epoch"] - 1) >= 64 * 256 - 1024  # 16 x 16 transitions a round
     if sampler == "prioritized":
         assert len(kept["ids"]) == 4
-        assert kept["powers"].unique().numel() > 100  # each transition that was drawn has a priority of its own
+        assert kept["powers"].unique().numel() > 100  # each drawn transition has its own priority
 
 
 def test_a_sampler_where_it_has_no_effect_is_refused(run: Run, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_damaged_learner_is_told_and_without_one_it_trains_anew_on_what_is_sto
 
 
 def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
-    """Killed after the saved point and before the learner's checkpoint: that round is trained again."""
+    """A kill between the saved point and the learner's checkpoint repeats that round."""
     path = tmp_path / "run"
     run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     learner = (path / "learner.pt").read_bytes()
@@ -96,7 +96,7 @@ def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
 def train_until_interrupted(path: Path, errors: Path) -> None:
     for descriptor, file in ((1, Path(os.devnull)), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children do
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell and their children ignore it
     sys.exit(main(["demo", "--task", "cartpole", "--path", str(path), "--updates", str(10**9)]))
 
 

@@ -1,4 +1,4 @@
-"""Exit codes of every command are those of docs/cli.md, and messages name commands that there are."""
+"""Exit codes of every command match docs/cli.md, and messages name existing commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shards_of(store: Path) -> list[Path]:
 
 
 def two_shards(path: Path) -> Path:
-    """Ten trajectories, a saved point between the first five and the others."""
+    """Write ten trajectories with a saved point after the first five."""
     write_store(path, range(5))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         buffer.points.save(1)
@@ -50,7 +50,7 @@ def of_the_future(store: Path) -> None:
         # inspect compares names and sizes only
         (lambda store: flip(shards_of(store)[-1]), (0, DAMAGED, DAMAGED, DAMAGED, 0)),
         (lambda store: shards_of(store)[-1].unlink(), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
-        # what can be worked out again is no loss
+        # recomputable data is no loss
         (lambda store: (store / "metadata.json").write_bytes(b"{"), (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),
         (lambda store: os.truncate(store / INDEX_NAME, 99), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
         (of_the_future, (FAILED, FAILED, FAILED, FAILED, FAILED)),
@@ -88,7 +88,7 @@ def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> N
     assert "trajectories are damaged and left out" in out
 
 
-# ---- messages that name commands ----
+# ---- commands named in messages ----
 
 
 def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: Run, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: R
 
 
 def messages(root: Path) -> list[tuple[str, str]]:
-    """Every text in the code that is no docstring, with its place."""
+    """Return every string in the code except docstrings, with its location."""
     messages_found = []
     for path in [*root.glob("trajstore/**/*.py"), *root.glob("trainer_hooks/**/*.py")]:
         code = path.read_text()

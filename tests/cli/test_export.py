@@ -1,4 +1,4 @@
-"""``trajstore export`` through the command line: what other tools read is what was added."""
+"""``trajstore export`` through the command line; other tools read the added data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pyt
 
 
 def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, tmp_path: Path) -> None:
-    """Of each kind, by row too; rollouts that lack one, and tools that infer the types from what they read."""
+    """Late values of each kind, also by row; some rollouts lack them, and some tools infer types."""
     datasets = pytest.importorskip("datasets")
     duckdb = pytest.importorskip("duckdb")
     pandas = pytest.importorskip("pandas")
@@ -102,7 +102,7 @@ def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, 
 
 
 def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Numbers and texts are texts in Parquet; a number beside rows has no column in common, and is left out."""
+    """Mixed numbers and texts become texts in Parquet; scalars mixed with rows are left out."""
     run, target = tmp_path / "run", tmp_path / "out"
     for rank, given in enumerate((0.5, "good")):
         with writer_to(run / f"rank_{rank}") as writer:
@@ -140,7 +140,7 @@ def export_until_killed(store: Path, target: Path) -> None:
 
 
 def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_completes(store: Path, tmp_path: Path) -> None:
-    """A process that stops within the export is killed there."""
+    """The export's process is killed before it syncs."""
     target = tmp_path / "out"
     killed = forking().Process(target=export_until_killed, args=(store, target))
     killed.start()
@@ -148,7 +148,7 @@ def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_complete
     assert killed.exitcode == -signal.SIGKILL
     (left,) = tmp_path.glob(".out.exporting.*")
     assert not target.exists()
-    descriptor = os.open(left, os.O_RDONLY)  # one that is still at it keeps its folder
+    descriptor = os.open(left, os.O_RDONLY)  # a running export keeps its folder
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert main(["export", str(store), str(target), "--to", "parquet"]) == 0
     assert left.exists()

@@ -1,4 +1,4 @@
-"""One spelling of ids: ``2/1`` in a run directory, plain numbers in a single store, the same in every command."""
+"""All commands write ids as ``2/1`` for a run directory and as numbers for a single store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SINGLE = list(range(4))
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Path:
-    """Three ranks with four rollouts each."""
+    """Return a run of three ranks with four rollouts each."""
     for rank in range(3):
         stored(tmp_path / "run" / f"rank_{rank}", [rollout(f"t{rank}{own}") for own in range(4)])
     return tmp_path / "run"

@@ -1,4 +1,4 @@
-"""What ``inspect`` says, against what was written."""
+"""Reports of ``inspect``, compared with the written data."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_episodes_are_those_of_a_plain_loop(steps: list[tuple[float, bool]], boo
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_episodes_are_joined_over_trajectories(tmp_path: Path, stream: int) -> None:
-    """One environment of episodes of 5 and 8 steps, cut into blocks of 3; another worker's blocks come between."""
+    """Episodes of 5 and 8 steps of one environment, in blocks of 3, interleaved with another worker's."""
     generator = torch.Generator().manual_seed(3)
 
     def blocks(lengths: list[int], worker: int) -> list[Trajectory]:
@@ -211,7 +211,7 @@ def test_episodes_are_joined_over_trajectories(tmp_path: Path, stream: int) -> N
 
 @pytest.mark.parametrize("evicted", [1, 2, 3, 7])
 def test_episodes_whose_beginning_was_evicted_are_in_no_length(run: Run, tmp_path: Path, evicted: int) -> None:
-    """Two workers in turn, each of two environments with episodes of 5 steps, or 6, in blocks of 4."""
+    """Two alternating workers, each with two environments; episodes of 5 or 6 steps in blocks of 4."""
     generator = torch.Generator().manual_seed(3)
     blocks: list[Trajectory] = []
     states = [torch.rand(41, 2, 4, generator=generator) for _ in range(2)]
@@ -297,7 +297,7 @@ def test_columns_with_rows_of_no_values(tmp_path: Path, layout: Any, empty: str)
     assert inspect(tmp_path / "here")["trajectories"] == 3
 
 
-# -- Reports on several parts together are those on all values at once, whatever the values are --
+# -- Merged reports of several parts equal the report on all values, for any values --
 
 
 def report(values: np.ndarray) -> dict[str, float]:
@@ -316,7 +316,7 @@ def test_several_parts_make_the_whole(scale: float) -> None:
     parts = [scale * (chance.normal(size=size) + size) for size in (3, 1, 40)]
     merged = merge_rewards([report(part) for part in parts])
     assert merged is not None
-    scaled = report(np.concatenate(parts) / scale)  # numpy's own squares have no room either
+    scaled = report(np.concatenate(parts) / scale)  # numpy's squares overflow, too
     for name in ("min", "mean", "max", "std"):
         assert merged[name] / scale == pytest.approx(scaled[name], rel=1e-12)
 

@@ -72,7 +72,7 @@ def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path:
 
 
 def agent_store(path: Path, count: int = 4, **more: object) -> Path:
-    """Rollouts of ten tokens: four of the prompt, and two turns of two with an answer between them."""
+    """Write rollouts of ten tokens: a prompt of four, and two turns of two with an answer in between."""
     written = torch.tensor([1, 1, 0, 0, 1, 1])
     values: dict[str, object] = {
         "messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "x" * 5000}],
@@ -104,7 +104,7 @@ def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
 
 
 def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
-    """Rollouts without log-probs have ``response_start``; rollouts of messages alone have no length."""
+    """Rollouts without log-probs use ``response_start``; message-only rollouts have no length."""
     mask = torch.tensor([0, 0, 1, 1, 1])
     tokens = AgentTrajectory(input_ids=torch.arange(5), loss_mask=mask, response_start=2)
     rated = dataclasses.replace(tokens, old_log_probs=-torch.ones(3))
@@ -117,7 +117,7 @@ def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
 
 
 def test_turns_say_what_they_were_counted_by(run: Run, tmp_path: Path) -> None:
-    """One message may hold what the tokens have as two turns: the figure names what it counted."""
+    """One message may span two turns of tokens, so the figure names its unit."""
     path = agent_store(tmp_path / "agents", count=1, messages=[{"role": "assistant", "content": "2 + 2 = 4"}])
     assert figures(run("inspect", path)[1])["turns of the model"] == "1, by messages of the assistant"
     out = run("inspect", path, "--trajectory", 0)[1]

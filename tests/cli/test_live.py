@@ -1,4 +1,4 @@
-"""``verify`` and ``inspect`` beside a writer: what it evicts or moves meanwhile is no damage, and a lost file is."""
+"""``verify`` and ``inspect`` beside a writer report lost files, but not evicted or moved ones."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from trajstore.remote.directory import RemoteDirectory
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[TrajectoryReplayBuffer]:
-    """Five trajectories in a shard each, and a writer."""
+    """Yield a writer with five trajectories in a shard each."""
     yield from _live(tmp_path / "run" / "rank_0")
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[TrajectoryReplayBuffer]:
-    """Another rank of the run."""
+    """Return another rank of the run."""
     yield from _live(tmp_path / "run" / "rank_1")
 
 
@@ -48,7 +48,7 @@ def _live(path: Path) -> Iterator[TrajectoryReplayBuffer]:
 
 @pytest.fixture(params=["lease", "no lease"])
 def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the live store; without a lease, ``readers/`` cannot be written."""
+    """Return the live store's path; without leases, ``readers/`` is read-only."""
     if request.param == "no lease":
         store = tmp_path / "run" / "rank_0"
         store.mkdir(parents=True)
@@ -57,7 +57,7 @@ def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 def at_first(act: Callable[[], object]) -> Callable[[int, int], None]:
-    """Return a progress callback that does something once."""
+    """Return a progress callback that runs an action once."""
     left = [act]
 
     def told(done: int, total: int) -> None:
@@ -68,7 +68,7 @@ def at_first(act: Callable[[], object]) -> Callable[[int, int], None]:
 
 
 def before_first(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]) -> None:
-    """Do something right before a method is called for the first time."""
+    """Run an action right before the first call of a method."""
     method, left = getattr(owner, name), [act]
 
     def called(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -107,7 +107,7 @@ def test_what_is_damaged_where_it_was_moved_to_is_told(tmp_path: Path, live: Tra
         before = set((path / "shards").iterdir())
         live.compact()
         for old in before:
-            old.unlink(missing_ok=True)  # as if nobody had announced a reader
+            old.unlink(missing_ok=True)  # as if no reader had a lease
         (moved,) = (path / "shards").iterdir()
         moved.write_bytes(moved.read_bytes()[:-1])
 
@@ -228,7 +228,7 @@ def test_a_live_store_in_an_object_store(memory_url: str, leased: bool, monkeypa
 
 
 def test_leases_that_may_not_be_read(path: Path, live: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another user's reader made the folder for itself alone."""
+    """Like a folder created by another user's reader with private permissions."""
     with TrajectoryReplayBuffer.open(path):
         files = inspect(path)["files"]
         open_folder = HeldFolder.open_folder

@@ -1,4 +1,4 @@
-"""Exit codes, and one sentence in place of a traceback."""
+"""Exit codes, and one-sentence errors instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_a_terminal_obeys_is_shown() -> None:
     assert json.loads(stream.getvalue()) == {"text": "\x9b\u202e\ud800\x7f ü"}
 
 
-# -- A locale without UTF-8: reports escape what it cannot show, and names that it cannot have are refused by name --
+# -- Without a UTF-8 locale, reports escape characters, and unencodable file names are refused by name --
 
 
 PIN_AND_LOOK = """

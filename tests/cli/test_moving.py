@@ -1,4 +1,4 @@
-"""``trajstore merge``, ``split``, ``convert``, ``prune``, ``compact``: what was there is there, and nothing else."""
+"""``trajstore merge``, ``split``, ``convert``, ``prune``, ``compact`` neither lose nor add trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trajstore pool``: a pool to files and back, and rollouts into a pool."""
+"""``trajstore pool``: export and import of pool files, and import of rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RULES = PoolRules(n_rollout=4)
 
 
 def write_rollouts(path: Path) -> None:
-    """Two steps of two tasks: ``a`` half solved, ``b`` never; without entropies. One of ``a`` did not come back."""
+    """Write two steps of two tasks without entropies: ``a`` half solved with one rollout missing, ``b`` unsolved."""
     given: dict[str, Any] = {"entropy": None, "metadata": {"task_rollouts": 4}}
     there = [(step, n, task) for step in (2, 1) for n in range(4) for task in "ab" if (step, n, task) != (2, 3, "a")]
     made = [
@@ -99,7 +99,7 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
     source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("b"), conversation("a"))
     words = ("pool", "import", tmp_path / "pool", source)
     assert "--tokenizer" in run.err(*words)
-    out = run.out(*words, "--tokenizer", tmp_path / "tokenizer", code=DAMAGED)  # a line is no transcript
+    out = run.out(*words, "--tokenizer", tmp_path / "tokenizer", code=DAMAGED)  # one line is not a transcript
     assert "2 trajectories of 2 tasks" in out
     assert "entered: 2 of 4 conversations" in out
     assert "not taken: 1 have the tokens of one that the pool has (duplicate)" in out
@@ -204,7 +204,7 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_the_reason_that_is_told_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], told: str) -> None:
-    """A success with log-probs is not told that it has none because its mask is absent or empty."""
+    """A success with log-probs but no mask, or an empty one, is not reported as lacking log-probs."""
     stored(tmp_path / "rollouts", [build("a", 1, entropy=None, **fields), build("a", 2, 0.0)])
     assert told in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
 

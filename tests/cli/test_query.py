@@ -1,4 +1,4 @@
-"""What ``list`` and ``query`` write."""
+"""Output of ``list`` and ``query``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trajstore rollback``, and what ``inspect`` says of saved points."""
+"""``trajstore rollback``, and saved points in ``inspect``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.saved_points.stores import add, loaded, make
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with the points 750 and 760."""
+    """Return a store with the points 750 and 760."""
     _fill(tmp_path / "store")
     return tmp_path / "store"
 

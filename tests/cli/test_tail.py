@@ -1,4 +1,4 @@
-"""``trajstore tail``: every trajectory once, in the order of the commits, over restarts, rollbacks and new ranks."""
+"""``trajstore tail`` shows each trajectory once in commit order, across restarts, rollbacks and new ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
 
 def tailed(run: Run, *words: Any) -> tuple[list[int | str], str | None]:
-    """Return the ids that are shown, and the last cursor."""
+    """Return the shown ids and the last cursor."""
     rows = [json.loads(line) for line in run.out("tail", *words, "--json").splitlines()]
     return [row["trajectory_id"] for row in rows], rows[-1]["cursor"] if rows else None
 
@@ -103,7 +103,7 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
             sender.close()
             with os.fdopen(os.dup(heard.fileno())) as lines:
                 for at in range(3):
-                    if at == 2:  # while it follows
+                    if at == 2:  # while following
                         store.add_trajectories([witness(100 + turn)])
                         store.flush()
                     line = json.loads(lines.readline())

@@ -1,4 +1,4 @@
-"""``verify`` finds what was changed, and nothing else."""
+"""``verify`` finds every change and reports nothing else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data:
     file.write_bytes(content)
     try:
         result = verify(copy)
-    except (StoreNotFoundError, UnsupportedVersionError):  # the metadata says that this is something else
+    except (StoreNotFoundError, UnsupportedVersionError):  # the changed metadata describes another kind of directory
         return
     assert not result.sound or result.notes, f"{file.name}, byte {position}"
 
@@ -85,7 +85,7 @@ def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> Non
     buckets = copy / "difficulty2task_dict.json"
     buckets.chmod(0o644)
     buckets.write_text('{"1": ["task_0"], "3": ["task_0"]}')
-    out = run.out("verify", copy)  # AgentEvolver leaves it so, and it can be loaded
+    out = run.out("verify", copy)  # AgentEvolver's own state, which is loadable
     assert "note: difficulty2task_dict.json: task task_0 is in the buckets 1 and 3" in out
     buckets.write_text('{"1": "task_0"}')
     assert run("verify", copy)[0] == 1

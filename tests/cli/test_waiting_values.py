@@ -1,4 +1,4 @@
-"""What ``inspect`` and ``verify`` tell of values that lie in the inbox."""
+"""Reports of ``inspect`` and ``verify`` on values in the inbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trajstore.testing.witness import witness
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Seven values in two files, which no writer has looked at."""
+    """Return a store with seven values in two files that no writer has read."""
     path = tmp_path / "rank_0"
     with writer_to(path) as writer:
         writer.add_trajectories([witness(key) for key in range(3)])

@@ -1,4 +1,4 @@
-"""Wrong words of every command: exit code 2, a sentence that names what is wrong, and nothing changed on disk."""
+"""Invalid arguments of every command: exit code 2, a message naming the argument, no change on disk."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of rollouts that has saved points, one of blocks, and files of somebody."""
+    """A folder with a store of rollouts and saved points, a store of blocks, and foreign files."""
     path = tmp_path_factory.mktemp("wrong")
     stored(path / "store", [rollout(f"t{n % 2}", float(n % 3 == 0), n) for n in range(5)])
     with opened(path / "store") as buffer:
@@ -106,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kept_in(place: Path) -> dict[str, bytes]:
-    """Return every file but the leases of readers, who may not be gone yet."""
+    """Return all files except reader leases, which may disappear late."""
     return {name: data for name, data in files_of(place).items() if "/readers/" not in name}
 
 
@@ -119,7 +119,7 @@ def test_wrong_words_are_refused_and_change_nothing(
     try:
         code = main(shlex.split(words))
         in_one_line = words.startswith(("inspect", "verify", "rollback"))
-    except SystemExit as error:  # the parser, which shows how it is used, too
+    except SystemExit as error:  # raised by the parser, which prints its usage, too
         code, in_one_line = error.code, False
     message = capsys.readouterr().err
     assert (code, said in message) == (FAILED, True), message

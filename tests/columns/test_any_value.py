@@ -1,7 +1,7 @@
-"""Any user value: refused by field name without changes, or written, read and verified.
+"""Any value a user can pass is refused by field name without effect, or written, read back and verified.
 
-One trajectory has one strange value; sound neighbours are added before and after it. In either case the store reopens,
-the neighbours are intact, and accepted values are restored equal.
+One strange value is added between sound neighbours. Whether it is accepted or refused, the store reopens, the
+neighbours are there, and accepted values come back equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Level(enum.IntEnum):
 
 
 TEXT = st.one_of(
-    st.text(st.characters(), max_size=6),  # lone surrogates and control characters among them
+    st.text(st.characters(), max_size=6),  # including lone surrogates and control characters
     st.sampled_from(["", "\ud800", "a\0b", "\x1b[2J", "a.b", "\\", "../x", "k" * 300, "\U0010ffff", "_document"]),
 )
 INTEGERS = st.one_of(
@@ -67,7 +67,7 @@ ODD = st.sampled_from(
 
 
 class _Hidden:
-    """A strategy whose text is short."""
+    """Wraps a strategy to give it a short repr."""
 
     def __init__(self, strategy: st.SearchStrategy[Any]) -> None:
         self.strategy = strategy
@@ -77,12 +77,12 @@ class _Hidden:
 
 
 def brief(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return a strategy of the same values with a short text; hypothesis would write out the long one repeatedly."""
+    """Return an equivalent strategy with a short repr, which hypothesis prints often."""
     return st.just(_Hidden(strategy)).flatmap(lambda hidden: hidden.strategy)
 
 
 def nested(leaves: st.SearchStrategy[Any], names: st.SearchStrategy[str], most: int) -> st.SearchStrategy[Any]:
-    """Return a strategy of JSON values with at most this many of these leaves."""
+    """Return a strategy of JSON values with at most ``most`` leaves."""
 
     def within(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         lists = st.one_of(st.lists(inner, max_size=3), st.tuples(inner, inner))
@@ -97,7 +97,7 @@ JSON = nested(SCALARS, TEXT, 6)
 
 @st.composite
 def tensors(draw: st.DrawFn, leading: tuple[int, ...] = ()) -> torch.Tensor:
-    """Small tensors of any dtype and shape, some with unusual strides, filled with arbitrary bytes."""
+    """Draw small tensors of any dtype, shape and layout, filled with arbitrary bytes."""
     dtype = draw(st.sampled_from([*dtypes().values()]))
     shape = draw(st.one_of(st.just(leading), st.lists(st.integers(0, 3), max_size=4).map(tuple)))
     shape += draw(st.lists(st.integers(0, 3), max_size=2).map(tuple)) if shape == leading else ()
@@ -113,7 +113,7 @@ def tensors(draw: st.DrawFn, leading: tuple[int, ...] = ()) -> torch.Tensor:
 
 ANYTHING = st.one_of(JSON, tensors((2, 3)), INTEGERS)
 
-# Valid values, so that many are accepted: their place is strange.
+# Plausible values, so that many additions succeed; only their place is unusual.
 FITTING_TEXT = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=6), st.sampled_from(["a.b", "\\", ""])
 )
@@ -155,7 +155,7 @@ EXTENTS = [(2**31 - 1, 1), (2**31, 1), (1, 2**31), (2**33, 2), (2**21, 2**21), (
 
 
 def _fields(draw: st.DrawFn, fitting: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return at most this many fields with valid values, perhaps one with any value."""
+    """Draw up to ``most`` fields with fitting values, sometimes one with an arbitrary value."""
     names = draw(st.lists(st.sampled_from(sorted(fitting)), max_size=most, unique=True))
     fields = {name: draw(fitting[name]) for name in names}
     if names and draw(st.integers(0, 2)) == 0:
@@ -165,7 +165,7 @@ def _fields(draw: st.DrawFn, fitting: dict[str, Any], most: int) -> dict[str, An
 
 @st.composite
 def step_trajectories(draw: st.DrawFn) -> Trajectory:
-    """Return trajectories of T = 2, B = 3, sound but for some fields; occasionally of another extent."""
+    """Draw trajectories of T = 2, B = 3 with a few strange fields, sometimes of another shape."""
     if draw(st.integers(0, 5)) == 0:
         return Trajectory(rewards=torch.zeros(*draw(st.sampled_from(EXTENTS)), 0))
     return Trajectory(**{"rewards": torch.ones(2, 3, 1), **_fields(draw, STEP_FIELDS, 3)})
@@ -173,7 +173,7 @@ def step_trajectories(draw: st.DrawFn) -> Trajectory:
 
 @st.composite
 def agent_trajectories(draw: st.DrawFn) -> AgentTrajectory:
-    """Return trajectories of five tokens, sound but for some fields or reward fields."""
+    """Draw rollouts of five tokens with a few strange fields, also in their reward."""
     sound = {"input_ids": torch.arange(5), "old_log_probs": torch.zeros(3), "response_start": 2}
     reward = Reward(**_fields(draw, REWARD_FIELDS, 2))
     return AgentTrajectory(**{**sound, "reward": reward, **_fields(draw, AGENT_FIELDS, 3)})
@@ -183,7 +183,7 @@ TRAJECTORIES = st.one_of(step_trajectories(), agent_trajectories())
 
 
 def as_told(value: Any) -> Any:
-    """Return the documented restored form of a value."""
+    """Return the value's documented form after reading."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -196,7 +196,7 @@ def as_told(value: Any) -> Any:
 
 
 def check_equal(given: AnyTrajectory, found: AnyTrajectory) -> None:
-    """Refuse undocumented differences."""
+    """Allow only the documented differences."""
     assert type(given) is type(found)
     if isinstance(given, AgentTrajectory):
         assert isinstance(found, AgentTrajectory)
@@ -227,7 +227,7 @@ def check_equal(given: AnyTrajectory, found: AnyTrajectory) -> None:
 
 
 def columns_of(value: Any) -> Any:
-    """Return a field in restored form: numpy's arrays as tensors, JSON after a round trip."""
+    """Return a field as read back: numpy arrays as tensors, other values in their JSON form."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, dict):
@@ -236,7 +236,7 @@ def columns_of(value: Any) -> Any:
 
 
 def check(trajectory: Any, form: str) -> bool:
-    """Add one between its neighbours, flush, reopen; return whether it was accepted."""
+    """Add the trajectory between its neighbours, flush and reopen; return whether it was accepted."""
     with tempfile.TemporaryDirectory() as path:
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=form) as buffer:
             buffer.add_trajectories([witness(1)])
@@ -257,13 +257,13 @@ def check(trajectory: Any, form: str) -> bool:
         assert check_trajectory(again.get(1 + len(ids))) == 2
         if ids:
             check_equal(trajectory, again.get(ids[0]))
-        verification = verify(path)
-        assert verification.sound, verification.problems
+        report = verify(path)
+        assert report.sound, report.problems
         return bool(ids)
 
 
 def test_any_value_is_refused_or_comes_back() -> None:
-    """Refusals alone, or acceptances alone, would prove nothing."""
+    """Both outcomes must occur, since either alone proves nothing."""
     taken = {False: 0, True: 0}
 
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)

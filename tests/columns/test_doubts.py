@@ -1,4 +1,4 @@
-"""Suspicious values of rollouts, against a twin that builds whole masks of truth values."""
+"""Warnings about implausible rollouts, compared with a reference that builds whole boolean masks first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEAR = [
     for base in (torch.tensor([edge], dtype=torch.float64).to(dtype),)
     for value in (base, *(torch.nextafter(base, torch.tensor([to], dtype=dtype)) for to in (-9.0, 9.0)))
 ]
-"""Values beside each limit, for each dtype."""
+"""Each limit and its neighbouring values in each dtype."""
 
 
 def _twin(rollout: AgentTrajectory) -> Iterator[str]:
@@ -86,7 +86,7 @@ def test_doubts_are_those_of_the_twin(data: st.DataObject) -> None:
     assert list(doubts(flat, rollout.response_start)) == wrong
 
 
-# -- Certainly wrong rollouts are kept, with a warning on addition --
+# -- Rollouts that are certainly wrong are kept, with a warning when they are added --
 
 
 NAN, INF = float("nan"), float("inf")
@@ -115,7 +115,7 @@ def told(caplog: pytest.LogCaptureFixture, *rollouts: Any) -> list[str]:
 
 SOUND: list[dict[str, Any]] = [
     {"input_ids": np.arange(6), "loss_mask": None},
-    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # at the environment's tokens
+    {"old_log_probs": torch.tensor([-0.5, -1.0, NAN, -0.1])},  # NaN at an environment token only
     {"old_log_probs": torch.full((4,), -1.0).to(torch.float8_e5m2), "input_ids": torch.arange(6).to(torch.uint16)},
     {"old_log_probs": torch.zeros(0), "response_start": 6, "response_mask": None},
     {"input_ids": torch.zeros(0, dtype=torch.int64), "loss_mask": None, "response_start": None, "response_mask": None},
@@ -151,7 +151,7 @@ def test_what_goes_on_being_wrong_is_told_ever_more_rarely(caplog: pytest.LogCap
 
 def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None:
     again = [watched(rollout_id="0"), watched(rollout_id="1"), watched(rollout_id="0", policy_version=2), watched()]
-    assert told(caplog, *again, watched()) == []  # those without a rollout_id are indistinguishable
+    assert told(caplog, *again, watched()) == []  # duplicates are recognised only by rollout_id
     [text] = told(caplog, *again, watched(rollout_id="1"))
     assert "the task_id, rollout_id and policy_version of another one; the newest is rollout '1'" in text
 

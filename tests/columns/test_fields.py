@@ -1,4 +1,4 @@
-"""Column names, arithmetic of extra rows, portions, and memory of columns."""
+"""Column names, the arithmetic of extra rows, portions, and reused column memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_axis_by_field_and_rows(field: str, rows: int, expected: tuple[Axis, int
 @settings(max_examples=60, deadline=None)
 @given(epochs=st.integers(1, 4), steps_each=st.integers(1, 4), batch=st.integers(1, 3), data=st.data())
 def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: Any) -> None:
-    """Rows have the label of their sample, as written, and None in extra rows."""
+    """Each row is labelled with its sample, extra rows with None, as in the written form."""
     first: list[int | None] = []
     last: list[int | None] = []
     for epoch in range(epochs):
@@ -86,13 +86,13 @@ def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: 
 def test_portions_are_the_list_within_their_bounds_and_as_long_as_they_can_be(
     sizes: list[int], limit: int, most: int
 ) -> None:
-    slices = list(portions(sizes, limit, int, most=most))
-    assert [size for portion, _ in slices for size in portion] == sizes
-    for at, (portion, total) in enumerate(slices):
+    cut = list(portions(sizes, limit, int, most=most))
+    assert [size for portion, _ in cut for size in portion] == sizes
+    for at, (portion, total) in enumerate(cut):
         assert total == sum(portion)
         assert len(portion) == 1 or (total <= limit and len(portion) <= most)
-        if at + 1 < len(slices):
-            assert total + slices[at + 1][0][0] > limit or len(portion) == most
+        if at + 1 < len(cut):
+            assert total + cut[at + 1][0][0] > limit or len(portion) == most
 
 
 def test_items_are_taken_as_portions_are_asked_for() -> None:
@@ -107,7 +107,7 @@ def test_items_are_taken_as_portions_are_asked_for() -> None:
     assert taken == [0, 1, 2]
 
 
-# -- Reused memory: never while it is still referenced --
+# -- Reused memory: never while any view of it exists --
 
 
 SLAB = 4096
@@ -153,7 +153,7 @@ def test_a_slab_comes_back_when_the_last_view_of_it_is_gone() -> None:
     row = tensor[3:7]
     del lease, tensor
     gc.collect()
-    next_slabs()  # the rest of this slab, and others
+    next_slabs()  # the rest of this slab, then further slabs
     assert address not in next_slabs()
     assert row.tolist() == [7, 7, 7, 7]
     del row

@@ -1,4 +1,4 @@
-"""Everything accepted by adding is accepted by opening: numbers out of range, unstorable text and types."""
+"""Anything that can be added can be read: numbers, text and types beyond the store's limits are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Refuse = Callable[[Any, str], None]
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuse]:
-    """Adding raises and changes nothing; earlier and later additions are present after reopening."""
+    """Adding raises and has no effect; trajectories added before and after it survive a reopening."""
     path = tmp_path_factory.mktemp("refused")
     keys: list[int] = []
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
@@ -277,7 +277,7 @@ def test_numpy_arrays_that_cannot_be_written_to_are_taken_without_a_warning() ->
 
 
 def damaged(path: Path, clean: bool, name: str, value: int) -> Path:
-    """Make a store of five trajectories, and forge a number of the middle one in index or log."""
+    """Make a store of five trajectories and forge a number of the middle one, in the index or the log."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         buffer.add_trajectories([witness(5)] * 5)
         buffer.flush()
@@ -321,7 +321,7 @@ def test_an_entry_out_of_range_does_not_hide_its_neighbours(
     assert TrajectoryReplayBuffer().load_checkpoint(tmp_path / "mended") == 0
 
 
-# -- From a trajectory to its columns: conversion to tensors, and versions --
+# -- Trajectories to columns: accepted tensor types, and handling of versions --
 
 
 def test_numpy_arrays_are_taken_as_tensors() -> None:
@@ -329,11 +329,11 @@ def test_numpy_arrays_are_taken_as_tensors() -> None:
     rollout = Trajectory(rewards=np.ones((2, 1, 1), np.float32), versions=versions)  # type: ignore[arg-type]
     buffer = TrajectoryReplayBuffer()
     (number,) = buffer.add_trajectories([rollout])
-    restored = buffer.get(number)
-    assert isinstance(restored, Trajectory)
-    assert restored.versions is not None
-    assert restored.versions.tolist() == versions.tolist()
-    assert restored.model_weights_id == get_model_weights_id(torch.from_numpy(versions))
+    trajectory = buffer.get(number)
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.versions is not None
+    assert trajectory.versions.tolist() == versions.tolist()
+    assert trajectory.model_weights_id == get_model_weights_id(torch.from_numpy(versions))
 
 
 @pytest.mark.parametrize("view", ["transposed", "grad", "conjugated", "negated", "parameter"])

@@ -1,4 +1,4 @@
-"""Few descriptors, and a store used for a while. See docs/crash-testing.md."""
+"""Few file descriptors, and a store in long use. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_whole_session_with_few_descriptors(tmp_path: Path, name: str) -> None
 
 
 def _use(folder: Path, name: str) -> None:
-    """Write, sample, read, pin, evict, save, load and verify more shards than there may be descriptors."""
+    """Write, sample, read, pin, evict, save, load and verify more shards than descriptors."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
-    shards = DESCRIPTORS + 20 if name == "pt" else DESCRIPTORS // 9 + 10  # of zarr, every column is a file
+    shards = DESCRIPTORS + 20 if name == "pt" else DESCRIPTORS // 9 + 10  # zarr has a file per column
     options = WriterOptions(threads=2, shard_bytes=1, commit_interval=0.0)
     with opened(folder / "store", trajectory_format=name, enable_cache=False, writer=options) as buffer:
         buffer.add_trajectories([witness(key) for key in range(shards)])

@@ -1,4 +1,4 @@
-"""Short campaigns of kills, freezes and lost nodes; long ones are marked campaign. See docs/crash-testing.md."""
+"""Short campaigns of kills, freezes and lost nodes; long ones have the marker campaign. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _after_warming() -> None:
 
 
 def test_children_load_no_kernel() -> None:
-    """A kernel that is loaded only in a child counts as memory and calls of what the child looks at."""
+    """A kernel loaded only in a child would distort the child's measured memory and calls."""
     child = forking().Process(target=_after_warming)
     child.start()
     child.join()
@@ -62,7 +62,7 @@ def test_children_load_no_kernel() -> None:
 
 
 def test_loss_is_seen(tmp_path: Path) -> None:
-    """The campaign itself: a trajectory that was promised and is absent must not pass for evicted."""
+    """The campaign must not mistake a lost acknowledged trajectory for an evicted one."""
     journal = Journal(tmp_path / "journal")
     journal.note("flushed", keys={"0": 0, "1": 1, "2": 2})
     journal.note("evicting", ids=[1])
@@ -89,7 +89,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kills: int) 
     assert kills < 100 or all(result.counts[f"killed {moment}"] for moment in MOMENTS)
 
 
-# -- a node is lost with its disk, and its store is made anew of the mirror --
+# -- a node is lost with its disk, and its store is restored from the mirror --
 
 
 def test_nothing_on_the_mirror_is_lost_with_the_node(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_nothing_on_a_mirror_in_s3_is_lost_in_a_long_campaign(tmp_path: Path) ->
     assert result.counts["nodes lost"] == 60
 
 
-# -- writers that are frozen and lose their store --
+# -- frozen writers that lose their store --
 
 
 @pytest.mark.parametrize("freezes", [1, pytest.param(100, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])])
@@ -149,13 +149,13 @@ def test_an_interrupt_while_opening_gives_the_lock_back(
     with pytest.raises(KeyboardInterrupt):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", writer=WriterOptions(threads=2))
     monkeypatch.undo()
-    gc.collect()  # what was being made is in a cycle
+    gc.collect()  # the half-built object is in a reference cycle
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         add_each(buffer, [1])
 
 
 class _InterruptedEpochs(EpochSampler):
-    """Lets the main thread be interrupted while it is told of something, and goes on when that has been noticed."""
+    """Interrupts the main thread during a notification and continues once the interrupt is noticed."""
 
     def __init__(self) -> None:
         super().__init__(unit="trajectory")
@@ -182,7 +182,7 @@ class _InterruptedEpochs(EpochSampler):
 
 @pytest.fixture
 def user_signal_interrupts() -> Iterator[None]:
-    """Ctrl-C may be ignored where the tests run in the background; this signal raises instead."""
+    """Raise on SIGUSR1, as background jobs may ignore SIGINT."""
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     yield
     signal.signal(signal.SIGUSR1, before)

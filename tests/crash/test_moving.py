@@ -1,4 +1,4 @@
-"""Commands that move and mend stores, killed at any call of the file system and run again, beside a dict."""
+"""Moving and repairing commands, killed at any file system call and rerun, compared with a dict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def _run(folder: Path, words: tuple[str, ...], kill_at: int, calls: Any) -> None:
-    """Run a command; die of SIGKILL at one of its calls, all of which are counted."""
+    """Run a command, count its file system calls, and die of SIGKILL at one of them."""
     os.chdir(folder)
     count = itertools.count(1)
 
@@ -50,7 +50,7 @@ def _run(folder: Path, words: tuple[str, ...], kill_at: int, calls: Any) -> None
 
 
 def _command(folder: Path, words: tuple[str, ...], kill_at: int = 0) -> tuple[int, int]:
-    """Return the exit code of a command that is killed at a call, and how many calls there were."""
+    """Return the exit code of a command killed at a call, and its number of calls."""
     calls = forking().Value("q", 0, lock=False)
     child = forking().Process(target=_run, args=(folder, words, kill_at, calls))
     child.start()
@@ -61,14 +61,14 @@ def _command(folder: Path, words: tuple[str, ...], kill_at: int = 0) -> tuple[in
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of stores of several shards with dead rows."""
+    """Return a folder of stores with several shards and dead rows."""
     folder = tmp_path_factory.mktemp("stores")
     for number, name in enumerate(("a", "b", "run/rank_0", "run/rank_1")):
         with opened(folder / name) as store:
             for first in (100 * number, 100 * number + 10):
                 store.add_trajectories([witness(key) for key in range(first, first + 6)])
                 store.flush()
-            for first in (0, 7):  # the latest values of each trajectory lie in a shard of rows or in another
+            for first in (0, 7):  # latest values are spread over two shards of rows
                 ids = store.trajectory_ids[first:].tolist()
                 rows = [
                     torch.full(store.get(trajectory).rewards.shape[:2], 1000.0 * first + trajectory)
@@ -80,7 +80,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _found(path: Path) -> dict[bytes, tuple[int, float]]:
-    """Return key and late value of each trajectory, which is that of each of its rows."""
+    """Return each trajectory's key and late value; check that all its rows have this value."""
     with TrajectoryReplayBuffer.open(path) as reader:
         ids = reader.trajectory_ids.tolist()
         keys = [check_trajectory(reader.get(number)) for number in ids]
@@ -139,9 +139,9 @@ def test_an_export_that_was_killed_completes(tmp_path: Path, form: str, kills: i
         folder.mkdir()
         for _ in range(draw.randint(1, 2)):
             _command(folder, words, draw.randint(1, calls))
-        if (folder / "out").exists():  # what appears is whole, and nothing is ever replaced
+        if (folder / "out").exists():  # the output appears complete and is never replaced
             assert _command(folder, words)[0] == 2
-            for left in folder.glob(".out.exporting.*"):  # of one that was killed right after
+            for left in folder.glob(".out.exporting.*"):  # left by a kill right after the rename
                 left.rmdir()
         else:
             assert _command(folder, words)[0] == 0
@@ -149,7 +149,7 @@ def test_an_export_that_was_killed_completes(tmp_path: Path, form: str, kills: i
 
 
 def _exported(folder: Path) -> dict[str, bytes]:
-    """Return the files of an export, which is all that lies there."""
+    """Return an export's files; there must be no others."""
     assert [path.name for path in folder.iterdir()] == ["out"]
     files = [path for path in (folder / "out", *(folder / "out").rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""Power loss: a short campaign, that it sees a missing fsync, and the model of the disk. See docs/crash-testing.md."""
+"""Power loss: a short campaign, detection of missing fsyncs, and the disk model. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nothing_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
 
 
 def _new_segment(ops: Sequence[Op], _: random.Random) -> int:
-    """Kill when a segment of the log was just made."""
+    """Kill right after a log segment is created."""
     tree, made = Tree(), 0
     for at, op in enumerate(ops):
         tree.apply(op)
@@ -56,7 +56,7 @@ def test_a_segment_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> 
 
 
 def test_a_folder_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> None:
-    """The first writer is killed when it has made the folder of its shard, which the second one takes."""
+    """The first writer is killed after creating its shard's folder, which the second reuses."""
     ops: list[Op] = []
     for life in range(2):
         place = tmp_path / f"{life}"
@@ -80,7 +80,7 @@ def test_a_folder_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> N
 
 
 def test_a_pin_that_a_killed_writer_removed_does_not_come_back(tmp_path: Path) -> None:
-    """The first writer is killed before the removal is durable; the second one relies on it."""
+    """The first writer is killed before the removal is durable; the second relies on it."""
     ops: list[Op] = []
     for life in range(2):
         place = tmp_path / f"{life}"
@@ -106,11 +106,11 @@ def test_a_pin_that_a_killed_writer_removed_does_not_come_back(tmp_path: Path) -
     assert contents_of(tmp_path / "left" / "store") == [4]
 
 
-# -- the campaign sees faults ------------------------------------------------------------------------
+# -- the campaign detects faults ---------------------------------------------------------------------
 
 
 def _without_syncs(ops: Sequence[Op], pattern: str) -> list[Op]:
-    """Leave out every fsync of files or folders with such a path."""
+    """Skip every fsync of files or folders with a matching path."""
     tree, left = Tree(), []
     for op in ops:
         tree.apply(op)
@@ -151,7 +151,7 @@ def test_an_fsync_that_is_left_out_is_seen(tmp_path: Path, session: list[Op], pa
 
 
 def test_an_fsync_of_a_checkpoint_that_is_left_out_is_seen(tmp_path: Path) -> None:
-    ops = record_store(tmp_path / "record", 0, seed=12, steps=25)  # saves some
+    ops = record_store(tmp_path / "record", 0, seed=12, steps=25)  # includes saved points
     for pattern in (r".*checkpoint.*/shards", r".*checkpoint[^/]*/trajectory_index\.json.*"):
         assert _first_problem(tmp_path, _without_syncs(ops, pattern), look_at_store)
 

@@ -1,4 +1,4 @@
-"""The campaigns' reader by ranges tells what they must hear of: wrong rows, another way than obstore, no end."""
+"""The campaigns' range reader reports wrong rows, reads that bypass obstore, and hangs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_comes_wrong_is_told(
     real = bucket_ranges.BucketRanges.fetch
 
     def fetch(self: Any, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Any], None, None]:
-        if fault == "swapped":  # whole files are those of the next trajectory, each row as if it were right
+        if fault == "swapped":  # whole files of the next trajectory, with plausible rows
             names = sorted({name for name, _, _ in pieces})
             pieces = [(names[names.index(name) - 1], start, stop) for name, start, stop in pieces]
         for place, piece in real(self, pieces):

@@ -1,6 +1,6 @@
-"""Threads that read while what they read is replaced: no crash, no wrong row, no id that is not in the store.
+"""Threads that read during replacements see no crash, no wrong row and no foreign id.
 
-Released memory is unreadable there, so that its use afterwards ends the process. See docs/crash-testing.md.
+Released memory is unreadable there, so its use ends the process. See docs/crash-testing.md.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _LONG = 600.0
 
 
 def _check(folder: Path, replacer: str, form: str, seconds: float) -> None:
-    problems = run_session(folder / "session", replacer, form, seconds, seed=0)
-    assert not problems.problems, "\n\n".join(problems.problems)
-    assert problems.counts["replacements"] > 0
+    result = run_session(folder / "session", replacer, form, seconds, seed=0)
+    assert not result.problems, "\n\n".join(result.problems)
+    assert result.counts["replacements"] > 0
 
 
 @pytest.mark.parametrize("replacer", REPLACERS)
 def test_readers_stand_that_contents_are_replaced(tmp_path: Path, replacer: str) -> None:
-    form = list(FORMATS)[REPLACERS.index(replacer) % len(FORMATS)]  # each replacer and each format; all pairs below
+    form = list(FORMATS)[
+        REPLACERS.index(replacer) % len(FORMATS)
+    ]  # each replacer and each format once; all pairs below
     _check(tmp_path, replacer, form, _SHORT)
 
 
@@ -85,7 +87,7 @@ def _use(folder: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", _USES)
 def test_the_use_of_released_memory_ends_the_process(tmp_path: Path, what: str) -> None:
-    """Else the sessions above would show nothing."""
+    """Otherwise the sessions above would prove nothing."""
     (tmp_path / "file").write_bytes(bytes(64))
     child = forking().Process(target=_use, args=(tmp_path, what))
     child.start()

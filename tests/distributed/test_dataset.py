@@ -1,4 +1,4 @@
-"""A store as a source of Ray Data, on a real Ray."""
+"""A store as a Ray Data source, on a real Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store(path: Path, keys: range) -> Path:
 
 
 def check_rows(rows: list[dict[str, Any]]) -> set[int]:
-    """Compare each row with what its tag says; return the keys."""
+    """Compare each row with its tag; return the keys."""
     tags = torch.tensor([row["curr_obs.tag"] for row in rows])
     expected = rows_of(tags)
     for name in rows[0].keys() & expected.keys():
@@ -82,7 +82,7 @@ def test_columns_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
     assert {name for block in blocks for name in block.column_names} == {"rewards", "trajectory_id"}
     both = StoreDatasource(path, columns=["rewards", "dones"]).apply_projection({"dones": "dones"})
     assert {name for task in both.get_read_tasks(1) for block in task() for name in block.column_names} == {"dones"}
-    none = source.apply_projection({})  # what counting asks for
+    none = source.apply_projection({})  # as requested by count()
     assert sum(block.num_rows for task in none.get_read_tasks(2) for block in task()) == rows
     with pytest.raises(ConfigurationError, match="no column rewardz"):
         StoreDatasource(path, columns=["rewardz"])
@@ -106,7 +106,7 @@ def test_transitions_of_a_run(small_ray: None, tmp_path: Path) -> None:
     with TrajectoryReplayBuffer.open(tmp_path / "run") as reader:
         ids = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
     tags = {int(row["trajectory_id"]): int(row["curr_obs.tag"]) for row in rows}
-    assert {number: tag >> 20 for number, tag in tags.items()} == ids  # of both ranks' 0, two
+    assert {number: tag >> 20 for number, tag in tags.items()} == ids  # id 0 exists in both ranks
     with pytest.raises(ConfigurationError, match="no column rewardz"):
         dataset.select_columns(["rewardz"]).take_all()
 

@@ -1,4 +1,4 @@
-"""A handle is used like a buffer: every method of a buffer is one of a handle, or is left out for a reason."""
+"""A handle has every method of a buffer, except those left out for a stated reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT_OUT = {
     "store_id": "store_ids has that of each store",
     "retention": "each store has its own",
 }
-"""Public names of a buffer that a handle lacks, and why; docs/design/many-machines.md has the same list."""
+"""A buffer's public names that handles lack, with reasons; docs/design/many-machines.md has the same list."""
 
 OTHERWISE = {
     "add_trajectories": "returns a receipt",
@@ -36,7 +36,7 @@ OTHERWISE = {
     "points.pin": "returns the generation of each store",
     "close": "the stores go on",
 }
-"""Names that both have, with another signature or result."""
+"""Names of both with differing signature or result."""
 
 
 BUFFER: dict[str, type[Any]] = {"": TrajectoryReplayBuffer, "points.": PointsOfBuffer, "mirror.": MirrorOfBuffer}
@@ -44,7 +44,7 @@ HANDLE: dict[str, type[Any]] = {"": DistributedReplayBuffer, "points.": PointsOf
 
 
 def public(parts: dict[str, type[Any]]) -> dict[str, Any]:
-    """Return what a user finds on an object and its parts, by path."""
+    """Return the public names of an object and its parts, by path."""
     return {
         part + name: inspect.getattr_static(kind, name)
         for part, kind in parts.items()

@@ -1,4 +1,4 @@
-"""A node gets the store whose directory it has, whatever Ray calls the node. No Ray cluster is needed."""
+"""A node gets the store of its local directory, whatever its Ray node id. Needs no Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trajstore.testing.witness import witness
 
 
 def test_an_old_disk_beside_its_replacement_is_told(tmp_path: Path) -> None:
-    """What another machine began under the number of a lost one does not hide the disk of that one."""
+    """A new store under a lost node's rank does not hide the lost node's disk."""
     here = socket.gethostname()
     for rank in range(4):
         store = server(tmp_path, rank)
         assert len(ids_of(store.add(parcel_of([witness(key) for key in range(5)]), 5))) == 5
         store_id = store.describe().store_id
         store.close()
-    (tmp_path / "rank_7").mkdir()  # nothing in it
+    (tmp_path / "rank_7").mkdir()  # empty
     (tmp_path / "rank_2" / "trajectory_index.json").write_bytes(b"{")
     served = {0: (here, "any"), 1: ("another", "begun-there"), 3: ("another", store_id)}
     (old, damaged) = unserved_below(str(tmp_path), served)

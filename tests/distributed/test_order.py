@@ -1,4 +1,4 @@
-"""What is newest over several stores: a census beside one buffer that was given the same, whatever stores do."""
+"""The newest trajectories over several stores: a census against one buffer with the same additions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trajstore.testing.witness import witness
 
 
 class Stores:
-    """Stores of a run, some of which are away, and what a dict knows of them."""
+    """A run's stores, some unreachable, with a dict as reference."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class Stores:
         self.away: set[int] = set()
         self.starts = 0
         self.held: dict[int, int] = {}
-        """By id, the key of its trajectory."""
+        """Trajectory keys by id."""
         self.next_key = 0
         self.census = Census()
 
@@ -49,7 +49,7 @@ class Stores:
         del self.held[number]
 
     def look(self) -> None:
-        """Ask all stores, as a survey does."""
+        """Query all stores, like a survey."""
         for again in (False, True):
             clock = self.census.clock
             for rank in self.census.behind if again else sorted(self.there):
@@ -59,7 +59,7 @@ class Stores:
                     self.census.take(rank, self.there[rank].news(*self.census.heard(rank), False, clock))
 
     def expected(self) -> dict[int, int]:
-        """Return the keys of what can be drawn, by id, the oldest first."""
+        """Return the keys of drawable trajectories by id, oldest first."""
         return {number: key for number, key in sorted(self.held.items()) if number % MOST_STORES not in self.away}
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Stores:
 
 
 def twin_of(stores: Stores, window: int) -> tuple[TrajectoryReplayBuffer, list[int]]:
-    """Return one buffer with what can be drawn, in its order, and the ids that its trajectories have here."""
+    """Return one buffer with the drawable trajectories in order, and their ids in the run."""
     expected = stores.expected()
     twin = TrajectoryReplayBuffer(seed=3, sample_window_size=0)
     if expected:
@@ -90,16 +90,16 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
         for _ in range(chance.randrange(4)):
             rank = chance.choice(sorted(stores.there.keys() - stores.away))
             fresh += stores.add(rank, 1 + chance.randrange(3))
-        # What is added after a look is newer than all that it showed, in whichever store.
+        # Additions after a look are newer than everything that it showed, in any store.
         assert not fresh or min(fresh) > max(seen, default=-1)
         if stores.expected() and chance.random() < 0.3:
             stores.evict(chance.choice(list(stores.expected())))
         if chance.random() < 0.2 and len(stores.there.keys() - stores.away) > 1:
             stores.away.add(chance.choice(sorted(stores.there.keys() - stores.away)))
         if chance.random() < 0.3 and stores.away:
-            stores.start(min(stores.away))  # its node is back
+            stores.start(min(stores.away))  # the node returns
         if step == 15:
-            stores.start(2)  # joins
+            stores.start(2)  # a new store joins
         stores.look()
         census = stores.census
         seen = set(census.ids.tolist())
@@ -127,7 +127,7 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
 
 
 def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
-    """A parcel that a silent store had taken after all, when it had been sent to another one."""
+    """A silent store had accepted a parcel that was then resent to another store."""
     stores = Stores(tmp_path)
     for rank in range(2):
         stores.start(rank)

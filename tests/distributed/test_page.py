@@ -1,4 +1,4 @@
-"""The page on many nodes does what it says."""
+"""The code of the page on many nodes runs as documented."""
 
 from __future__ import annotations
 

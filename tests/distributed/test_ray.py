@@ -61,7 +61,7 @@ from trajstore.distributed.server import Answer  # noqa: E402
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    ray.shutdown()  # that of tests before, which need it no more
+    ray.shutdown()  # the instance of earlier tests
     ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     ray.init(address=ray_cluster.address, log_to_driver=False)
     yield ray_cluster
@@ -84,14 +84,14 @@ def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:
 
 @pytest.fixture(scope="module")
 def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start two stores, called shared, for all tests that need no more of them than that they are there."""
+    """Start two stores named shared, for tests that only need running stores."""
     with create("shared", tmp_path_factory.mktemp("shared"), stores=2) as handle:
         yield
         handle.stop()
 
 
 def emptied(**options: Any) -> DistributedReplayBuffer:
-    """Return a handle of the shared stores, in which nothing is left."""
+    """Return a handle of the shared stores after emptying them."""
     handle = DistributedReplayBuffer.connect("shared", **{"deadline": 120.0, "patience": 60.0, **options})
     handle.clear()
     return handle
@@ -100,14 +100,14 @@ def emptied(**options: Any) -> DistributedReplayBuffer:
 def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with create("whole", Path("run"), stores=2, refresh_interval=0.0) as handle:
-        assert handle.served()[0].path == str(tmp_path / "run")  # a relative path is that of the caller
+        assert handle.served()[0].path == str(tmp_path / "run")  # relative paths are resolved by the caller
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in range(0, 12, 2)]
         ids = [number for receipt in receipts for number in receipt.committed(120)]
         assert len(set(ids)) == 12
         handle.refresh()
         assert handle.size == 12
         assert handle.is_ready(12)
-        assert {number % 1024 for number in ids} == {0, 1}  # both stores took some
+        assert {number % 1024 for number in ids} == {0, 1}  # both stores got some
         batch = handle.sample(64)
         check_batch(batch)
         out = {"curr_obs.tag": torch.zeros(64, dtype=torch.int64)}
@@ -131,7 +131,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
             create("whole", tmp_path / "elsewhere")
         handle.stop()
     with reader_of(tmp_path / "saved") as buffer:
-        # Below the rank, which a run of ranks puts above them, ids are the handle's.
+        # A run directory's ids are the handle's ids plus the rank.
         assert sorted(own_id(buffer.trajectory_ids).tolist()) == sorted(ids[3:])
     for rank in range(2):
         assert verify(tmp_path / "run" / f"rank_{rank}").problems == []
@@ -182,7 +182,7 @@ def test_rows_of_all_stores_are_asked(
         assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
         parcel = Parcel(new_key(), [pack(ContentWatch().flatten([AgentTrajectory(task_id="again")]), Arena(0))])
         clock = max(ids) + 1
-        for rank in (0, 1):  # as where the first did not answer, and is back
+        for rank in (0, 1):  # as if the first was silent and returned
             clock = handle._stores.call(rank, "add", parcel, 1, clock).ids[0] + 1
         handle.flush()
         assert handle.query().where("task = 'again'").count() == 1
@@ -222,11 +222,11 @@ def test_the_same_seed_draws_the_same(shared: None) -> None:
 def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with emptied(refresh_interval=0.0) as handle:
         monkeypatch.setattr("trajstore.distributed.receipts._TOGETHER", 3600.0)
-        handle.add_trajectories([witness(0)])  # on its way at once, as none was before
+        handle.add_trajectories([witness(0)])  # sent at once, as nothing else is in flight
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in (1, 3, 5)]
         assert handle.get_stats()["pending_parcels"] == 2
         assert not any(receipt.done for receipt in receipts)
-        ids = receipts[1].committed(120)  # whoever asks for one does not wait for more to be added
+        ids = receipts[1].committed(120)  # waiting on a receipt sends its parcel without further additions
         assert [check_trajectory(handle.get(number)) for number in ids] == [3, 4]
         assert all(receipt.done for receipt in receipts)
         assert len({number for receipt in receipts for number in receipt.queued(120)}) == 6
@@ -269,7 +269,7 @@ def test_nothing_acknowledged_is_lost_when_an_actor_is_killed(
     for key, number in enumerate(ids):
         assert check_trajectory(handle.get(number)) == key
     handle.refresh()
-    assert handle.size == 24  # none twice
+    assert handle.size == 24  # no duplicates
     check_batch(handle.sample(64))
     handle.stop()
     assert verify(tmp_path / "rank_0").problems == []
@@ -285,7 +285,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     far = next(rank for rank, where in handle.nodes().items() if where == node.node_id)
     near = 1 - far
     keys = {number: key for key in range(8) for number in handle.add_trajectories([witness(key)]).committed(120)}
-    assert {number % 1024 for number in keys} == {near}  # the store on this node comes first
+    assert {number % 1024 for number in keys} == {near}  # the local store is preferred
     on_far = ray.remote(_add_there).options(resources={"lost": 0.1}, num_cpus=0)
     keys.update(ray.get(on_far.remote("nodes", 100, 8)))
     handle.refresh()
@@ -301,7 +301,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     keys[more[0]] = 50
     with pytest.raises(StoreUnreachableError, match=f"rank_{far}"):
         DistributedReplayBuffer.connect("nodes", deadline=10.0).get(next(n for n in keys if n % 1024 == far))
-    cluster.add_node(num_cpus=1)  # the machine is back, with its disk
+    cluster.add_node(num_cpus=1)  # the machine returns with its disk
     cluster.wait_for_nodes()
     handle = create("nodes", tmp_path, stores="per_node", refresh_interval=0.0)
     until(lambda: (handle.refresh(), handle.size)[1] == 17)
@@ -311,7 +311,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
 
 
 def lose(name: str, rank: int) -> None:
-    """End a store for good, as the loss of its node does."""
+    """End a store permanently, like the loss of its node."""
     ray.kill(ray.get_actor(f"{name}/rank_{rank}", namespace="trajstore"))
     until(lambda: f"{name}/rank_{rank}" not in [actor["name"] for actor in ray.util.list_named_actors(True)])
 
@@ -330,7 +330,7 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
         assert not sampled.done()
         create("only", tmp_path)
         check_batch(sampled.result(120))
-    ray.kill(ray.get_actor("only/rank_0", namespace="trajstore"), no_restart=False)  # Ray starts it again
+    ray.kill(ray.get_actor("only/rank_0", namespace="trajstore"), no_restart=False)  # Ray restarts it
     assert [check_trajectory(trajectory) for trajectory in learner.sample_trajectories(1)] == [3]
     learner.clear()
     with pytest.raises(EmptyBufferError, match="no store that answers has a trajectory"):
@@ -356,7 +356,7 @@ def test_rows_of_stores_elsewhere_come_in_pieces(
     monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
     monkeypatch.setattr(Stores, "submit", counted)
     learner = DistributedReplayBuffer.connect("pieces", refresh_interval=3600.0, patience=30.0)
-    for count in (3001, 3001, 17, 2000):  # the first rows tell how much a row takes
+    for count in (3001, 3001, 17, 2000):  # the first rows determine the row size
         batch = learner.read(near.at(slice(count)))
         check_batch(batch)
         assert torch.equal(batch["curr_obs"]["tag"], expected["curr_obs"]["tag"][:count])
@@ -412,7 +412,7 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         loader.close()
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
-        assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once by each handle
+        assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once per handle
         assert {check_trajectory(member) for member in learner.sample_trajectories(8)} == {
             keys[number] for number in left
         }
@@ -437,7 +437,9 @@ def test_who_connects_after_a_loss_knows_of_it(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    here = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)  # both stores are near: each gets some
+    here = NodeAffinitySchedulingStrategy(
+        cluster.head_node.node_id, soft=False
+    )  # both stores are local: each gets some
     old = create("lossy", run, stores=2, refresh_interval=0.0, scheduling_strategy=here)
     ids = [old.add_trajectories([witness(key)]).committed(120)[0] for key in range(4)]
     assert sorted(number % 1024 for number in ids) == [0, 0, 1, 1]
@@ -472,7 +474,7 @@ def test_who_connects_after_a_loss_knows_of_it(
     lose("lossy", 1)
     with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
         DistributedReplayBuffer.connect("lossy")
-    new.stop()  # wanted no longer: the next run is of as many stores as it says
+    new.stop()  # the next run starts exactly its own number of stores
     assert create("lossy", run, stores=1).stores == [0]
     assert "rank_1 on" in caplog.text
     assert "is served by no store of 'lossy': no draw shows it. It has 2 trajectories" in caplog.text
@@ -482,7 +484,7 @@ def test_who_connects_after_a_loss_knows_of_it(
 def test_nodes_that_can_have_no_store_get_none(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One has no processor for Ray, as the head of many clusters; one is lost, which Ray has not noticed yet."""
+    """One node has no CPU for Ray, like many head nodes; one is lost, unnoticed by Ray so far."""
     small, lost = cluster.add_node(num_cpus=0), cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     cluster.remove_node(lost, allow_graceful=False)
@@ -583,8 +585,8 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     with pytest.raises(StoreWriteError, match="let go before it was saved"):
         handle.save_checkpoint(saved)
     with TrajectoryReplayBuffer.open(saved) as reader:
-        assert len(reader) == 4  # what was saved before, by both stores
-    kill_before.append("publish_checkpoint")  # all have made theirs: it is put in place when the store is there again
+        assert len(reader) == 4  # the earlier points of both stores
+    kill_before.append("publish_checkpoint")  # all checkpoints are written; publishing resumes when the store returns
     handle.save_checkpoint(saved)
     with TrajectoryReplayBuffer.open(saved) as reader:
         assert len(reader) == 9
@@ -620,7 +622,7 @@ def test_a_channel(cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 class Silent:
-    """Three stores: one was never there, one never answers, one takes half a second for each answer."""
+    """Three stores: one missing, one silent, one with half a second per answer."""
 
     deadline = 60.0
     clock = 0
@@ -637,10 +639,10 @@ class Silent:
         return ray.remote(_answer_after).options(num_cpus=0).remote(seconds, method)
 
     def forget(self, rank: int) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""
 
     def note(self, next_id: int) -> None:
-        """Nobody asks."""
+        """Do nothing."""
 
     def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
         return StoreUnreachableError(f"rank_{rank}: {error}")
@@ -655,7 +657,7 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = ray.remote(_answer_after).options(num_cpus=0)
-    ray.get([started.remote(0.2, "add") for _ in range(4)])  # so that processes are there
+    ray.get([started.remote(0.2, "add") for _ in range(4)])  # starts worker processes beforehand
     stores = Silent()
     routes = Routes([], [0, 1, 2], patience=3.0)
     outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
@@ -679,7 +681,7 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
 def test_a_node_starts_the_store_whose_directory_it_has(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nodes with disks of their own, as after a new start of Ray, which gives the nodes other ids."""
+    """Nodes with separate disks after a restart of Ray, which changes node ids."""
     cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     handle = create("homes", tmp_path, stores="per_node")
@@ -689,8 +691,8 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     ask = starting._ask_nodes
 
     def asked(given: Any, task: Any, *arguments: Any, seconds: float) -> Any:
-        batch = ask(given, task, *arguments, seconds=seconds)
-        return {node: own[node] for node in batch} if task is starting._ranks_below else batch
+        answer = ask(given, task, *arguments, seconds=seconds)
+        return {node: own[node] for node in answer} if task is starting._ranks_below else answer
 
     monkeypatch.setattr(starting, "_ask_nodes", asked)
     handle = create("homes", tmp_path, stores="per_node")

@@ -1,4 +1,4 @@
-"""Reads of a handle beside a store: which rows come from the mapped directory, and that they are the rows drawn."""
+"""Reads of a handle beside a local store: rows come from the mapped directory and equal the drawn rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trajstore.testing.witness import check_batch, witness
 
 
 class Here:
-    """Stores on this machine, asked without Ray; counts the rows that they are asked for."""
+    """Local stores queried without Ray; counts the requested rows."""
 
     def __init__(self, *servers: StoreServer) -> None:
         self.servers = servers
@@ -49,7 +49,7 @@ def look(census: Census, *servers: StoreServer) -> Census:
 
 
 def check(reads: Reads, census: Census, draws: Draws, count: int = 32) -> None:
-    """Compare what comes by place with what comes by id."""
+    """Compare rows read by place with rows read by id."""
     places = census.places(count, 0, draws)
     placement = reads.placed(census.listing, places, None, None, 60.0)
     check_batch(placement)
@@ -65,7 +65,7 @@ def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
     here, census, draws = Here(*servers), Census(), Draws(3)
     reads = Reads(here)  # type: ignore[arg-type]
     ids: list[int] = []
-    for step in range(4):  # evicted and added between reads: at the front, in the midst
+    for step in range(4):  # evictions and additions between reads: at the front and in the middle
         for store in servers:
             ids += ids_of(store.add(parcel_of([witness(10 * step + key) for key in range(5)]), 5))
             store.flush()
@@ -103,7 +103,7 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
     store.close()
 
 
-# -- What is asked for, and rows on their way to a learner: every dtype and shape, cut anywhere, from several stores --
+# -- Requests, and transfer of rows to a learner: every dtype and shape, any cuts, several stores --
 
 
 def rows(count: int, salt: int = 0) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One served store, without Ray: parcels, a second attempt, a new start, what it tells."""
+"""One served store without Ray: parcels, retries, restarts, reports."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     assert answer.ids == results[0]
     assert answer.committed >= 7 + MOST_STORES * 4
     store.close()
-    again = server(tmp_path, 7, "second")  # the process was killed, and the caller never got its answer
+    again = server(tmp_path, 7, "second")  # the process was killed before its answer arrived
     assert again.add(parcel, 5).ids == results[0]
     assert again.stats()["num_trajectories"] == 5
     assert again.add(parcel_of([witness(9)]), 1).ids == [7 + MOST_STORES * 5]
@@ -133,10 +133,10 @@ def test_one_answer_tells_of_all_that_a_start_has_committed() -> None:
     assert heard.cover(0, "first", [1024, 2048])
     assert not heard.cover(0, "first", [2048, 3072])
     assert not heard.cover(1, "first", [1])
-    heard.hear(0, Answer(None, "first", 1024))  # answers may come out of order
+    heard.hear(0, Answer(None, "first", 1024))  # answers may be out of order
     assert heard.cover(0, "first", [2048])
     heard.hear(0, Answer([3072], "second", 4096))
-    assert not heard.cover(0, "first", [3072])  # the second start gave out the ids that the first had not committed
+    assert not heard.cover(0, "first", [3072])  # the second start reused the uncommitted ids of the first
     assert heard.cover(0, "second", [3072])
 
 
@@ -164,7 +164,7 @@ def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> 
     store.flush()
     store.evict(ids[2:])
     store.close()
-    two = server(tmp_path, began="second")  # as if the last two had not been committed
+    two = server(tmp_path, began="second")  # as if the last two were uncommitted
     assert ids_of(two.add(parcel, 4))[:2] == ids[:2]
     assert two.stats()["num_trajectories"] == 4
     for key, number in enumerate(ids_of(two.add(parcel, 4))):
@@ -189,7 +189,7 @@ def test_the_census_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
     store, census = server(tmp_path, retention=Retention(max_trajectories=6)), Census()
     for key in range(8):
         store.add(parcel_of([witness(key)]), 1)
-        store.flush()  # what goes is gone before anybody looks
+        store.flush()  # evicts before the census looks
         census.take(0, store.news(*census.heard(0), False))
         assert [check_trajectory(store.trajectories([number])[0]) for number in census.ids.tolist()] == [
             *range(max(0, key - 5), key + 1)
@@ -205,7 +205,7 @@ def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
     store.close()
 
 
-# -- A store that is held while all stores of a run are saved: who waits, who is let through, who is told --
+# -- A store held during a save of all stores: waiting, admitted and refused callers --
 
 
 def test_changes_wait_until_they_are_let_through() -> None:
@@ -216,12 +216,12 @@ def test_changes_wait_until_they_are_let_through() -> None:
             done.set()
 
     hold.begin("a", 600.0)
-    hold.begin("a", 600.0)  # a caller that got no answer asks again
+    hold.begin("a", 600.0)  # a retry of the same caller
     thread = threading.Thread(target=change)
     thread.start()
     with hold.keeping("a"):
         assert not done.is_set()
-    hold.end("b")  # not its own
+    hold.end("b")  # not its own hold
     assert not done.is_set()
     hold.end("a")
     thread.join()
@@ -231,7 +231,7 @@ def test_changes_wait_until_they_are_let_through() -> None:
 def test_a_holder_that_says_nothing_more_is_forgotten() -> None:
     hold = Hold()
     hold.begin("a", 0.05)
-    with hold.changing():  # after that time
+    with hold.changing():  # after the timeout
         pass
     with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
         pass
@@ -267,7 +267,7 @@ def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
     link = tmp_path / "link"
     (tmp_path / "far").mkdir()
     link.symlink_to(tmp_path / "far")
-    for _ in range(2):  # a second one takes the place of the first
+    for _ in range(2):  # the second hold replaces the first
         for target in (tmp_path / "saved", link):
             store.prepare_checkpoint("a", str(target))
             store.prepare_checkpoint("a", str(target))

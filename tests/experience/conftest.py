@@ -14,9 +14,9 @@ PROMPT, RESPONSE = 2, 4
 
 
 def build(task: str = "a", tokens: int = 0, outcome: float | None = 1.0, **fields: Any) -> AgentTrajectory:
-    """A trajectory of 2 prompt and 4 response tokens, the second response token not the model's.
+    """Return a trajectory of 2 prompt and 4 response tokens; the second response token is not the model's.
 
-    ``tokens`` makes the ids of the response: equal numbers, equal tokens.
+    ``tokens`` determines the response's ids.
     """
     ids = torch.arange(PROMPT + RESPONSE)
     ids[PROMPT:] += 1000 * tokens
@@ -39,7 +39,7 @@ def build(task: str = "a", tokens: int = 0, outcome: float | None = 1.0, **field
 
 
 def row(prompt: int, response: int, seed: int = 0, **more: Any) -> AgentTrajectory:
-    """A trajectory of so many tokens, all random."""
+    """Return a trajectory of random tokens with these prompt and response lengths."""
     random = torch.Generator().manual_seed(seed)
     mask = (torch.rand(response, generator=random) > 0.3).long()
     mask[0] = 1
@@ -61,14 +61,14 @@ def row(prompt: int, response: int, seed: int = 0, **more: Any) -> AgentTrajecto
 
 
 def rollouts(task: str, outcomes: Sequence[float], first: int = 0, **fields: Any) -> list[AgentTrajectory]:
-    """Rollouts of one task in a step, with tokens from ``first`` on."""
+    """Return a step's rollouts of one task, with tokens from ``first`` on."""
     return [build(task, first + number, outcome, **fields) for number, outcome in enumerate(outcomes)]
 
 
 def step(
     manager: ExperienceManager, batch: list[AgentTrajectory], entropies: Sequence[float] | None = None
 ) -> list[AgentTrajectory]:
-    """Hand a step's rollouts to a pool by the calls of AgentEvolver; return what went on to its memory.
+    """Add a step's rollouts to a pool through AgentEvolver's calls; return those saved to its memory.
 
     Args:
         manager: the pool.
@@ -83,6 +83,6 @@ def step(
 
 
 def view(manager: ExperienceManager) -> dict[str, Any]:
-    """What a pool holds, by names."""
+    """Return a pool's contents by rollout names."""
     entries = {task: [history.rollout_id for history in held] for task, held in manager.task2trajectories.items()}
     return {"buckets": manager.difficulty2task_dict, "skip": manager.skip_uid_set, "entries": entries}

@@ -1,4 +1,4 @@
-"""AgentEvolver's pools of ``shared/fixtures``, read without the code that is tested; what its code makes of them."""
+"""AgentEvolver's pools and rows in ``shared/fixtures``, read without the tested code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KnownRow:
-    """A row: token ids, loss mask, start of the response, log-probs of the response; ``None`` = none were recorded."""
+    """A row: token ids, loss mask, response start, response log-probs (``None`` = not recorded)."""
 
     ids: list[int]
     mask: list[int]
@@ -21,7 +21,7 @@ class KnownRow:
 
 @dataclass(frozen=True)
 class KnownRollout:
-    """A rollout of a pool: what it was asked, and its rows."""
+    """A pool's rollout: its prompt messages and its rows."""
 
     task: str
     rollout: str
@@ -30,7 +30,7 @@ class KnownRollout:
 
 
 class _Anything(dict[Any, Any]):
-    """Takes any state and does nothing with it."""
+    """Unpickles any class and drops its state."""
 
     def __init__(self, *_arguments: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Plain(pickle.Unpickler):
 
 
 def _pickled(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the metadata of each rollout of a pool, and its ``steps`` where it has nothing else."""
+    """Return each rollout's metadata, or its ``steps`` if there is nothing else."""
     with (folder / "task2trajectories.pkl").open("rb") as file:
         pool = _Plain(file).load()
     return {
@@ -62,7 +62,7 @@ def _pickled(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def of_conversations(base: Path) -> list[KnownRollout]:
-    """Return the rollouts of a pool by the rows of ``expected.json``."""
+    """Return a pool's rollouts with the rows of ``expected.json``."""
     held = _pickled(base / "step_40")
     rollouts = []
     for document in json.loads((base / "expected.json").read_text()):
@@ -80,23 +80,23 @@ def of_conversations(base: Path) -> list[KnownRollout]:
 
 
 def of_messages(folder: Path, tokenizer: Any) -> list[KnownRollout]:
-    """Return the rollouts of a pool of messages, by the tokens of each part of the ChatML template."""
+    """Return the rollouts of a message pool, tokenized part by part with the ChatML template."""
 
     def tokens(text: str) -> list[int]:
         made: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return made
 
     rollouts = []
-    for (task, rollout), messages in _pickled(folder).items():
+    for (task, rollout), record in _pickled(folder).items():
         ids: list[int] = []
         mask: list[int] = []
         starts = []
-        for message in messages["steps"]:
+        for message in record["steps"]:
             header = tokens(f"<|im_start|>{message['role']}\n")
             body, end = tokens(f"{message['content']}<|im_end|>"), tokens("\n")
             by_model = message["role"] == "assistant"
             starts += [len(ids)] if by_model else []
             ids += header + body + end
             mask += [0] * len(header) + [int(by_model)] * len(body) + [0] * len(end)
-        rollouts.append(KnownRollout(task, rollout, messages["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
+        rollouts.append(KnownRollout(task, rollout, record["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
     return rollouts

@@ -1,4 +1,4 @@
-"""The pool in a real trajectory buffer, also when its process is killed."""
+"""The pool in a real trajectory buffer, also after its process is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
 
 
 def train(manager: ExperienceManager, number: int) -> None:
-    """One step on one of five tasks; every tenth step solves it."""
+    """Run one step on one of five tasks; every tenth step solves its task."""
     manager.global_steps = number
     outcomes = [1.0, 1.0, float(number % 10 == 9)]
     batch = rollouts(f"t{number % 5}", outcomes, first=10 * number)
@@ -71,8 +71,7 @@ def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promis
     state = view(manager)
     reached = manager.global_steps
 
-    # The steps are always the same, so the pool after each is known. Found is the pool after a step that
-    # was flushed or a later one, or one within the step that came next.
+    # Steps are deterministic: the pool found must be one seen at or after the last flush, or within the next step.
     reference = ExperienceManager(RULES)
     number = -1
     seen = []
@@ -110,7 +109,7 @@ def test_a_directory_of_step_trajectories_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reopened", [False, True])
 def test_what_a_cut_names_is_held(tmp_path: Path, reopened: bool) -> None:
-    """Long after the cut all its entries have been replaced, and their records are garbage; the cut needs them."""
+    """A cut keeps the records of its entries after all of them were replaced."""
     store = BufferStore.open(tmp_path / "pool")
     manager = ExperienceManager(RULES, store=store)
     for number in range(8):
@@ -143,7 +142,7 @@ def test_what_a_cut_names_is_held(tmp_path: Path, reopened: bool) -> None:
 
 
 def test_a_cut_of_another_store_names_nothing_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Ids begin at 0 in every store: taken for one's own they would be other trajectories."""
+    """Ids start at 0 in every store, so foreign ids would name other trajectories."""
     store = BufferStore.open(tmp_path / "pool")
     manager = ExperienceManager(RULES, store=store)
     other = BufferStore.open(tmp_path / "other")
@@ -164,12 +163,12 @@ def test_a_pool_that_is_begun_among_other_trajectories_says_so(
 ) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([build("a", 1), build("a", 2)])
-    for told in (1, 1):  # not again: there is a pool now
+    for expected_count in (1, 1):  # the second time there is a pool, so no new warning
         store = BufferStore.open(tmp_path)
         manager = ExperienceManager(RULES, store=store)
         train(manager, 1)
         store.close()
-        assert caplog.text.count("its store holds 2 trajectories that are none of a pool's") == told
+        assert caplog.text.count("its store holds 2 trajectories that are none of a pool's") == expected_count
 
 
 def test_a_pool_is_asked(tmp_path: Path) -> None:
@@ -200,5 +199,5 @@ def test_a_pool_is_asked(tmp_path: Path) -> None:
     assert scored == len(rows)  # one of -1.0 in each
     store.close()
     reader = TrajectoryReplayBuffer.open(tmp_path / "pool")
-    assert reader.query().count() > len(rows)  # with the pool's own records, and what left the pool
+    assert reader.query().count() > len(rows)  # includes journal records and removed histories
     assert isinstance(reader.query().table(), pl.DataFrame)

@@ -1,4 +1,4 @@
-"""Which histories of a task come out, by each sampler, through the pool."""
+"""Sampling of a task's histories through the pool, for each sampler."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
 
 
 def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
-    """Two of five come: while all are new all are scored; then of the three that are left; then one is sure to come."""
+    """Two of five are drawn: first all are scored, then the three unused ones, then one is certain."""
     manager = pool(in_turns=True)
     manager.save_trajectories_to_memory([build(tokens=t, entropy=float(t)) for t in range(5)])
     asked: list[list[int]] = []
@@ -166,7 +166,7 @@ def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(rules: dict[str, 
 
 
 def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path) -> None:
-    """Whether the run went on, went back to a cut, or crashed: uses do not outlive the entry."""
+    """Use counts end with the entry: in a running, a rolled-back and a crashed pool."""
     store = BufferStore.open(tmp_path)
     manager = ExperienceManager(PoolRules(n_rollout=8, in_turns=True, max_uses=2), store=store)
     partly, solved = ([build(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (1, 8))
@@ -202,7 +202,7 @@ def test_choices_that_make_no_sense_are_refused(rules: dict[str, Any], message: 
 
 
 def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record that cannot be read leaves the pool, and the next best comes in its place."""
+    """An unreadable record leaves the pool and is replaced by the next best."""
     with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(
             PoolRules(n_rollout=8, max_trajectories_per_task=9),
@@ -227,7 +227,7 @@ def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.
         assert manager.count_offpolicy(["a"], 9) == {"a": 5}
 
 
-# -- Which histories enter a pool --
+# -- Selection of histories that enter a pool --
 
 
 def rules(**values: object) -> PoolRules:
@@ -281,7 +281,7 @@ def test_save_filter() -> None:
 
 
 def reference(entropies: list[tuple[int, float]], mode: str, most: int) -> list[int]:
-    """The full-task policy spelled out on (tokens, entropy) pairs; returns the places of those kept."""
+    """Apply the full-task policy to (tokens, entropy) pairs; return the kept positions."""
     kept: list[tuple[int, int, float]] = []
     for place, (tokens, entropy) in enumerate(entropies):
         if any(tokens == other for _, other, _ in kept):

@@ -1,4 +1,4 @@
-"""Rows of tokens from messages: exactly AgentEvolver's, and those that a plain reference makes for each template."""
+"""Token rows from messages equal AgentEvolver's rows and a plain reference for each template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STABLE = ("chatml", "qwen2.5", "llama3")
 
 
 def encode(text: str) -> list[int]:
-    """One token for each special mark, one for each character else."""
+    """Return one token per special mark and per other character."""
     ids, start = [], 0
     for match in SPLIT.finditer(text):
         ids += [ord(letter) for letter in text[start : match.start()]]
@@ -43,7 +43,7 @@ def template_of(name: str) -> ChatTemplate:
 
 
 def reference(messages: list[dict[str, str]], name: str, trained: set[int]) -> tuple[list[int], list[int], int]:
-    """The row of messages for a stable template, written down without prefixes."""
+    """Return the messages' row for a stable template, computed without prefixes."""
     ids: list[int] = []
     mask: list[int] = []
     start = -1
@@ -59,7 +59,7 @@ def reference(messages: list[dict[str, str]], name: str, trained: set[int]) -> t
         put("<|begin_of_text|>")
     for number, message in enumerate(messages):
         if number in trained and start < 0:
-            # The beginning of a text belongs to the first message, whoever wrote it.
+            # A text's beginning belongs to the first message, whatever its role.
             start = len(ids) if number else 0
         value = int(number in trained)
         if name == "llama3":
@@ -85,14 +85,14 @@ CONVERSATIONS = st.lists(
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=CONVERSATIONS, name=st.sampled_from(STABLE), hint=st.sampled_from([None, "", " think!"]))
 def test_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str, hint: str | None) -> None:
-    """Of linear contexts one, without a hint; of those that leave thoughts out one for each turn of the model."""
+    """Linear contexts give one row and no hint; those that drop thoughts give one row per model turn."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         with pytest.raises(InvalidTrajectoryError, match="none is the model's"):
             rows_of_messages(messages, template_of(name))
         return
     if name != "chatml" and turns[0] == 0:
-        return  # asked for a turn before any message, these templates leave out how a conversation begins
+        return  # with no message before the turn, these templates omit the conversation's start
     if hint is None:
         [row] = rows_of_messages(messages, template_of(name))
         expected = reference(messages[: turns[-1] + 1], name, set(turns))

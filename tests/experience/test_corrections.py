@@ -1,4 +1,4 @@
-"""Outcomes that a pool's trajectories were given late: the pool goes by them with the next step, and when it opens."""
+"""Late outcomes of a pool's trajectories take effect at the next step and on opening."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_l
 
 
 def drawn(pool: ExperienceManager) -> list[str]:
-    """Return the rollouts that can come out."""
+    """Return the names of drawable rollouts."""
     rollout_ids = []
     for task in pool.task2trajectories:
         eligible = pool._state.eligible(task, pool.rules, pool.global_steps)
@@ -53,7 +53,7 @@ def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
     cheat = ids_of(pool)["b/3"]
     annotate(tmp_path, cheat, {"outcome": 0.0}, who="anna")
     until_taken_in(pool, cheat, 0.0)
-    assert drawn(pool) == ["a/0", "a/1", "b/3"]  # a step goes by one state
+    assert drawn(pool) == ["a/0", "a/1", "b/3"]  # the state is fixed within a step
     with caplog.at_level(logging.WARNING):
         pool.global_steps = 2
     assert f"a trajectory of task b (record {cheat}) has the outcome 0.0 that it was given late" in caplog.text
@@ -114,7 +114,7 @@ def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: P
     pool._ledger.store.close()
 
 
-# -- Which reward function gave an outcome, and which tokenizer made the tokens --
+# -- Fingerprints of reward function and tokenizer --
 
 
 PLAIN = PoolRules(n_rollout=4)

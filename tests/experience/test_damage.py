@@ -1,4 +1,4 @@
-"""Damaged files of a pool's store: what cannot be read stays out, and its neighbours are replayed."""
+"""Damaged files in a pool's store: unreadable records are left out, their neighbours are replayed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = PoolRules(n_rollout=4)
 
 
 def begin(path: Path, file_format: str) -> dict[str, AgentTrajectory]:
-    """Make a pool of three tasks, two histories each in the same shard; return what replay must give, by name."""
+    """Create a pool of three tasks with two histories each in one shard; return the histories by name."""
     store = BufferStore.open(path, format=file_format)
     manager = ExperienceManager(RULES, store=store)
     manager.admit([build(task, tokens, float(tokens < 3)) for task in "abc" for tokens in range(1, 5)])
@@ -35,7 +35,7 @@ def replayed(manager: ExperienceManager) -> dict[str, AgentTrajectory]:
 
 
 def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
-    """Return whether two trajectories say the same, to the bit."""
+    """Return whether two trajectories are bitwise equal."""
     pairs = zip(vars(one).values(), vars(other).values(), strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
@@ -57,7 +57,7 @@ def places(path: Path, needle: bytes) -> list[tuple[Path, int]]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "when"),  # a file that is cut while it is mapped ends the process, as in any program that maps files
+    ("damage", "when"),  # truncating a mapped file kills the process (SIGBUS)
     [("document", "drawn"), ("document", "opened"), ("document", "compacted"), ("cut off", "opened")],
 )
 @pytest.mark.parametrize("file_format", FORMATS)

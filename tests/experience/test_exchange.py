@@ -1,4 +1,4 @@
-"""``import_pool``: what is told of an import adds up to what was read."""
+"""``import_pool``: the reported counts add up to the number read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIANTS = {
 
 
 def random_rollouts(generator: np.random.Generator, step: int) -> list[AgentTrajectory]:
-    """Return rollouts of a step with everything of which a pool makes something else."""
+    """Return a step's rollouts, covering everything that a pool treats specially."""
     made = []
     for task in ["a", "b", "c", "d", ""]:
         easy = generator.random() < 0.4
@@ -57,7 +57,7 @@ def check_sums(done: Exchanged) -> None:
 def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> None:
     generator = np.random.default_rng(0)
     left, before = set[str](), 0
-    for part in ("first", "second"):  # the second comes into a pool that holds something
+    for part in ("first", "second"):  # the second is imported into a non-empty pool
         record(tmp_path / part, [history for step in range(1, 13) for history in random_rollouts(generator, step)])
         done = import_pool(tmp_path / "pool", tmp_path / part, rules)
         assert (done.read, done.before) == (240, before)
@@ -78,7 +78,7 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     made = [build("a", step, 1.0, policy_version=step) for step in (3, 40)]
     made += [build("a", 10 * step, 0.0, policy_version=step) for step in (3, 40)]
     record(tmp_path / "rollouts", made)
-    for _ in range(2):  # the second time everything is there already
+    for _ in range(2):  # the second time, everything is a duplicate
         done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
         check_sums(done)
     assert done.trajectories == 2
@@ -97,7 +97,7 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     assert "max_policy_age: 50" in caplog.text
     manager.save_experience_pool_to_disk(tmp_path / "files")
     aged.close()
-    # The run goes on from the checkpoint of the one that made them.
+    # The run continues from the checkpoint of the run that made the rollouts.
     import_pool(tmp_path / "same", tmp_path / "rollouts", ALL, same_run=True)
     assert [history.policy_version for history in pool_of(tmp_path / "same")["a"]] == [3, 40]
     import_pool(tmp_path / "moved", tmp_path / "pool", ALL)
@@ -149,7 +149,7 @@ def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_s
 
 
 def test_why_a_rollout_was_left_out_is_said_as_it_was_then(tmp_path: Path) -> None:
-    """A task that failed after it was solved; and outcomes that no threshold keeps out."""
+    """A task failed after it was solved; other outcomes pass every threshold."""
     made = [build("a", number, 1.0, policy_version=1) for number in range(2)]
     made += [build("a", 10 + number, 0.0, policy_version=2) for number in range(2)]
     record(tmp_path / "rollouts", made)

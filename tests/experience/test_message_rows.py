@@ -1,4 +1,4 @@
-"""Pools whose trajectories have messages and no tokens: AgentEvolver's own, and those that lost their ids."""
+"""Pools of messages without tokens: AgentEvolver's, and pools whose token ids were lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def without_ids(one: AgentTrajectory) -> AgentTrajectory:
-    """Return a trajectory as a pool of messages has it: the log-probs of all rows one after the other."""
+    """Return a trajectory without token ids, with the log-probs of all rows concatenated."""
     columns = [row.old_log_probs for row in rows_of(one)]
     return dataclasses.replace(
         one,
@@ -61,7 +61,7 @@ def without_ids(one: AgentTrajectory) -> AgentTrajectory:
 def test_ids_made_again_are_those_that_were_lost(
     shared_fixtures: Path, tokenizer: Any, context: Context, filtered: bool
 ) -> None:
-    """Rows of AgentEvolver's own code; recorded log-probs come back to their tokens, filtered ones too."""
+    """Rows equal AgentEvolver's; recorded log-probs return to their tokens, also filtered ones."""
     made = MessageTokenizer.of(tokenizer, context, HINT if context == "linear_think" else "")
     pool = read_pool(shared_fixtures / "experience_pool_cmt" / context / "step_40").task2trajectories
     whole = [history for held in pool.values() for history in held]
@@ -103,7 +103,7 @@ def fresh(history: AgentTrajectory, number: int, tokenizer: MessageTokenizer) ->
 def test_a_pool_of_messages_is_trained_on(
     shared_fixtures: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its recorded log-probs are of another tokenizer's tokens: they are left out, which is told and counted."""
+    """Log-probs recorded with another tokenizer are dropped, with a warning and a count."""
     folder, tasks = shared_fixtures / "experience_pool", [f"task_{number}" for number in range(5)]
     with replay(folder) as hook, pytest.raises(ConfigurationError, match=r"13 trajectories has token ids.*tokenizer="):
         hook.tasks_chosen(tasks, 1.0, 130)
@@ -134,9 +134,9 @@ def test_a_pool_of_messages_is_trained_on(
 
 @pytest.mark.parametrize("context", get_args(Context))
 def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer: Any, context: Context) -> None:
-    """A step's batch has the rows of AgentEvolver's own code and the log-probs that it recorded.
+    """A step's batch has the rows and recorded log-probs of AgentEvolver's code.
 
-    In these pools the histories of one task ask several things; those that ask what the data do not stay out.
+    One task's histories have several prompts here; those whose prompt is not in the data are left out.
     """
     base = shared_fixtures / "experience_pool_cmt" / context
     known = {(entry.task, entry.rollout): entry for entry in of_conversations(base)}
@@ -160,7 +160,7 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
             response = used[-len(here["response_mask"]) :]
             assert here["recorded_mask"][response].all()
             assert torch.equal(here["recorded_old_log_probs"][response], torch.tensor(row.log_probs))
-    # The pool keeps the same tokens of a task once.
+    # The pool stores equal token sequences of a task once.
     tokens = {(known[key].task, str([row.ids for row in known[key].rows])) for key in came}
     fitting = [entry for entry in known.values() if entry.asked == asked[entry.task]]
     assert len(came) == len(tokens)
@@ -185,17 +185,17 @@ def test_one_that_cannot_become_tokens_does_not_block_the_others(
     assert manager.refused == {"no_tokens": 2}
     assert "messages[1].content: a list" in caplog.text
     assert "none is the model's" in caplog.text
-    (histories,) = manager.task2trajectories["t"]
-    assert is_demonstration(histories)
-    assert histories.policy_version is None
-    assert histories.tokenizer_fingerprint == manager.tokenizer_fingerprint
-    assert histories.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
-    assert manager.save_trajectories_to_memory([ok]) == 0  # the same tokens, from a training step this time
+    (demonstration,) = manager.task2trajectories["t"]
+    assert is_demonstration(demonstration)
+    assert demonstration.policy_version is None
+    assert demonstration.tokenizer_fingerprint == manager.tokenizer_fingerprint
+    assert demonstration.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
+    assert manager.save_trajectories_to_memory([ok]) == 0  # the same tokens from a training step
     assert manager.refused == {"no_tokens": 2, "duplicate": 1}
 
 
 def test_rollouts_of_messages_come_out_of_a_store(tmp_path: Path, shared_fixtures: Path, tokenizer: Any) -> None:
-    """What has log-probs that fit its tokens enters as a rollout of its step; what has none is no rollout."""
+    """Trajectories with matching log-probs enter as rollouts of their step; those without do not."""
     pool = read_pool(shared_fixtures / "experience_pool_cmt" / "linear" / "step_40").task2trajectories
     whole = [history for held in pool.values() for history in held]
     bare = [without_ids(history) for history in whole]

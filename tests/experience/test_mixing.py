@@ -44,7 +44,7 @@ def test_a_mixed_batch_is_whole_and_has_no_task_twice(
     batch: list[str], replayable: list[str], skipped: list[str], unknown: set[str], ratio: float
 ) -> None:
     replayable = [task for task in replayable if task not in skipped]
-    unknown = set() if set(replayable) <= unknown else unknown  # none known at all is an error
+    unknown = set() if set(replayable) <= unknown else unknown  # an error if no task is known
     manager = manager_with(replayable, skipped)
     mix = ExperienceMixCollateFn(
         manager, lambda name: None if name in unknown else Task(name), exp_ratio=ratio, replay_start_ratio=0.5
@@ -81,10 +81,10 @@ def test_nothing_is_replayed_before_the_start_or_switched_off() -> None:
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
 def test_a_plan_names_no_task_more_often_than_its_batch(ratio: float) -> None:
-    """A trainer looks each task of the plan up in the batch; what the batch lacks stands in the plan once."""
+    """Trainers look up the plan's tasks in the batch; tasks outside the batch appear once in the plan."""
     for batch in map(list, itertools.product("ABCD", repeat=4)):
         mix = ExperienceMixCollateFn(manager_with(["A", "B", "E"], ["C"]), str, exp_ratio=ratio)
-        for tasks in (batch, batch[::-1]):  # the second time some tasks have waited
+        for tasks in (batch, batch[::-1]):  # the second time, some tasks have waited
             planned = Counter(itertools.chain(*mix(tasks, 1.0)))
             assert planned.total() == len(tasks)
             given = Counter(tasks)
@@ -120,7 +120,7 @@ def test_a_ratio_out_of_range_is_refused_in_its_step() -> None:
 
 
 def test_tasks_that_gave_way_are_rolled_out_later() -> None:
-    """Two epochs at the default ratio and start: every task comes, and none of them comes much more rarely."""
+    """Over two epochs at the default ratio and start, every task is rolled out about equally often."""
     tasks = [f"t{number}" for number in range(80)]
     manager = manager_with([f"r{number}" for number in range(9)], [])
     mix = ExperienceMixCollateFn(manager, str)
@@ -195,7 +195,7 @@ def test_a_pool_of_another_dataset_is_an_error_before_training() -> None:
 def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
     by_messages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pool and a resumed pool: two of three tasks have their name still, and now ask something else."""
+    """Two of three task names now have another prompt; tested with the pool and a resumed pool."""
     asked = {
         "a": torch.tensor([0, 1]),
         "b": torch.tensor([0, 7]),
@@ -227,7 +227,7 @@ def test_a_rollout_takes_the_place_of_a_history_of_another_prompt() -> None:
 def test_a_task_without_a_success_does_not_give_way() -> None:
     tasks = list("efgh")
     manager = manager_with(["a", "b", "g"], ["h"])
-    manager.update_difficulty2task_dict([build("e", 0, 0.0), build("e", 1, 0.0)])  # rolled out, and "f" was not
+    manager.update_difficulty2task_dict([build("e", 0, 0.0), build("e", 1, 0.0)])  # "e" was rolled out, "f" was not
     mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0, replay_start_ratio=0.0, unsolved_first=True)
     experience, fresh = mix(tasks, 0.0)
     assert len(experience) == 2
@@ -262,13 +262,13 @@ def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones() -> None:
         return fresh
 
     assert mixed(unsolved_first=False) == ["s", "t", "u"]
-    figures = mixed(unsolved_first=True)
-    assert sorted(figures[:2]) == ["a", "b"]
-    assert figures[2] == "s"
+    tasks = mixed(unsolved_first=True)
+    assert sorted(tasks[:2]) == ["a", "b"]
+    assert tasks[2] == "s"
     assert mixed(unsolved_first=True, lacking="b") == ["a", "s", "t"]
 
 
-# -- Experience tasks that are most like the batch's own --
+# -- Experience tasks most similar to the batch's tasks --
 
 
 TEXTS = {
@@ -330,7 +330,7 @@ def test_it_needs_to_know_what_a_task_asks_for() -> None:
     st.integers(1, 5),
 )
 def test_what_was_there_before_changes_nothing(steps: list[list[str]], near: list[str], n: int) -> None:
-    texts = {**TEXTS, "novel": TEXTS["poem"]}  # equals, told apart by their order
+    texts = {**TEXTS, "novel": TEXTS["poem"]}  # ties are broken by order
 
     def make_index() -> SimilarTasks[str]:
         return SimilarTasks(lambda name: name if name in texts else None, texts.__getitem__)

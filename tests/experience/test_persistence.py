@@ -143,7 +143,7 @@ def test_a_pool_of_agentevolver_is_read_and_goes_round_in_our_files(shared_fixtu
 
 
 class Hostile:
-    """Writes a file as soon as anybody unpickles it the ordinary way."""
+    """Writes a file when unpickled the ordinary way."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -164,7 +164,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path: Path, wrap: Callable[
         manager.load_experience_pool_from_disk(tmp_path / "step_1")
     assert not trap.exists()
     assert plain(manager) == before
-    pickle.loads(data)  # the trap does work
+    pickle.loads(data)  # proves that the payload works
     assert trap.exists()
 
 
@@ -214,7 +214,7 @@ def test_a_task_both_skipped_and_in_a_bucket_is_not_replayed(tmp_path: Path) -> 
     assert manager.sample_tasks_from_replaypool(9) == ["b"]
 
 
-# -- Files as others write them --
+# -- Files in foreign formats --
 
 
 def write_files(folder: Path, pool: object, buckets: str = '{"1": ["a"]}') -> Path:
@@ -257,7 +257,7 @@ def test_a_task_in_two_buckets_is_told_and_the_later_one_counts(
     assert "1 tasks are in two buckets" in caplog.text
 
 
-# -- What the pool stores takes few bytes, and comes out as trainers have it --
+# -- Stored entries are compact, and read back in the trainer's dtypes --
 
 
 MASKS = ("attention_mask", "loss_mask", "response_mask")

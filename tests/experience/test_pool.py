@@ -19,7 +19,7 @@ def pool(**values: object) -> ExperienceManager:
 
 
 def numbers(trajectories: Sequence[AgentTrajectory]) -> list[int]:
-    """The token numbers with which trajectories were built."""
+    """Return the ``tokens`` numbers of built trajectories."""
     assert all(trajectory.input_ids is not None for trajectory in trajectories)
     return [int(trajectory.input_ids[-1]) // 1000 for trajectory in trajectories if trajectory.input_ids is not None]
 
@@ -106,7 +106,7 @@ def test_the_current_policys_entropy_decides_in_one_call() -> None:
 
     manager.current_entropy = current
     manager.save_trajectories_to_memory([build(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
-    manager.save_trajectories_to_memory([build("c", tokens=t, entropy=t) for t in (1, 2)])  # both come out in any case
+    manager.save_trajectories_to_memory([build("c", tokens=t, entropy=t) for t in (1, 2)])  # both are always drawn
     for _ in range(2):
         histories = manager.get_offpolicy_batch([SimpleNamespace(task_id="a"), "b", "c"], 2)
         assert numbers(histories)[:4] == [3, 2, 3, 2], "by the policy's entropies, which are the other way round"
@@ -139,7 +139,7 @@ def test_what_comes_out_is_a_marked_copy() -> None:
     pristine = copy.deepcopy(given)
     manager.save_trajectories_to_memory([given])
     assert given.metadata == pristine.metadata
-    given.old_log_probs.zero_()  # type: ignore[union-attr]  # the pool has its own
+    given.old_log_probs.zero_()  # type: ignore[union-attr]  # the pool holds copies
     given.metadata["note"].append("changed")
     for taken in (
         *manager.get_offpolicy_batch(["a"], 1),
@@ -153,7 +153,7 @@ def test_what_comes_out_is_a_marked_copy() -> None:
         taken.old_log_probs.zero_()  # type: ignore[union-attr]
         taken.messages[0]["content"] = "spoiled"
         taken.metadata["note"].append("spoiled")
-    assert not marked  # task2trajectories shows the pool itself
+    assert not marked  # task2trajectories exposes the pool's own objects
     (again,) = manager.get_offpolicy_batch(["a"], 1)
     assert again.metadata == {**pristine.metadata, "is_experience_replay": True}
     assert again.messages == pristine.messages
@@ -253,7 +253,7 @@ def test_uses_survive_a_state_dict_and_a_restart() -> None:
     other = ExperienceManager(rules)
     other.load_state_dict(manager.state_dict())
     assert numbers(other.get_offpolicy_batch(["a"], 1)) == [2]
-    step(manager, rollouts("b", [1, 0]))  # the next change of the pool records them
+    step(manager, rollouts("b", [1, 0]))  # recorded with the pool's next change
     reopened = ExperienceManager(rules, store=store)
     assert numbers(reopened.get_offpolicy_batch(["a"], 1)) == [2]
     manager.compact()

@@ -1,4 +1,4 @@
-"""A crash leaves some first part of what was added to the store: each must be a pool."""
+"""A crash leaves a prefix of the additions to the store; every prefix must open as a pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2, seed=5)
 
 
 class LoggedStore(MemoryStore):
-    """Durable as far as its user can tell; remembers what was done, so that any first part can be restored."""
+    """A store that logs its operations, so that any prefix can be restored."""
 
     durable = True
 
@@ -62,7 +62,7 @@ class LoggedStore(MemoryStore):
 
 
 def whole(manager: ExperienceManager) -> dict[str, Any]:
-    """What a pool holds, and where its choices go on."""
+    """Return a pool's contents and the state of its random generator."""
     return {**view(manager), "generator": manager.state_dict()["generator"], "step": manager.global_steps}
 
 
@@ -70,7 +70,7 @@ rollout = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.5, 1.0, 1.5]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against dicts and lists, with crashes between any two steps."""
+    """Compares the pool with dicts and lists, with crashes between any two steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
     for number in range(6):
         manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
     several = [build("a", 10 + number, entropy=1.0 - number / 10) for number in range(3)]
-    manager.save_trajectories_to_memory(several)  # the first of these gives way to the third
+    manager.save_trajectories_to_memory(several)  # the third replaces the first
     manager.save_trajectories_to_memory([build("b", number, entropy=2.0 - number / 10) for number in range(3)])
     assert len(store.ids()) > len(manager), "those that left are not deleted yet"
     there = view(manager)["entries"]
@@ -299,13 +299,13 @@ def test_a_task_does_not_outgrow_its_number_where_a_record_is_lost() -> None:
     manager = ExperienceManager(RULES, store=store)
     for number in range(5):
         manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
-    MemoryStore.evict(store, [store.ids()[2]])  # the last took its place, and must take another's
+    MemoryStore.evict(store, [store.ids()[2]])  # the last replaced it and must now replace another
     assert len(ExperienceManager(RULES, store=store)) == 2
 
 
 @pytest.mark.parametrize("mode", ["argmin", "argmax", "reward", "random"])
 def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
-    """With demonstrations, failures that are kept, and several changes of one task in a step."""
+    """Includes demonstrations, kept failures, and several changes of one task in a step."""
     generator = np.random.default_rng(3)
     checked = PoolRules(n_rollout=4, max_trajectories_per_task=2, exp_select_mode=mode, save_filter="positive")
     store = LoggedStore()
@@ -330,5 +330,5 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
     assert len(store.ids()) < 2 * COMPACT_AFTER, "compaction keeps the journal short"
     for end, seen in [*list(ends.items())[:20], *list(ends.items())[20::5]]:
         recovered = view(ExperienceManager(checked, store=store.first(end)))
-        for part in ("buckets", "skip", "entries"):  # no step and generator: of a step that changed neither
+        for part in ("buckets", "skip", "entries"):  # step and generator may come from an unchanged later step
             assert recovered[part] == seen[part]

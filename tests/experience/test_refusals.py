@@ -1,4 +1,4 @@
-"""Why a rollout is refused: each case lacks one thing, and every way into a pool names that thing."""
+"""Refused rollouts: each case lacks one thing, and every way into a pool names it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NOT_STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
     "mask of another length": ({"response_mask": torch.ones(5, dtype=torch.int64)}, Refusal.LOG_PROBS_MISMATCH),
     "too few ids": ({"input_ids": torch.arange(3)}, Refusal.LOG_PROBS_MISMATCH),
 }
-"""What a store of rollouts does not take, so that it comes by no import from one."""
+"""Rollouts that a store refuses, so they cannot be imported from one."""
 ENTROPYS = torch.tensor([1.0, 2.0, 3.0, 4.0])
 NOT_STORABLE |= {
     case: (fields, Refusal.MALFORMED)
@@ -105,7 +105,7 @@ STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
         "rows of other tokens": {"metadata": {"rows": [{"tokens": 9, "prompt": 2}]}},
     }.items()
 }
-"""What a store of rollouts takes, and no pool."""
+"""Rollouts that a store accepts and a pool refuses."""
 ALL_REFUSED = REFUSED | NOT_STORABLE | STORABLE
 
 
@@ -114,7 +114,7 @@ def rollout(**fields: Any) -> AgentTrajectory:
 
 
 def with_a_failure(one: AgentTrajectory) -> list[AgentTrajectory]:
-    """Return a rollout in a step that does not solve its task."""
+    """Return a rollout and a failed sibling, so that the task is not solved."""
     return [one, build("a", 99, 0.0)]
 
 
@@ -156,7 +156,7 @@ def by_seed(one: AgentTrajectory, folder: Path) -> dict[str, int]:
 
 
 def by_import_of_files(one: AgentTrajectory, folder: Path) -> dict[str, int]:
-    beside = rollout(task_id="b")  # of a pool without a single token the whole is refused
+    beside = rollout(task_id="b")  # a pool without any tokens is refused as a whole
     persistence.write_pool(folder / "files", persistence.PoolContents({1: ["a"]}, [], {"a": [one], "b": [beside]}))
     done = import_pool(folder / "pool", folder / "files", RULES)
     assert done.entered + done.refused.total() == 2
@@ -224,7 +224,7 @@ def test_no_outcome_is_named_by_an_import(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def managers(folder: Path, **options: Any) -> Iterator[list[ExperienceManager]]:
-    """A pool in memory and one on disk."""
+    """Yield a pool in memory and one on disk."""
     with contextlib.closing(BufferStore.open(folder / "pool")) as store:
         yield [ExperienceManager(RULES, **options), ExperienceManager(RULES, store=store, **options)]
 

@@ -1,4 +1,4 @@
-"""A rollout of several rows: one trajectory in the pool, taken apart again for a batch."""
+"""A rollout of several rows is one trajectory in the pool and several rows in a batch."""
 
 from __future__ import annotations
 

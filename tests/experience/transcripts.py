@@ -1,4 +1,4 @@
-"""Lines of conversations, and a small tokenizer of Hugging Face for them."""
+"""Conversation lines, and a small Hugging Face tokenizer for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>")
 
 
 def make_tokenizer(template: str = "chatml") -> Any:
-    """One token for each word, line break and mark."""
+    """Return a tokenizer with one token per word, line break and mark."""
     return tokenizer_of(
         (*MARKS, *WORDS, "assistant", "\n", " ", "<think>", "</think>"),
         r"</?think>|\w+|\n| ",
@@ -41,18 +41,18 @@ def make_tokenizer(template: str = "chatml") -> Any:
 
 
 def turn(*contents: str) -> list[dict[str, Any]]:
-    """Messages of user and assistant in turn."""
+    """Return alternating user and assistant messages."""
     return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
 
 
 def conversation(task: str = "a", last: str = "done", **values: Any) -> dict[str, Any]:
-    """A successful conversation of two turns."""
+    """Return the line of a successful conversation of two turns."""
     messages = turn("bring the cup", "go kitchen", "seen cup", last)
     return {"task_id": task, "messages": messages, "reward": 1.0, **values}
 
 
 def write(path: Path, *lines: Any) -> Path:
-    """Write lines, each a value or the text itself."""
+    """Write lines, given as values or texts."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Ranges of S3 objects through obstore: with the S3 client's settings, from failing servers, in forked children."""
+"""S3 range reads through obstore: client settings, failing servers and forked children."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_batch, witness
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
-# Imported here, so forked children do without it.
+# Found without an import: forked children of a process that imported obstore do without it.
 pytestmark = pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore, of the extra 's3'")
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
@@ -37,11 +37,11 @@ OWN = {"key": "mine", "secret": "hidden", "config_kwargs": {"retries": {"max_att
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ranges of ``CONTENT``, unless ``misbehave`` has answered the request.
+    """Serves ranges of ``CONTENT`` unless ``misbehave`` answers the request.
 
     Attributes:
-        asked: path, headers and address of each request.
-        misbehave: may answer a request differently; returns whether it did.
+        asked: the path, headers and address of each request.
+        misbehave: returns True if it answered the request itself, else False.
     """
 
     daemon_threads = True
@@ -76,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         return CONTENT[int(first) : int(last) + 1]
 
     def answer(self, status: int, body: bytes, said: int | None = None) -> bool:
-        """Send an answer that claims this number of bytes."""
+        """Send an answer; ``said`` overrides its Content-Length."""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if said is None else said))
         if status < 300:
@@ -89,20 +89,20 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(bucket_ranges, "_FIRST_PAUSE", datetime.timedelta(milliseconds=1))
     monkeypatch.setattr(bucket_ranges, "_LONGEST_PAUSE", datetime.timedelta(milliseconds=5))
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    http_server = Server()
+    thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
     thread.start()
-    yield server
-    server.shutdown()
+    yield http_server
+    http_server.shutdown()
     thread.join()
-    server.server_close()
+    http_server.server_close()
 
 
 def objects_of(server: Server, **options: Any) -> ObjectStore:
@@ -110,14 +110,14 @@ def objects_of(server: Server, **options: Any) -> ObjectStore:
 
 
 def fetched(objects: ObjectStore, pieces: list[tuple[str, int, int]] = PIECES) -> list[bytes]:
-    """Return the bytes of each range, once."""
-    came = [(place, bytes(data)) for place, data in objects.ranges(pieces)]
+    """Fetch every range and return the contents in order; each must arrive once."""
+    came = [(place, bytes(content)) for place, content in objects.ranges(pieces)]
     assert len(came) == len(pieces)
-    by_place = dict(came)
-    return [by_place[place] for place in range(len(pieces))]
+    contents = dict(came)
+    return [contents[place] for place in range(len(pieces))]
 
 
-# -- settings -----------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------
 
 
 def test_ranges_come_in_the_order_in_which_they_were_asked_for(server: Server) -> None:
@@ -203,7 +203,7 @@ def test_certificates(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def certify(server: Server, folder: Path) -> Path:
-    """Make a server use TLS; return a file with the issuer's certificate."""
+    """Let a server speak TLS; return a file with the certificate of its authority."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -232,7 +232,7 @@ def certify(server: Server, folder: Path) -> Path:
     return paths[0]
 
 
-# -- failing servers ----------------------------------------------------------------------------------
+# -- failing servers ---------------------------------------------------------------------------------
 
 
 def test_what_fails_is_tried_again(server: Server) -> None:
@@ -267,10 +267,10 @@ def test_in_the_end_the_error_names_the_object(server: Server, status: int, capl
     objects = objects_of(server)
     server.misbehave = lambda handler: handler.answer(status, b"<Error/>")
     for _ in range(2):
-        with pytest.raises(OSError, match=r"'s3://bucket/run/shards/a b") as raised:
+        with pytest.raises(OSError, match=r"'s3://bucket/run/shards/a b") as error:
             fetched(objects, PIECES[:2])
-        assert "\n" not in str(raised.value)
-        assert isinstance(raised.value, PermissionError) == (status == 403)
+        assert "\n" not in str(error.value)
+        assert isinstance(error.value, PermissionError) == (status == 403)
         server.misbehave = lambda handler: False
         assert fetched(objects) == WANTED
         server.misbehave = lambda handler: handler.answer(status, b"<Error/>")
@@ -280,16 +280,16 @@ def test_in_the_end_the_error_names_the_object(server: Server, status: int, capl
 def test_a_server_that_says_200_to_a_range_is_asked_by_s3fs(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.misbehave = lambda handler: handler.answer(200, handler.wanted())
     objects = objects_of(server)
-    assert fetched(objects, PIECES[:1]) == WANTED[:1]  # with several, some would still be under way
+    assert fetched(objects, PIECES[:1]) == WANTED[:1]  # of several ranges, some would still be in flight
     before = len(server.by_obstore())
     assert fetched(objects) == WANTED
     assert len(server.by_obstore()) == before, "obstore is not tried again"
-    messages = [
+    warnings = [
         record.getMessage() for record in caplog.records if "more slowly than by obstore" in record.getMessage()
     ]
-    assert len(messages) == 1
-    assert "s3://bucket/run" in messages[0]
-    assert len(messages[0].splitlines()) == 1
+    assert len(warnings) == 1
+    assert "s3://bucket/run" in warnings[0]
+    assert len(warnings[0].splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_what_does_not_come_is_an_error_that_names_it(
         fetched(objects_of(server))
 
 
-# -- whole stores -------------------------------------------------------------------------------------
+# -- whole stores ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ def test_a_child_of_a_process_that_used_obstore_asks_s3fs_and_says_so(
 
 
 def fork_and_read(url: str, options: dict[str, Any]) -> None:
-    """Make two forked children read by obstore alone, before this process has read anything."""
+    """Read by obstore in two forked children, before the parent has read anything."""
     reader = reader_of(url, options)
     for _ in range(2):
         if not os.fork():

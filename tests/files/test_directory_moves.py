@@ -1,4 +1,4 @@
-"""Directories that are moved, removed, replaced or modified while a buffer has them open."""
+"""Directories moved, removed, replaced or modified while a buffer has them open."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
     path = tmp_path / "run"
     buffer = opened(path)
     add_each(buffer, [0])
-    while (path / part).exists():  # metadata.json may be renewed meanwhile
+    while (path / part).exists():  # metadata.json may be rewritten meanwhile
         shutil.rmtree(path / part, ignore_errors=True)
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while .* open \(it was .*run\)"):
-        buffer.flush()  # raises even with nothing to write
+        buffer.flush()  # raises although nothing is pending
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while") as raised:
         add_each(buffer, [1])
     assert "free space" not in str(raised.value)
@@ -130,7 +130,7 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     check_batch(reader.sample(16))
     os.rename(tmp_path / "r", tmp_path / "r2")
     assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
-    for key in (4, 5):  # first from the log alone, then after it was merged into the index
+    for key in (4, 5):  # first read from the log alone, then reopened after the log was merged into the index
         with opened(tmp_path / "r2") as buffer:
             add_each(buffer, [key])
             assert reader.refresh()
@@ -208,7 +208,7 @@ def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     add_each(buffer, [0])
     (tmp_path / "writer.lock").unlink()
-    (tmp_path / "writer.lock").touch()  # as a writer that locks only this file would
+    (tmp_path / "writer.lock").touch()  # a writer that locks only the file would do this
     with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced while this writer held it"):
         buffer.flush()
     with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced"):
@@ -239,7 +239,7 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
 
     def files_only(descriptor: int, operation: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS reports for folders
+            raise OSError(errno.EBADF, "Bad file descriptor")  # NFS reports this for directories
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", files_only)
@@ -252,7 +252,7 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
 
 
 def write_and_fork(path: Path, told: Connection) -> None:
-    """Hold a store and its reader in two processes, one forked from the other."""
+    """Open a store for writing in one process and a reader of it in a forked child."""
     buffer = opened(path)
     add_each(buffer, [0])
     reader = reader_of(path)

@@ -1,4 +1,4 @@
-"""New names are synced in their folders before use; required deletions are durable before what depends on them."""
+"""New names are synced before they are relied on, and deletions are durable in the required order."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trajstore.testing.witness import witness
 
 
 class Recorder:
-    """Records a directory's system calls; stands in for the module ``os``.
+    """Stands in for the module ``os`` and records a directory's calls.
 
     Attributes:
         calls: (call, absolute path) in order.
-        unsynced: new names whose folder was not synced since.
+        unsynced: new names whose folder has not been synced since.
     """
 
     def __init__(self, watch: Callable[[], None] = lambda: None) -> None:
@@ -71,7 +71,7 @@ class Recorder:
         return path if name != "mkdir" or not os.path.exists(path) else None
 
     def place_of(self, call: str, part: str) -> int:
-        """Return the position of the first call whose path contains ``part``."""
+        """Return the position of the first call on a path containing ``part``."""
         return next(at for at, (name, path) in enumerate(self.calls) if name == call and part in path)
 
 
@@ -87,8 +87,8 @@ def recording(watch: Callable[[], None] = lambda: None) -> Iterator[Recorder]:
 @pytest.mark.parametrize("fmt", ["pt", "zarr"])
 def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> None:
     store = tmp_path / "a" / "b" / "store"
-    # Not promised by any call: the lock, useless after a crash, and metadata.json, whose sizes the writer's own thread
-    # updates at any time.
+    # Not durable by contract: the lock, which is useless after a crash, and metadata.json, which the writer's thread
+    # refreshes at times of its own.
     renewed = {str(store / "metadata.json"), str(store / "metadata.json.tmp")}
     unpromised = renewed | {str(store / "writer.lock")}
     with recording() as recorder, opened(store, trajectory_format=fmt) as buffer:
@@ -161,12 +161,12 @@ def test_what_a_killed_save_left_is_removed_and_what_a_live_one_makes_is_not(tmp
             buffer.save_checkpoint(path)
             assert not left.exists()
             assert other.exists()
-    assert os.listdir(path) == []  # the last to arrive holds the name
+    assert os.listdir(path) == []  # the last saver to publish owns the name
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "store"]
 
 
 def test_an_interrupt_does_not_come_while_folders_are_removed(tmp_path: Path) -> None:
-    """In the main thread ``rmtree`` would close a descriptor twice, and raise for that one."""
+    """In the main thread, an interrupted ``rmtree`` closes a descriptor twice and reports that error."""
     threads = []
 
     def removed(*arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The local directory: the common contract of directories, and its own features."""
+"""The local directory: the directory conformance suite, and its own guarantees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestLocalDirectory(DirectoryConformance):
 def test_a_failed_append_is_cut_off_even_if_that_fails_at_first(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     directory.append("log/1", b"first\n")
-    plan = FaultPlan(1, "torn", lasting=True)  # everything fails from the write on, including the truncation
+    plan = FaultPlan(1, "torn", lasting=True)  # every call from the write on, including the truncation
     with failing_disk(plan), pytest.raises(OSError, match="log/1"):
         directory.append("log/1", b"second line\n")
     assert (tmp_path / "log" / "1").read_bytes() == b"first\nsecond"
@@ -58,7 +58,7 @@ def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> Non
 
 def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
-    directory.lock_writer().release()  # readers are announced only after a writer existed
+    directory.lock_writer().release()  # readers are announced only after a first writer
     assert directory.readers() == []
     first, second = directory.announce_reader(), directory.announce_reader()
     assert [(reader.generation, reader.settled) for reader in directory.readers()] == [(0, False)] * 2
@@ -80,7 +80,7 @@ def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
 
 
 def test_a_reader_keeps_no_other_user_from_announcing_itself(tmp_path: Path) -> None:
-    """A user with a strict umask, or root, reads another user's store first."""
+    """The first reader of another user's store may be root or have a strict umask."""
     path = tmp_path / "store"
     directory = LocalDirectory(path)
     directory.lock_writer().release()

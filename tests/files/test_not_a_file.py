@@ -1,4 +1,4 @@
-"""Non-files and oversized files in place of files: refused at once by every tool."""
+"""Paths that are no regular files, or are huge, are refused immediately by every reader."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with files of every kind: three trajectories in three shards, the newest two only in the log."""
+    """Return a store with all kinds of files: three trajectories in three shards, two of them only in the log."""
     path = tmp_path_factory.mktemp("store")
     made = path / "made"
     filled(made, [0])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
         add_each(buffer, (1, 2))
         buffer.points.pin("kept")
-        copy_live(made, path / "copy")  # as after a killed writer
+        copy_live(made, path / "copy")  # the state after a writer is killed
     return path / "copy"
 
 
 def look(call: Callable[[], object]) -> Exception | None:
-    """Return the project's own error that a call raises, if any."""
+    """Return the project's own error that a call raises, or None."""
     try:
         call()
     except errors.TrajstoreError as error:

@@ -1,4 +1,4 @@
-"""Fetching only the drawn rows from an object store, not their whole shards."""
+"""Range reads from an object store: sampled rows are fetched without their whole shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTENT = np.random.default_rng(0).integers(0, 256, 40 * BLOCK + 17, np.uint8).t
 
 
 class Server:
-    """Ranges of one file, and the requests for them."""
+    """Serves ranges of one file and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[Range] = []
@@ -54,30 +54,30 @@ def read(one: PartialMap, *pieces: tuple[int, int]) -> list[bytes]:
 
 def open_files(folder: Path) -> list[int]:
     """Return this process's descriptors of files in a folder."""
-    descriptors = []
+    numbers = []
     for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is gone
             if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
-                descriptors.append(number)
-    return descriptors
+                numbers.append(number)
+    return numbers
 
 
 def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
-    file = maps.map("a", len(CONTENT))
+    partial_map = maps.map("a", len(CONTENT))
     chance = random.Random(3)
     for _ in range(60):
         pieces = []
         for _ in range(chance.randint(1, 5)):
             start = chance.randrange(len(CONTENT))
             pieces.append((start, min(len(CONTENT), start + chance.choice((1, 50, BLOCK, 3 * BLOCK)))))
-        assert read(file, *pieces) == [CONTENT[start:stop] for start, stop in pieces]
+        assert read(partial_map, *pieces) == [CONTENT[start:stop] for start, stop in pieces]
     covered = server.asked
     assert len(covered) < 60
     blocks = [block for piece in covered for block in range(piece.start // BLOCK, -(-piece.stop // BLOCK))]
-    assert len(file.there) == 41
+    assert len(partial_map.there) == 41
     assert maps.fetched == sum(piece.stop - piece.start for piece in covered)
-    assert set(np.flatnonzero(file.there).tolist()) == set(blocks)
+    assert set(np.flatnonzero(partial_map.there).tolist()) == set(blocks)
 
 
 def test_many_files_lie_in_one_and_give_back_what_they_had(
@@ -85,17 +85,17 @@ def test_many_files_lie_in_one_and_give_back_what_they_had(
 ) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
     files = [maps.map(str(number), len(CONTENT)) for number in range(30)]
-    for file in files:
-        assert read(file, (0, len(CONTENT))) == [CONTENT]
+    for partial_map in files:
+        assert read(partial_map, (0, len(CONTENT))) == [CONTENT]
     assert list(tmp_path.iterdir()) == []
     (held,) = open_files(tmp_path)
     full = os.fstat(held).st_blocks
-    del file, files[1:]
+    del partial_map, files[1:]
     assert os.fstat(held).st_blocks < full / 20
     assert read(files[0], (0, len(CONTENT))) == [CONTENT]
     monkeypatch.setattr(partial, "_OF_ONE_FILE", 100 * BLOCK)
     files += [maps.map(str(number), len(CONTENT)) for number in range(4)]
-    assert [read(file, (0, len(CONTENT))) for file in files] == 5 * [[CONTENT]]
+    assert [read(partial_map, (0, len(CONTENT))) for partial_map in files] == 5 * [[CONTENT]]
     assert len(open_files(tmp_path)) == 3
     del files[0]
     assert len(open_files(tmp_path)) == 2
@@ -115,27 +115,27 @@ def test_what_lies_outside_of_the_files_is_passed_over(server: Server, tmp_path:
 
 
 def test_neighbours_are_fetched_with_one_request(server: Server, tmp_path: Path) -> None:
-    file = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
-    read(file, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (36 * BLOCK, 36 * BLOCK + 1))
+    partial_map = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
+    read(partial_map, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (36 * BLOCK, 36 * BLOCK + 1))
     assert server.asked == [Range("a", 0, 3 * BLOCK), Range("a", 36 * BLOCK, 37 * BLOCK)]
-    read(file, (BLOCK, BLOCK + 1))
+    read(partial_map, (BLOCK, BLOCK + 1))
     assert len(server.asked) == 2
-    read(file, (len(CONTENT) - 1, len(CONTENT)))
+    read(partial_map, (len(CONTENT) - 1, len(CONTENT)))
     assert server.asked[-1] == Range("a", 40 * BLOCK, len(CONTENT))
 
 
 def test_the_least_recently_used_files_are_emptied(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
     files = [maps.map(name, len(CONTENT)) for name in "abc"]
-    for one in files:
-        read(one, (0, 10 * BLOCK))
-    assert [int(one.there.sum()) for one in files] == [0, 10, 10]
-    for one in files:
-        assert read(one, (0, 10 * BLOCK)) == [CONTENT[: 10 * BLOCK]]
-    with fetched(files, lambda: (np.array([one.address for one in files]), np.full(3, len(CONTENT)))):
-        assert all(one.there.all() for one in files), "what is being read stays"
-        assert all(bytes(one.view) == CONTENT for one in files)
-    assert sum(int(one.there.sum()) for one in files) <= 25
+    for partial_map in files:
+        read(partial_map, (0, 10 * BLOCK))
+    assert [int(partial_map.there.sum()) for partial_map in files] == [0, 10, 10]
+    for partial_map in files:
+        assert read(partial_map, (0, 10 * BLOCK)) == [CONTENT[: 10 * BLOCK]]
+    with fetched(files, lambda: (np.array([partial_map.address for partial_map in files]), np.full(3, len(CONTENT)))):
+        assert all(partial_map.there.all() for partial_map in files), "what is being read stays"
+        assert all(bytes(partial_map.view) == CONTENT for partial_map in files)
+    assert sum(int(partial_map.there.sum()) for partial_map in files) <= 25
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -144,7 +144,7 @@ def test_a_file_that_needs_nothing_more_is_in_use_all_the_same(server: Server, t
     first, second = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
     read(first, (0, 10 * BLOCK))
     read(second, (0, 10 * BLOCK))
-    read(first, (0, BLOCK))  # present already
+    read(first, (0, BLOCK))  # already cached
     third = maps.map("c", len(CONTENT))
     read(third, (0, 10 * BLOCK))
     assert first.there.any()
@@ -158,7 +158,7 @@ def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Serve
     child = os.fork()
     if child == 0:
         right = read(first, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
-        read(other, (0, 20 * BLOCK))  # evicts the first one
+        read(other, (0, 20 * BLOCK))  # evicts the first file
         os._exit(0 if right and not first.there.any() else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert first.there.sum() == 20
@@ -166,12 +166,12 @@ def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Serve
 
 
 def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, tmp_path: Path) -> None:
-    file = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
+    partial_map = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as raised:
-        read(file, (0, 10))
-    assert raised.value.errno == errno.ENOSPC
-    assert read(file, (0, 10)) == [CONTENT[:10]]
+    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as error:
+        read(partial_map, (0, 10))
+    assert error.value.errno == errno.ENOSPC
+    assert read(partial_map, (0, 10)) == [CONTENT[:10]]
 
 
 # -- whole stores -------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the bytes of each fetched range are appended."""
+    """Return a list that receives the size of each fetched range."""
     sizes: list[int] = []
     real = ObjectStore.ranges
 
@@ -255,7 +255,7 @@ def test_agent_trajectories_are_fetched_alone(memory_url: str, asked: list[int])
             assert torch.equal(reader.get(number).input_ids, torch.arange(number, number + 5000))
         assert sum(asked) < 0.25 * 40 * 5000 * 8
         drawn = reader.sample_trajectories(4)
-        assert all(int(rollout.input_ids[0]) < 40 for rollout in drawn)
+        assert all(int(trajectory.input_ids[0]) < 40 for trajectory in drawn)
 
 
 def test_formats_without_places_are_said(memory_url: str, caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:

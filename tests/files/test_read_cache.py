@@ -1,4 +1,4 @@
-"""Local copies of remote files: made once, bounded, deleted with their directory unless a folder is named."""
+"""Local copies of remote files: made once, bounded, and deleted with their directory unless a folder was given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore.testing.witness import check_trajectory
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the name of each downloaded object is appended."""
+    """Return a list that receives the name of each downloaded object."""
     names: list[str] = []
     download = ObjectStore.download
 
@@ -58,7 +58,7 @@ def test_least_recently_used_copies_go_first(memory_url: str, tmp_path: Path, do
     directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=250)
     publish(directory, a=b"a" * 100, b=b"b" * 100, c=b"c" * 100)
     copies = {}
-    for age, name in enumerate("ba"):  # as if b was used last
+    for age, name in enumerate("ba"):  # b was used last
         held = directory.map(name)
         (copies[name],) = set(tmp_path.iterdir()) - set(copies.values())
         long_ago = time.time() - 20 - age
@@ -94,7 +94,7 @@ def test_temporary_copies_go_with_their_directory(
 
 
 def test_threads_of_one_process_have_one_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole-file and range fetches request it under different locks."""
+    """Whole-file and range reads request the folder under different locks."""
     cache, both, make = ReadCache(None, 1), threading.Barrier(2), tempfile.mkdtemp
 
     def together(prefix: str) -> str:
@@ -144,7 +144,7 @@ def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) ->
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
         add_each(buffer, range(2))
         reader = reader_of(memory_url)
-        for name in open_directory(memory_url).names("readers"):  # as if disconnected for too long
+        for name in open_directory(memory_url).names("readers"):  # as after a long disconnection
             open_directory(memory_url).remove([name])
         buffer.evict([0])
         with pytest.raises(CorruptStoreError, match=r"shard_\d+.* may have deleted it since .*refresh\(\)"):

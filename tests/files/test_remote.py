@@ -1,4 +1,4 @@
-"""Remote directories: the suite for every directory, in memory and on a local S3 server, and their own features."""
+"""Remote directories: the conformance suite in memory and on a local S3 server, and remote-only behaviour."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trajstore.trajectory import Trajectory
 
 
 def around(url: str, **options: Any) -> MutableMapping[str, bytes]:
-    """Return the names at a URL, listed anew each time."""
+    """Return a mapping of the objects at a URL, listed anew on each call."""
     system = fsspec.filesystem(url.partition(":")[0], skip_instance_cache=True, use_listings_cache=False, **options)
     return cast(MutableMapping[str, bytes], fsspec.FSMap(system._strip_protocol(url), system))
 
@@ -44,7 +44,7 @@ class TestMemory(DirectoryConformance):
 
 
 class TestS3(DirectoryConformance):
-    """A whole bucket, with names outside any folder; in memory, a folder of a bucket."""
+    """A whole bucket, so names have no folder prefix; the memory store is a folder of a bucket."""
 
     @pytest.fixture
     def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:

@@ -1,4 +1,4 @@
-"""The writer's lock and reader leases in an object store: heartbeats, takeovers, and their messages."""
+"""The writer's lock and readers' leases in an object store: heartbeats, takeover and messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_lock(directory: Directory, text: bytes) -> None:
 
 
 def is_refused(call: Callable[[], object], message: str = "") -> bool:
-    """Return whether a call is refused with such a message because of the lock."""
+    """Return whether a call is refused because of the lock, with ``message`` in the error."""
     try:
         call()
     except StoreLockedError as error:
@@ -119,7 +119,7 @@ def test_writer_that_lost_its_lock_cannot_write(memory_url: str) -> None:
     lock = directory.lock_writer()
 
     def lost() -> bool:
-        write_lock(other, lock_text(host="elsewhere", pid=1))  # again: a heartbeat under way may overwrite it
+        write_lock(other, lock_text(host="elsewhere", pid=1))  # a heartbeat in flight may overwrite it
         return is_refused(lambda: publish(directory, a=b"1"))
 
     wait_until(lost)
@@ -161,7 +161,7 @@ def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str) -> None:
     wait_until(lambda: not stopped())
     lock.release()
     assert directory.names() == ["a"]
-    publish(directory, b=b"2")  # free: no one is refused
+    publish(directory, b=b"2")  # the lock is free, so nothing is refused
 
 
 def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> None:
@@ -170,24 +170,24 @@ def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> N
         assert sum(refused) == 15
 
 
-# -- writers that lost their lock ---------------------------------------------------------------------
+# -- writers after a takeover ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def s3_url_soon_lost(s3_url: str, s3_options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a store's URL, and options with which its lock expires soon."""
+    """Return a store URL, and options with which its lock expires soon."""
     return s3_url, {**s3_options, "lock_ttl": 0.5}
 
 
 def take_over(url: str, options: dict[str, Any]) -> Directory:
-    """Return a directory whose lock was taken over after its writer fell silent."""
+    """Take the lock from a writer without heartbeats; return the new holder's directory."""
     directory = RemoteDirectory(url, **options)
     wait_until(lambda: not is_refused(directory.lock_writer))
     return directory
 
 
 class Frozen:
-    """Blocks all requests of one directory, as if its process was stopped, until thawed."""
+    """Blocks all requests of one directory until it is thawed, as if its process was stopped."""
 
     def __init__(self, directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
         self.reached, self.thawed = threading.Event(), threading.Event()
@@ -249,7 +249,7 @@ def test_heirs_replace_what_came_late(s3_url_soon_lost: tuple[str, dict[str, Any
         pass
     heir = take_over(url, options)
     publish(heir, pins__a=b"1")
-    publish(RemoteDirectory(url, **options), pins__a=b"late", shards__1=b"late")  # has no lock, like requests under way
+    publish(RemoteDirectory(url, **options), pins__a=b"late", shards__1=b"late")  # no lock, like a request in flight
     publish(heir, pins__a=b"2", shards__1=b"2")
     assert heir.read("pins/a") == heir.read("shards/1") == b"2"
 
@@ -265,7 +265,7 @@ def test_a_released_lock_stays_and_says_so(s3_url: str, s3_options: dict[str, An
 def test_each_writer_has_shard_numbers_of_its_own(memory_url: str) -> None:
     for number in range(3):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
-            if number != 1:  # a writer without commits also uses up numbers
+            if number != 1:  # a writer uses up its numbers even without a commit
                 buffer.add_trajectories([witness(number)])
     names = open_directory(memory_url).names("shards")
     assert names == sorted(f"shards/shard_{block << 32}.pt" for block in (1, 3))
@@ -285,7 +285,7 @@ def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opene
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
         for change in (lambda: buffer.add_trajectories([witness(1)]), lambda: buffer.evict([0]), buffer.compact):
             late = Catalog.open(open_directory(memory_url))
-            fence(late.directory, late)  # has no lock
+            fence(late.directory, late)  # without a lock
             add_each(buffer, [0])
             late.refresh()
             fence(late.directory, late)
@@ -309,7 +309,7 @@ def test_a_server_that_keeps_no_conditions_is_told_by_name(
 def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(
     s3_url_soon_lost: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A partial file of its heir is no damage."""
+    """It sees its heir's unfinished store, which is not damage."""
     url, options = s3_url_soon_lost
 
     def frozen_in(directory: RemoteDirectory, *_: object) -> None:
@@ -349,7 +349,7 @@ def test_a_damaged_fence_is_told_and_costs_nothing(memory_url: str, tmp_path: Pa
         assert contents_of(copy) == [0, 1, 2]
 
 
-# -- Reader leases in an object store: files they keep, their content, their end --
+# -- Readers' leases in an object store: retention, contents and expiry --
 
 
 def test_a_reader_keeps_what_it_shows(s3_url: str, s3_options: dict[str, Any]) -> None:
@@ -368,7 +368,7 @@ def test_a_reader_keeps_what_it_shows(s3_url: str, s3_options: dict[str, Any]) -
 def test_what_a_lease_says(memory_url: str) -> None:
     directory = RemoteDirectory(memory_url)
     assert directory.announce_reader().release() is None
-    assert directory.names() == []  # no one writes there in place
+    assert directory.names() == []  # readers are announced only after a first writer
     directory.append("log/1", b"")
     lease = directory.announce_reader(3)
 
@@ -378,7 +378,7 @@ def test_what_a_lease_says(memory_url: str) -> None:
 
     assert seen() == (3, False)
     lease.settle(5)
-    assert seen() == (3, False)  # needs a request, and follows with the next heartbeat
+    assert seen() == (3, False)  # renewing costs a request and waits for the next heartbeat
     assert isinstance(lease, RemoteReaderLease)
     lease.beat()
     assert seen() == (5, False)
@@ -401,8 +401,8 @@ def test_leases_end_by_the_clock_of_the_store(memory_url: str, monkeypatch: pyte
     passed = 0.0
 
     def aged(self: ObjectStore, below: str) -> dict[str, ObjectInfo]:
-        listing = infos(self, below)
-        return {name: replace(info, modified=(info.modified or 0) - passed) for name, info in listing.items()}
+        objects = infos(self, below)
+        return {name: replace(info, modified=(info.modified or 0) - passed) for name, info in objects.items()}
 
     monkeypatch.setattr(ObjectStore, "infos", aged)
     with directory.lock_writer():  # the last heartbeat

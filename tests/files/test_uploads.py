@@ -1,4 +1,4 @@
-"""S3 multipart uploads, here from one KB on."""
+"""Multipart uploads to S3, here for objects from one KB on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trajstore.remote.object_store import ObjectStore
 from trajstore.testing.witness import check_trajectory, witness
 
 CONTENT = bytes(range(256)) * 44
-"""11 KB: three parts of five, which the server here accepts."""
+"""11 KB, uploaded in three parts of at most 5 KB."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def objects(s3_url: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyP
 
 
 def begun(objects: ObjectStore) -> list[Any]:
-    """Return the uploads that are neither completed nor aborted."""
+    """Return the uploads neither completed nor aborted."""
     fs, root = objects._filesystem()
     return list(fs.call_s3("list_multipart_uploads", Bucket=fs.split_path(root)[0]).get("Uploads", []))
 
@@ -37,7 +37,7 @@ def test_in_parts_and_whole(objects: ObjectStore, monkeypatch: pytest.MonkeyPatc
     real = type(fs).call_s3
 
     def call(self: Any, name: str, **given: Any) -> Any:
-        if given.get("Key", "").endswith("/a"):  # ignores requests of another test's lock
+        if given.get("Key", "").endswith("/a"):  # not the lock of another test, which may still be in flight
             calls.append(name)
         return real(self, name, **given)
 
@@ -97,10 +97,10 @@ def test_what_fails_is_taken_back(
 def test_what_is_too_large_for_s3_is_refused(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "MOST_PARTS", 2)
     monkeypatch.setattr(uploads, "LARGEST_PART", 5 << 10)
-    with pytest.raises(OSError, match="at most 10,240") as raised:
+    with pytest.raises(OSError, match="at most 10,240") as error:
         objects.put("a", CONTENT)
-    assert raised.value.errno == errno.EFBIG
-    assert objects.url in str(raised.value)
+    assert error.value.errno == errno.EFBIG
+    assert objects.url in str(error.value)
 
 
 def test_a_store_of_objects_in_parts(objects: ObjectStore, s3_options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Untrusted pickles: data is restored equal, code is refused without running."""
+"""Foreign pickles: data is restored unchanged, and code is refused without running."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unicode(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
 
 
-# -- data comes back ---------------------------------------------------------------------------------
+# -- data is restored --------------------------------------------------------------------------------
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -61,7 +61,7 @@ def test_plain_values_come_back(value: Any, protocol: int) -> None:
 def test_text_that_is_not_unicode_comes_back(protocol: int) -> None:
     value = ["\ud800", "line\nbreak \\ backslash", "é", 2**5000]
     if protocol == 0:
-        value = value[:-1]  # more digits than int() takes
+        value = value[:-1]  # ``int()`` refuses that many digits
     assert safe_loads(pickle.dumps(value, protocol)) == value
 
 
@@ -124,7 +124,7 @@ def test_storages_come_back() -> None:
 def test_numpy_comes_back(array: Any, protocol: int) -> None:
     result = safe_loads(pickle.dumps(array, protocol))
     assert type(result) is type(array)
-    assert result.dtype == pickle.loads(pickle.dumps(array, protocol)).dtype  # numpy may swap bytes on the way
+    assert result.dtype == pickle.loads(pickle.dumps(array, protocol)).dtype  # numpy may swap bytes while pickling
     assert np.array_equal(result, array)
     assert result.shape == array.shape
 
@@ -206,11 +206,11 @@ def test_persistent_ids() -> None:
         safe_loads(target.getvalue())
 
 
-# -- code -------------------------------------------------------------------------------------------
+# -- code is refused ---------------------------------------------------------------------------------
 
 
 class Calls:
-    """Pickles as a call of ``function(*arguments)``."""
+    """Pickled as a call of ``function(*arguments)``."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -220,7 +220,7 @@ class Calls:
 
 
 def calling(module: str, name: str, *arguments: Any, protocol: int = 2) -> bytes:
-    """Return a pickle that calls ``module.name(*arguments)``, whether or not that function exists."""
+    """Return a pickle that calls ``module.name(*arguments)``, which need not exist."""
     packed = pickle.dumps(arguments, 2)[2:-1]
     if protocol >= 4:
         return b"\x80\x04" + unicode(module) + unicode(name) + b"\x93" + packed + b"R."
@@ -263,7 +263,7 @@ def test_the_message_names_what_was_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsafeContentError, match=r"(system|eval|exec), which is not plain data; nothing of it was"):
             safe_loads(data)
         assert not marker.exists()
-        pickle.loads(data)  # the attack works
+        pickle.loads(data)  # proves that the attack works
         assert marker.exists()
         marker.unlink()
 
@@ -326,7 +326,7 @@ def test_a_stand_in_class_cannot_be_changed() -> None:
     assert Plain().a == 0
 
 
-# -- damage and excessive claims ---------------------------------------------------------------------
+# -- damage and false claims -------------------------------------------------------------------------
 
 
 HOSTILE = {
@@ -394,7 +394,7 @@ def test_object_arrays_are_refused(protocol: int) -> None:
 
 
 def rebuilding(offset: Any, size: Any, stride: Any) -> bytes:
-    """Return the pickle of a tensor of four float32 with another layout."""
+    """Return the pickle of a tensor of four float32 with a forged offset, size and stride."""
 
     class Lying(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -462,6 +462,6 @@ def test_changed_bytes_raise_nothing_else(changes: list[tuple[int, int]]) -> Non
 
 
 def read_or_refuse(data: bytes | bytearray) -> None:
-    """Read ``data``; only a value or one of the store's errors passes."""
+    """Read ``data``; any error other than the store's own fails the test."""
     with contextlib.suppress(StoreError):
         safe_loads(data)

@@ -1,4 +1,4 @@
-"""The ``torch.save`` container: torch reads our files, we locate torch's tensors, and damage is refused."""
+"""The container of ``torch.save``: torch reads our files, we locate tensors in torch's, and damage is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(obj: Any) -> tuple[bytes, list[int]]:
 
 
 def at(data: bytes, place: TensorPlace) -> torch.Tensor:
-    """Read a located tensor directly."""
+    """Return the located tensor from ``data``, by plain torch calls."""
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     storage = raw.untyped_storage()
     tensor = torch.empty(0, dtype=place.dtype)
@@ -65,11 +65,11 @@ def test_torch_reads_every_dtype_and_shape(tmp_path: Path, name: str, shape: tup
     path.write_bytes(data)
     for mapped in (False, True):
         read = torch.load(path, weights_only=True, mmap=mapped)
-        loaded = read["deep"][0]["x"]
+        tensor_read = read["deep"][0]["x"]
         assert read["deep"][1:] == [7, "text", None, True]
-        assert loaded.dtype == tensor.dtype
-        assert loaded.shape == tensor.shape
-        assert same_bytes(loaded, tensor)
+        assert tensor_read.dtype == tensor.dtype
+        assert tensor_read.shape == tensor.shape
+        assert same_bytes(tensor_read, tensor)
     assert offsets[0] % ALIGNMENT == 0
     assert data[offsets[0] : offsets[0] + tensor.nbytes] == bytes(raw_bytes(tensor))
     place = locate(data)["deep"][0]["x"]
@@ -148,16 +148,16 @@ def test_changed_bytes_never_place_a_tensor_outside_the_file() -> None:
         for _ in range(rng.randint(1, 3)):
             changed[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            located = locate(bytes(changed))
+            places = locate(bytes(changed))
         except (CorruptStoreError, UnsafeContentError):
             continue
-        for place in (located or {}).values():
+        for place in (places or {}).values():
             if isinstance(place, TensorPlace):
                 assert place.offset >= 0
                 assert place.offset + place.nbytes <= len(data)
 
 
-# -- archive arithmetic: same layout as torch, beyond 4 GiB, no claims beyond the content ---------------
+# -- archives byte by byte: torch's alignment, sizes beyond 4 GiB, and false claims --
 
 
 def test_records_lie_where_torch_puts_them() -> None:
@@ -176,7 +176,7 @@ def test_records_lie_where_torch_puts_them() -> None:
 
 @pytest.mark.parametrize("limit", [0, 200, 1500])
 def test_sixty_four_bit_sizes_and_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Files beyond 4 GiB encode numbers differently; here all numbers beyond ``limit`` are encoded so."""
+    """Archives write numbers beyond 4 GiB differently; here ``limit`` takes the place of 4 GiB."""
     tensors = [torch.randn(shape) for shape in ((0,), (5,), (100,), (3, 7))]
     packed = [slot(tensor) for tensor in tensors]
     with monkeypatch.context() as patch:
@@ -246,7 +246,7 @@ GOOD, _ = written({"a": slot(torch.arange(40)), "b": slot(torch.ones(3))})
 
 
 def rewritten(data: bytes, **changes: Any) -> bytes:
-    """Return ``data`` with fields of data/0's directory entry changed."""
+    """Return ``data`` with changed fields in the zip directory's entry of data/0."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         start = archive.start_dir
     position = data.index(b"PK\x01\x02", data.index(b"archive/byteorder", start))
@@ -334,8 +334,8 @@ def test_other_writers_of_zip_are_read() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (b"K\x28\x85", b"K\x29\x85"),  # forty-one elements
-        (b"K\x28tq\x07Q", b"K\x27tq\x07Q"),  # a storage of thirty-nine
+        (b"K\x28\x85", b"K\x29\x85"),  # 41 elements
+        (b"K\x28tq\x07Q", b"K\x27tq\x07Q"),  # a storage of 39 elements
         (b"X\x07\x00\x00\x00storage", b"X\x07\x00\x00\x00garbage"),
         (b"ctorch\nLongStorage", b"ctorch\nByteStorage"),
         (b"ctorch\nLongStorage", b"ctorch\nfloat64"),
@@ -355,7 +355,7 @@ def test_expanded_tensors_are_refused() -> None:
         locate(saved([torch.ones(1).expand(1 << 40)]))
 
 
-# -- Shards in this container and pickled ones: the suite for every format --
+# -- Shards in this container and pickled ones: conformance suite --
 
 
 class TestPklConformance(FormatConformance):

@@ -1,4 +1,4 @@
-"""Zarr shards: the suite for every format, in several configurations, and Zarr's own features."""
+"""Zarr shards: the conformance suite in several configurations, and Zarr's own features."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_only_the_needed_chunks_are_fetched() -> None:
 
 
 def with_file(shard: StoredShard, name: str, content: bytes) -> StoredShard:
-    """Return the shard with a file's content replaced, and a matching manifest."""
+    """Return the shard with a replaced file and a matching manifest."""
     files = tuple(
         replace(file, size=len(content), crc32=zlib.crc32(content)) if file.name == name else file
         for file in shard.manifest.files
@@ -287,7 +287,7 @@ def _read_in_child(shard: StoredShard, config: ZarrFormat) -> bool:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_child_process_reads_and_the_parent_goes_on(context: Any) -> None:
     config = ZarrFormat(codec="zstd", chunk_bytes=100)
-    shard = store_shard(config, [step(torch.ones(40, 1, 3))])  # starts zarr's thread in this process
+    shard = store_shard(config, [step(torch.ones(40, 1, 3))])  # starts zarr's thread in the parent
     assert _read_in_child(shard, config)
     with context.Pool(1) as pool:
         assert pool.apply_async(_read_in_child, (shard, config)).get(timeout=300)

@@ -1,4 +1,4 @@
-"""A server on loopback, for services that tests play."""
+"""A loopback server for simulated services."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trajstore.core.base.closing import Closing
 
 
 class Loopback(Closing):
-    """Hands the JSON of every POST to ``answer``."""
+    """Passes the JSON of every POST to ``answer``."""
 
     def __init__(self) -> None:
         service = self
@@ -21,7 +21,7 @@ class Loopback(Closing):
                 service.answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Do not log."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -39,7 +39,7 @@ class Loopback(Closing):
 
 
 def send(handler: BaseHTTPRequestHandler, status: int, said: Any) -> None:
-    """Answer with a text, or a value as JSON."""
+    """Answer with a text or a JSON value."""
     data = said.encode() if isinstance(said, str) else json.dumps(said).encode()
     handler.send_response(status)
     handler.send_header("Content-Length", str(len(data)))

@@ -1,4 +1,4 @@
-"""The real ReMe service, in an environment of its own."""
+"""The real ReMe service in a separate environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START = "reme start service.host=127.0.0.1 service.port={port} service.web_enabl
 
 
 def kept_environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the environments: that of ``TRAJSTORE_REME``, or a new one, which takes minutes to fill."""
+    """Return the environments' folder: ``TRAJSTORE_REME``, or a new one (takes minutes to fill)."""
     kept = os.environ.get("TRAJSTORE_REME")
     return Path(kept) if kept else tmp_path_factory.mktemp("reme")
 
@@ -33,7 +33,7 @@ def programs_of_0_2(environments: Path, fixtures: Path) -> Path:
 
 
 def environment(folder: Path, name: str, *packages: str) -> Path:
-    """Return the ``bin`` of an environment with these packages; made if it is not there."""
+    """Return the ``bin`` of an environment with these packages, created if missing."""
     path = folder / name
     if not (path / "bin" / "reme").exists():
         subprocess.run([sys.executable, "-m", "venv", path], check=True)

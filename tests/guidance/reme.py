@@ -1,4 +1,4 @@
-"""A server on loopback that speaks as ReMe does, and fails as ReMe does and as networks do."""
+"""A loopback server that imitates ReMe's answers and failures, and network failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.guidance.loopback import Loopback, send
 
 ERROR_TEXT = "Traceback: model exploded"
-"""What must never reach a prompt."""
+"""Text that must never reach a prompt."""
 
 MEMORIES = [
     {"memory_id": "m1", "when_to_use": "when looking for a cup", "content": "go kitchen", "score": 0.9},
@@ -18,7 +18,7 @@ MEMORIES = [
 
 
 class FakeReMe(Loopback):
-    """Answers by ``mode``; keeps every body that it was sent.
+    """Answers by ``mode``; records all request bodies.
 
     Modes: ``ok``; a status as a number; ``garbage``, ``deep`` (JSON without end), ``not an object``, ``no metadata``,
     ``no success``, ``silent failure`` and ``error as answer`` (200 and success), ``hang`` (no answer until the server

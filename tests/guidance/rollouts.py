@@ -1,4 +1,4 @@
-"""Rollouts as tests need them."""
+"""Rollouts for tests of guidance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 
 
 def rollout(task: str, reply: str, outcome: float | None = 1.0, name: str = "1", query: str = "") -> AgentTrajectory:
-    """One question and one reply."""
+    """Return a rollout of one question and one reply."""
     return AgentTrajectory(
         messages=[
             {"role": "system", "content": "You act in a house."},

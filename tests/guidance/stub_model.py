@@ -1,4 +1,4 @@
-"""A stub of the model and of the embeddings that ReMe asks for, on loopback."""
+"""A loopback stub of the model and embeddings that ReMe uses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VALIDATION = '```json\n{"is_valid": true, "score": 0.9, "feedback": "", "recomme
 
 
 class StubModel(Loopback):
-    """Answers extraction prompts with a new memory each time, validation prompts with yes; streams as ReMe wants it."""
+    """Answers extraction prompts with new memories and validation prompts with yes; streams like ReMe expects."""
 
     def __init__(self) -> None:
         self.up = True
-        """False: every call gets 500."""
+        """False: every call returns status 500."""
         self._count = 0
         super().__init__()
         self.url += "/v1"

@@ -1,4 +1,4 @@
-"""How many rollouts are guided and how many tasks keep: exact, by seed, without touching global randomness."""
+"""Exact, seeded numbers of guided rollouts and keeping tasks, without global randomness."""
 
 from __future__ import annotations
 

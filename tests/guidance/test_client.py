@@ -1,4 +1,4 @@
-"""The contract with ReMe: what is sent, what is believed, and how each failure ends without harm."""
+"""The protocol with ReMe: requests, accepted answers, and harmless failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_hooks.guidance import (
 from trajstore.testing.waiting import wait_until
 
 FAST: dict[str, Any] = {"retrieve_timeout": 0.3, "summary_timeout": 0.3, "retries": 1, "backoff": 0.01, "rest": 0.0}
-# No limit that a busy machine could reach where an answer is expected.
+# A generous timeout where an answer is expected, for busy machines.
 PATIENT: dict[str, Any] = {**FAST, "retrieve_timeout": 60.0, "summary_timeout": 60.0}
 MESSAGES = [{"role": "user", "content": "where is the cup"}]
 TEMPLATE = ExperienceTemplate.of(EXPERIENCE_TEMPLATE)
@@ -114,7 +114,7 @@ def test_no_error_of_the_other_dialect_is_an_experience(mode: str) -> None:
     with FakeReMe("0.4", mode) as service:
         worker = ExperienceWorker(EMClient(service.url, dialect="0.4", **PATIENT), template=TEMPLATE)
         messages = worker.manage_rollout_context(MESSAGES, TrajExpConfig(add_exp=True))
-        if mode == "error as answer":  # what 0.4 calls a success is one: it marks its errors with success false
+        if mode == "error as answer":  # 0.4 marks errors with success=false, so its successes are trusted
             assert ERROR_TEXT in messages[0]["content"]
         else:
             assert messages == MESSAGES

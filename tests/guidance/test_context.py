@@ -1,4 +1,4 @@
-"""Experience put in and taken out gives the messages back to the byte."""
+"""Inserting and removing experience restores the messages exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer_hooks.guidance import (
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
-# Pieces that break a pattern: the template's own tags and text, braces, characters of regular expressions.
+# Pieces that could break a pattern: the template's tags and text, braces, regex characters.
 PIECES = [
     "<EXP>",
     "</EXP>",
@@ -121,7 +121,7 @@ def test_record_of_a_trajectory_says_what_was_shown() -> None:
 
 
 class Finds:
-    """A maker that finds something for every query."""
+    """A maker with experience for every query."""
 
     def retrieve(self, query: str, k: int) -> Retrieved:
         return Retrieved("tip", ("0",))

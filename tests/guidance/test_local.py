@@ -1,4 +1,4 @@
-"""The embedded maker: what it makes of rollouts, what it finds, and what is there after a crash."""
+"""The embedded maker: summaries, retrieval, and its state after a crash."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def summarize_until_killed(path: Path, start: int, told: Connection) -> None:
 
 
 def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:
-    """Summarize in a child until it has acknowledged some, and kill it; return what it acknowledged."""
+    """Summarize in a child, kill it after some acknowledgements; return the acknowledged numbers."""
     heard, sender = multiprocessing.Pipe(duplex=False)
     child = forking().Process(target=summarize_until_killed, args=(path, start, sender))
     child.start()
@@ -145,7 +145,7 @@ def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:
     numbers = [heard.recv() for _ in range(acknowledged)]
     child.kill()
     child.join()
-    with suppress(EOFError, OSError):  # what it said last may be cut off
+    with suppress(EOFError, OSError):  # the last message may be truncated
         while True:
             numbers.append(heard.recv())
     return numbers
@@ -161,7 +161,7 @@ def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothin
     store = BufferStore.open(path)
     maker = LocalMaker(store)
     for number in acknowledged:
-        maker.summarize([rollout(f"task {number}", f"reply {number}")])  # as a run that repeats its steps does
+        maker.summarize([rollout(f"task {number}", f"reply {number}")])  # like a run that repeats its steps
     kept = [Experience.of_trajectory(store.get(number)) for number in store.ids()]
     digests = [experience.digest for experience in kept if experience is not None]
     assert len(digests) == len(kept)
@@ -179,7 +179,7 @@ SAID = 'Here it is:\n```json\n{"when_to_use": "looking for a cup", "experience":
 
 
 class Endpoint(Loopback):
-    """Answers chat calls with ``content``; keeps what it was sent."""
+    """Answers chat calls with ``content``; records requests."""
 
     def __init__(self) -> None:
         self.content: Any = SAID

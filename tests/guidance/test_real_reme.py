@@ -1,7 +1,7 @@
-"""The real ReMe service, in an environment of its own, with a stub of its model.
+"""The real ReMe service in a separate environment, with a stub of its model.
 
-``TRAJSTORE_REME`` names a folder in which the environments ``r02`` and ``r04`` are made and kept; without it they are
-made anew, which takes minutes.
+``TRAJSTORE_REME`` names the folder that keeps the environments ``r02`` and ``r04``; without it they are
+created anew, which takes minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Summaries in the background: bounded, never waited for, and nothing that goes wrong is silent."""
+"""Background summaries are bounded, never block a step, and report every failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trajstore.trajectory import AgentTrajectory
 
 
 class SlowMaker:
-    """Summarizes when it is let."""
+    """Summarizes once released."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -75,7 +75,7 @@ def test_as_many_summaries_are_made_at_once_as_there_are_workers() -> None:
 
     class Meeting(SlowMaker):
         def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
-            meeting.wait(60)  # passed only by four at once
+            meeting.wait(60)  # passes only with four concurrent calls
             return 1
 
     updates = UpdateQueue(Meeting(), batch_size=1, workers=4)

@@ -1,4 +1,4 @@
-"""Stores with a mirror, and what is to be on it."""
+"""Stores with a mirror, and checks of its contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trajstore.testing.witness import witness
 
 
 def make(path: str | Path, mirror: Any, **more: Any) -> TrajectoryReplayBuffer:
-    """Return a buffer on a store with a mirror; it draws from everything."""
+    """Return a buffer on a mirrored store; it draws from all trajectories."""
     return TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=path, sample_window_size=0, **({"mirror": mirror} if mirror else {}), **more
     )
@@ -26,7 +26,7 @@ def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
 
 
 def level(buffer: TrajectoryReplayBuffer) -> None:
-    """Wait until the mirror has everything, saved points included."""
+    """Wait until the mirror is up to date, saved points included."""
     mirror = buffer.sink.mirror
     assert mirror is not None
     assert mirror._wait(lambda: mirror.is_level, 60.0), mirror.state

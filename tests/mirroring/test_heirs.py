@@ -1,4 +1,4 @@
-"""Mirrors that one store after another writes: whose the place becomes, and what those before it can still do there."""
+"""Mirrors written by successive stores: ownership, and late writes of earlier owners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def lost_before_it_published(path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave on the mirror what a node leaves that is lost in its first copy."""
+    """Leave the mirror as a node lost during its first copy would."""
 
     def lost(*given: Any) -> None:
         raise OSError(5, "the node is gone")
@@ -97,7 +97,7 @@ def test_the_places_of_all_earlier_writers_stay_taken(tmp_path: Path) -> None:
 
 
 def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
-    """Lose a node between the pin of a rollback and its index on the mirror; return what is live."""
+    """Lose a node between a rollback's pin and its index on the mirror; return the live keys."""
     with make(path, mirror) as buffer:
         add(buffer, [0, 1])
         buffer.points.save(1)
@@ -107,13 +107,13 @@ def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
         level(buffer)
         generation = buffer.sink.mirror.state.generation  # type: ignore[union-attr]
     shutil.rmtree(path)
-    ids = np.array([2, 3, 4], np.int64)  # 4 was added, and had not reached the mirror
+    ids = np.array([2, 3, 4], np.int64)  # 4 was added but not mirrored
     open_directory(mirror).publish([late_aside(ids, generation)])
     return {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def late_aside(ids: np.ndarray[Any, Any], generation: int) -> EncodedFile:
-    """Return the snapshot of a head that a writer was about to leave."""
+    """Return the snapshot of a head that a writer was about to set aside."""
     left = {"ids": id_ranges(ids).tolist(), "generation": generation, "left_for": "step-1.0"}
     return pin_file(f"aside-{generation + 1}", left)
 
@@ -138,7 +138,7 @@ def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_
     with make(tmp_path / "next", mirror) as buffer:
         level(buffer)
         assert pins_at(mirror) == {"step-1.0", "step-2.0"}
-        for key in range(4, 12):  # past the generation that the rollback would have had
+        for key in range(4, 12):  # past the rollback's generation
             add(buffer, [key])
         level(buffer)
     assert steps_at(mirror) == steps_at(tmp_path / "next") == [1, 2]
@@ -149,7 +149,7 @@ def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_
 
 @pytest.mark.parametrize("named", ["live", "absent"])
 def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Path, mirror: str, named: str) -> None:
-    """Of a writer that was frozen: it comes when another one has passed the generation that it names."""
+    """A frozen writer's pin arrives after another writer has passed its generation."""
     late = late_aside(np.array([2, 3] if named == "live" else [2, 3, 900], np.int64), 5)
     with make(tmp_path / "store", mirror) as buffer:
         add(buffer, [0, 1])
@@ -167,7 +167,7 @@ def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Pat
     assert verify(tmp_path / "next").sound
     with make(tmp_path / "store", mirror) as buffer:
         wait_until(lambda: pins_at(mirror) == {"step-1.0", "step-2.0"})
-        if "://" in mirror:  # elsewhere a frozen writer keeps its lock, and this one does not begin
+        if "://" in mirror:  # on local disks, the frozen writer's lock would block this one
             open_directory(mirror).publish([late])
             assert steps_at(mirror) == [1, 2]
             buffer.points.save(3)

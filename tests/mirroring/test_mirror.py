@@ -1,4 +1,4 @@
-"""A mirror follows its store, is a store itself at every moment, and never holds its writer up."""
+"""A mirror follows its store, is always a valid store, and never blocks the writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trajstore.testing.witness import witness
 
 
 class Watched(LocalDirectory):
-    """Calls a function after every single change of the directory."""
+    """Calls a function after each change of the directory."""
 
     def __init__(self, path: Path, changed: Callable[[], None]) -> None:
         super().__init__(path)
@@ -52,12 +52,12 @@ class Watched(LocalDirectory):
 
 
 def left(buffer: TrajectoryReplayBuffer) -> str:
-    """Return the name of the head that was left last."""
+    """Return the name of the last head that was set aside."""
     return buffer.sink.writer.log.catalog.asides()[-1].name  # type: ignore[attr-defined]
 
 
 def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
-    """Do to a store whatever can be done to it; ``done`` is called after each step."""
+    """Run every operation on a store; call ``done`` after each step."""
     steps: list[Callable[[], object]] = [
         lambda: add(buffer, range(6)),
         lambda: add(buffer, range(6, 9)),
@@ -91,7 +91,7 @@ def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
 def test_a_mirror_is_a_whole_store_at_every_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: bool, every: int
 ) -> None:
-    """Step by step, or far behind; it can be read at each moment, and a store be made of it at every so many."""
+    """Follow step by step or far behind; the mirror is read at each moment and restored at regular intervals."""
     copies: list[Path] = []
     held = threading.Event()
     held.set()
@@ -139,7 +139,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
         is_sound(tmp_path / "restored")
         shutil.rmtree(tmp_path / "restored")
     assert compared > (2 if waiting else 0)
-    assert verify(tmp_path / "mirror").notes == []  # no file that nothing names
+    assert verify(tmp_path / "mirror").notes == []  # no orphaned file
     left = {path.name for path in (tmp_path / "mirror" / "shards").iterdir()}
     assert left <= {path.name for path in (tmp_path / "store" / "shards").iterdir()}
 
@@ -259,7 +259,7 @@ def test_a_point_that_is_saved_again_is_mirrored_again(tmp_path: Path) -> None:
         buffer.points.save(1)
         level(buffer)
         buffer.sample(2)
-        buffer.points.save(1)  # of the same trajectories; but the generator has moved on
+        buffer.points.save(1)  # the same trajectories, but another generator state
         level(buffer)
         expected = buffer.sample(2)["curr_obs"]["tag"].tolist()
     restore(tmp_path / "mirror", tmp_path / "new")
@@ -299,7 +299,7 @@ def test_what_nobody_closed_is_mirrored_before_the_interpreter_ends(tmp_path: Pa
 
 def test_what_the_store_notes_of_its_mirror_is_not_old(tmp_path: Path) -> None:
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", interval=0.01)) as buffer:
-        for key in range(3):  # within a second; the last one counts
+        for key in range(3):  # within a second; the last one wins
             add(buffer, [key])
             level(buffer)
         wait_until(lambda: (inspect(tmp_path / "store")["mirror"] or {}).get("newest_id") == 2)

@@ -1,4 +1,4 @@
-"""A store is made of its mirror: whole, or not yet one; and what was interrupted is taken up."""
+"""Restoring a store from its mirror is atomic and resumes after interruptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trajstore.remote.mirror.restoring import MARKER_NAME, restore
 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Path:
-    """Return the mirror of a store that is lost."""
+    """Return the mirror of a lost store."""
     with make(tmp_path / "lost", tmp_path / "mirror") as buffer:
         for key in range(4):
             add(buffer, [key])
@@ -44,15 +44,15 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
     target = tmp_path / "new"
     with monkeypatch.context() as patched:
         patched.setattr(LocalDirectory, "publish", failing)
-        for allowed in (1, 2, 2, 1):  # noqa: B007  # the marker; then a file or two each time
+        for allowed in (1, 2, 2, 1):  # noqa: B007  # the marker, then one or two files each time
             with pytest.raises(StoreWriteError, match="call again to go on"):
                 restore(mirror, target)
             assert (target / MARKER_NAME).exists()
             with pytest.raises((StoreNotFoundError, CorruptStoreError)):
                 keys_at(target)
             with pytest.raises(StoreError):
-                make(target, None)  # nobody may take it for an empty directory
-    os.truncate(target / "shards" / "shard_00000001.pt", 10)  # power loss, on a disk that lies
+                make(target, None)  # must not pass for an empty directory
+    os.truncate(target / "shards" / "shard_00000001.pt", 10)  # power loss on a disk that ignores syncs
     restored = restore(mirror, target)
     assert 0 < restored.copied < restored.nbytes
     assert keys_at(target) == {1: 1, 2: 2, 3: 3}
@@ -123,7 +123,7 @@ def test_two_stores_of_one_mirror_keep_apart(tmp_path: Path, mirror: Path) -> No
         with make(tmp_path / name, None) as buffer:
             ids.update(add(buffer, [7]))
         shards |= {path.name for path in (tmp_path / name / "shards").iterdir()}
-    assert len(ids) == 2  # but once in 65,536 times
+    assert len(ids) == 2  # fails once in 65,536 runs
     assert len(shards) == 4 + 2
 
 
@@ -141,7 +141,7 @@ def test_a_restored_store_is_written_on(tmp_path: Path, mirror: Path) -> None:
 def test_a_pin_whose_trajectories_the_mirror_lacks_is_left_out(
     tmp_path: Path, mirror: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mirror that comes long after gets an index without a pin's trajectories before the pin is deleted."""
+    """A late mirror gets an index without a pin's trajectories before the pin is deleted."""
     with make(tmp_path / "other", None) as other:
         add(other, range(6))
         other.points.pin("early")

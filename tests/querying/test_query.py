@@ -1,4 +1,4 @@
-"""Questions about trajectories, against a plain filter over what was added."""
+"""Queries about trajectories, against a plain filter over the added ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONDITIONS: dict[str, Callable[[Told], bool | None]] = {
     "outcome is null": lambda one: one["outcome"] is None,
     "outcome > 0 and version_high >= 2": lambda one: (one["outcome"] or 0) > 0 and (one["version"] or 0) >= 2,
     "task in ('t1', 't2') or turns = 3": lambda one: one["task"] in ("t1", "t2") or one["turns"] == 3,
-    "not (task = 't1')": lambda one: bool(one["task"]) and one["task"] != "t1",  # null is neither
+    "not (task = 't1')": lambda one: bool(one["task"]) and one["task"] != "t1",  # null matches neither condition
     "turns between 2 and 3 and task like 't%'": lambda one: one["turns"] in (2, 3) and one["task"].startswith("t"),
 }
 
@@ -159,7 +159,7 @@ def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ids of the rollouts whose documents questions read."""
+    """Collect the ids of rollouts whose documents queries read."""
     ids: list[int] = []
     token_rows = readable.token_rows
 
@@ -175,7 +175,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_reader_follows_and_reads_no_rollout(tmp_path: Path, trajectory_format: Any, read: list[int]) -> None:
     with writer_to(tmp_path / "store", trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([rollout("a", judge=0.25), witness(5), rollout("b", outcome=None)])
-        assert writer.query().where("task = 'a'").ids().tolist() == [0]  # not committed yet, perhaps
+        assert writer.query().where("task = 'a'").ids().tolist() == [0]  # possibly uncommitted
         writer.flush()
         reader = TrajectoryReplayBuffer.open(tmp_path / "store")
         assert reader.query().where("kind = 'step'").ids().tolist() == [1]
@@ -229,7 +229,7 @@ def test_more_scores_than_an_index_has_stay_in_the_rollouts(caplog: pytest.LogCa
 
 
 def test_values_of_two_kinds_in_two_ranks_are_all_there(tmp_path: Path) -> None:
-    """A name stands for numbers in one rank and for texts in another: no value of either is null."""
+    """A name holds numbers in one rank and texts in another; neither becomes null."""
     for rank, judge in enumerate((0.5, "good")):
         with writer_to(tmp_path / f"rank_{rank}") as writer:
             ids = writer.add_trajectories([rollout(), rollout()])
@@ -278,7 +278,7 @@ def test_a_condition_is_about_one_row(tmp_path: Path, condition: str) -> None:
 
 @pytest.fixture
 def judged(tmp_path: Path) -> Any:
-    """Three rollouts with a judge's verdict as a text."""
+    """Three rollouts with a judge's verdict as text."""
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(f"t{at}", at / 4) for at in range(3)])
         annotate(writer, [0, 1, 2], {"judge": ["9.4", "10.2", "none"]})

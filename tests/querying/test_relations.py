@@ -1,4 +1,4 @@
-"""Questions about messages, tokens and steps, against plain loops over what was added."""
+"""Queries about messages, tokens and steps, against plain loops over the added data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def conversation(task: str, said: list[Row], outcome: float | None = None) -> Ag
 
 
 def messages_of(added: list[AgentTrajectory]) -> list[Row]:
-    """Every message of every rollout, as the relation has it."""
+    """Return the expected rows of the messages relation."""
     rows = []
     for number, rollout in enumerate(added):
         turn = 0
@@ -227,7 +227,7 @@ def test_questions_about_values_by_row_agree_with_plain_loops(
     conditions: list[str],
     together: int,
 ) -> None:
-    """Floats of each row, whole numbers of each row (of the response where there is one), and a number of each."""
+    """Values: floats per row, integers per row (per response token if there is one), a number per trajectory."""
     path = tmp_path_factory.mktemp("rows") / "store"
     rows: list[Row] = []
     with writer_to(path, trajectory_format=trajectory_format) as writer:
@@ -239,7 +239,7 @@ def test_questions_about_values_by_row_agree_with_plain_loops(
         shapes = [(size,) if relation == "tokens" else (size // 2, 2) for size in sizes]
         for number, (size, first, labelled, judge) in enumerate(told):
             if first is not None:
-                annotate(writer, number, {"adv": [torch.zeros(shapes[number])]})  # the latest count
+                annotate(writer, number, {"adv": [torch.zeros(shapes[number])]})  # the latest values win
                 annotate(writer, number, {"adv": [first + torch.arange(sizes[number]).reshape(shapes[number])]})
             labels = [at % 3 for at in range(size if relation == "tokens" else sizes[number])]
             if labelled:
@@ -353,7 +353,7 @@ def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, ca
         assert caplog.messages[-1].startswith(
             "1 trajectories cannot be read, so their messages are not in the answer: 1"
         )
-        assert len(set(reader.query("tokens").ids().tolist())) == 3  # the tokens of it are as they were
+        assert len(set(reader.query("tokens").ids().tolist())) == 3  # its tokens are intact
 
 
 @pytest.mark.parametrize("relation", ["tokens", "steps"])
@@ -392,7 +392,7 @@ def test_a_stream_is_of_one_moment_and_can_be_read_again(tmp_path: Path, caplog:
         assert (
             datasets.Dataset(pyarrow.table(asked)).filter(lambda row: row["role"] == "tool").num_rows == counts["tool"]
         )
-        first = next(iter(pyarrow.RecordBatchReader.from_stream(asked)))  # and the rest is never asked for
+        first = next(iter(pyarrow.RecordBatchReader.from_stream(asked)))  # the rest is never requested
         assert first.column("role")[0].as_py() == "user"
         grouped = writer.query().stream("select role, count(*) as n from messages group by role order by n")
         assert pandas.DataFrame.from_arrow(grouped)["n"].tolist() == sorted(

@@ -19,7 +19,7 @@ from trainer_hooks.reference.trainer import ReferenceTrainer
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Curves depend on the number of threads; models this small want one."""
+    """Use one thread: curves depend on the number of threads, and small models run best with one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,13 +28,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def started() -> dict[TrainerConfig, dict[str, torch.Tensor]]:
-    """Weights after the supervised start, so that it is made once per configuration."""
+    """Cache weights after the supervised start, once per configuration."""
     return {}
 
 
 @pytest.fixture
 def make(started: dict[TrainerConfig, dict[str, torch.Tensor]]) -> Iterator[Train]:
-    """Return a function that makes a trainer after its supervised start; all are closed at the end."""
+    """Return a factory of trainers after their supervised start; closes all at teardown."""
     if find_spec("transformers") is None:
         pytest.skip("needs transformers: install the extra 'demo'")
     made: list[ReferenceTrainer] = []
@@ -58,5 +58,5 @@ def make(started: dict[TrainerConfig, dict[str, torch.Tensor]]) -> Iterator[Trai
 
 @pytest.fixture
 def store(tmp_path: Path) -> dict[str, str]:
-    """Return the options of a pool on disk."""
+    """Return options for a pool on disk."""
     return {"path": str(tmp_path / "pool")}

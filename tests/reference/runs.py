@@ -1,4 +1,4 @@
-"""Small runs of the reference trainer, and what their pools hold."""
+"""Small runs of the reference trainer, and their pools' contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.trajectory import AgentTrajectory
 
 Train = Callable[..., ReferenceTrainer]
-"""Makes a trainer after its supervised start; keyword arguments are options of replay, none: switched off."""
+"""Creates a trainer after its supervised start; keyword arguments are replay options, none = no replay."""
 
 SORT = TrainerConfig(
     environment="sort",
@@ -30,12 +30,12 @@ HOUSEHOLD = replace(SORT, environment="household", steps=8)
 
 
 def replay(**changes: Any) -> ExperienceReplayConfig:
-    """Return a configuration that replays from the first step on in which the pool has something."""
+    """Return a configuration that replays from the first step with a non-empty pool."""
     return ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, "figures": "all", **changes})
 
 
 def environment(config: TrainerConfig) -> Environment:
-    """Return a small environment in which some tasks are partly solved from the start."""
+    """Return a small environment with some tasks partly solved from the start."""
     if config.environment == "sort":
         return SortEnvironment(lengths=(2, 3), tasks_per_length=4)
     return HouseholdEnvironment(things=2, max_turns=5)

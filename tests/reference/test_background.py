@@ -1,4 +1,4 @@
-"""Histories that are drawn while the rollouts are made are those that are drawn without that."""
+"""Background drawing returns the same histories as synchronous drawing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_with_histories_drawn_in_the_background_equals_one_without(
 
 
 def gated(**options: Any) -> tuple[ReplayHook[str], threading.Event]:
-    """A hook whose histories are not chosen before the event."""
+    """A hook that draws histories only after the event."""
     gate = threading.Event()
 
     def entropy(trajectories: Sequence[AgentTrajectory]) -> list[float]:
@@ -84,7 +84,7 @@ def test_the_rollouts_do_not_wait_and_all_that_needs_the_histories_does() -> Non
         assert [(item.fresh_rollouts, len(item.histories), bool(item.histories)) for item in plan] == [
             (N - 1, 1, True)
         ] * 4
-        fresh = roll_out(plan, 2)  # while nothing is chosen
+        fresh = roll_out(plan, 2)  # before histories are drawn
         timer = threading.Timer(0.05, gate.set)
         timer.start()
         rows = replay.batch_rows(plan, fresh)

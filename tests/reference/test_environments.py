@@ -1,4 +1,4 @@
-"""Tasks can be solved, and are solved by nothing else than what they ask for."""
+"""Tasks are solvable, and only by the required actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVIRONMENTS = [SortEnvironment(), HouseholdEnvironment()]
 
 
 def play(episode: Episode, replies: list[str]) -> tuple[float, bool]:
-    """Return the last reward, and whether the episode is over."""
+    """Return the last reward, and whether the episode ended."""
     reward, done = 0.0, False
     for reply in replies:
         assert not done
@@ -32,7 +32,7 @@ def play(episode: Episode, replies: list[str]) -> tuple[float, bool]:
 
 
 def place_of(environment: HouseholdEnvironment, thing: str) -> str:
-    """Find out by looking into every room."""
+    """Find the object by looking into every room."""
     for room in ("kitchen", "bedroom", "bathroom", "garden", "garage", "attic"):
         episode = environment.begin(environment.tasks[0])
         if thing in episode.answer(f"go {room}").observation.split():

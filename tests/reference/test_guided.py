@@ -1,4 +1,4 @@
-"""Guided rollouts in the reference trainer: what is trained on, masks, records, replay beside them."""
+"""Guided rollouts in the reference trainer: trained tokens, masks, records, replay beside them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_trainer(*, replay: bool = False, **guidance: Any) -> ReferenceTrainer:
 
 
 class Seen:
-    """Keeps each step's rows and batch."""
+    """Records each step's rows and batch."""
 
     def __init__(self, trainer: ReferenceTrainer) -> None:
         self.rows: list[Any] = []

@@ -1,4 +1,4 @@
-"""``ReplayHook`` as any training loop calls it; the trainer here is a few lines without a model."""
+"""``ReplayHook`` in a minimal training loop without a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hook(**options: Any) -> ReplayHook[str]:
 
 
 def roll_out(plan: list[PlannedTask[str]], step: int, successes: int = 2) -> list[AgentTrajectory]:
-    """Return rollouts of which ``successes`` per task succeed; prompt of 2 tokens, response of 3 to 5."""
+    """Return rollouts with ``successes`` per task; prompts of 2 tokens, responses of 3 to 5."""
     made = []
     for planned in plan:
         for number in range(planned.fresh_rollouts):
@@ -49,7 +49,7 @@ def roll_out(plan: list[PlannedTask[str]], step: int, successes: int = 2) -> lis
 
 
 def log_probs_of(batch: Batch, step: int) -> Tensor:
-    """Return log-probs that tell step, row and position apart."""
+    """Return log-probs that are unique per step, row and position."""
     rows, width = batch.tensors["responses"].shape
     return -(step + torch.arange(rows * width).reshape(rows, width) / 1000.0)
 
@@ -57,7 +57,7 @@ def log_probs_of(batch: Batch, step: int) -> Tensor:
 def begin_step(
     replay: ReplayHook[str], step: int, tasks: list[str] | None = None, successes: int = 2
 ) -> tuple[Batch, list[AgentTrajectory], Tensor]:
-    """Do a step up to the pass of the policy; return batch, rollouts and what the policy gives."""
+    """Run a step up to the policy pass; return batch, rollouts and the policy's output."""
     plan = replay.before_rollout(replay.tasks_chosen(tasks or TASKS, step / 100, step))
     fresh = roll_out(plan, step, successes)
     batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
@@ -172,7 +172,7 @@ def test_wrong_calls_are_named() -> None:
 
 
 def with_outcomes(replay: ReplayHook[str], step: int, outcome: float) -> dict[str, float]:
-    """Do a step in which every rollout has one outcome."""
+    """Run a step in which all rollouts have the same outcome."""
     batch, fresh, current = begin_step(replay, step)
     for rollout in fresh:
         rollout.reward = Reward(outcome=outcome)
@@ -236,7 +236,7 @@ def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_new_run_does_not_load_the_files_of_an_earlier_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It never calls ``resume``."""
+    """The new run never calls ``resume``."""
     files = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1}
     do_step(hook(**files), 1)
     with caplog.at_level(logging.INFO):

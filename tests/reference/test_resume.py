@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one, and one that ended anywhere leaves its pool's files."""
+"""A resumed run equals the uninterrupted one; a run stopped anywhere leaves its pool files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoun
 def test_a_resumed_run_equals_the_uninterrupted_one(
     make: Train, tmp_path: Path, config: TrainerConfig, on_disk: bool
 ) -> None:
-    """Also when the first run went on after the checkpoint, so that its store holds what came later."""
+    """Also if the first run continued after the checkpoint, so that its store has later data."""
     options = {"experience_rbound": None, "offpolicy_trajectories_per_task": 2, "exp_select_mode": "random"}
     places = [{"store": {"path": str(tmp_path / name)}} if on_disk else {} for name in ("whole", "parts")]
     whole, first = (make(config, **options, **place) for place in places)
@@ -73,7 +73,7 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_refused(make: Train, tm
 def test_a_run_that_nobody_closed_resumes_with_the_pools_files(
     make: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint has no cut of the pool, as that of a trainer which saves the model alone."""
+    """The checkpoint has no cut of the pool, like one that saves only the model."""
     files = tmp_path / "experience_pool"
     options = {"pool_path": str(files), "pool_save_freq": 2, "experience_rbound": None}
     left = make(SORT, **options)

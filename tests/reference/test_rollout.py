@@ -1,4 +1,4 @@
-"""Rollouts are token-faithful: ids, masks and log-probabilities are those of what was sampled."""
+"""Rollouts have exactly the sampled ids, masks and log-probs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIGS = [SORT, HOUSEHOLD]
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.environment)
 def test_log_probs_of_the_draw_equal_those_of_one_row_alone(make: Train, config: TrainerConfig) -> None:
-    """Rows of other lengths, holes and the cache leave no trace: each row equals its own plain forward pass."""
+    """Despite other rows' lengths, gaps and the cache, each row equals its plain forward pass."""
     trainer = make(config)
     tasks = [task for task in trainer.environment.tasks for _ in range(3)]
     lengths = set()
@@ -74,7 +74,7 @@ def test_messages_and_tokens_say_the_same_and_the_outcome_is_the_environments(ma
 
 
 def test_draws_follow_the_policys_distribution(make: Train) -> None:
-    """4,000 first words of one task: frequencies are the policy's probabilities (chi-square)."""
+    """The frequencies of 4,000 first words of a task match the policy's probabilities (chi-square)."""
     trainer = make(SORT)
     task = trainer.environment.tasks[0]
     drawn = trainer.worker.run([task] * 4000, torch.Generator().manual_seed(3))
@@ -138,7 +138,7 @@ def test_a_training_in_which_each_turn_is_a_row() -> None:
                 replayed_rows += 1
                 several += len(parts) > 1
         assert trainer.metrics["experience_replay/pool_trajectories"] == len(manager)
-        # Each turn's row trains on that turn alone: none is trained on twice.
+        # Each turn's row trains only on that turn, so no turn is trained twice.
         assert max(int(row_count(trajectory)) for held in manager.task2trajectories.values() for trajectory in held) > 1
     assert replayed_rows
     assert several

@@ -1,4 +1,4 @@
-"""The whole path: what the loss really receives while the reference trainer trains."""
+"""End to end: the loss's real inputs during training by the reference trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trajstore.errors import ConfigurationError
 
 
 def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_sampled(make: Train) -> None:
-    """Not those that replaced them, and not those of the policy after the update."""
+    """Neither the replacing log-probs nor those of the updated policy."""
     trainer = make(SORT, experience_rbound=None)
     entered = 0
     for _ in range(SORT.steps):
@@ -48,7 +48,7 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_sampled(make:
 
 
 def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
-    """GRPO without a hook, written down once more; returns mean rewards and final weights."""
+    """Run an independent GRPO without a hook; return mean rewards and final weights."""
     world = environment(config)
     tokenizer = WordTokenizer(world.words)
     model = build_model(config.model, len(tokenizer), config.seed)
@@ -130,7 +130,7 @@ def test_before_replay_starts_the_pool_fills_and_the_curve_is_the_same(make: Tra
 
 
 def test_two_runs_give_the_same_curve(make: Train, store: dict[str, str]) -> None:
-    """One with the pool in memory and one with it on disk; another seed gives another curve."""
+    """One run has the pool in memory and one on disk; another seed gives another curve."""
     first, on_disk = make(SORT, seed=1), make(SORT, seed=1, store=store)
     assert first.train() == on_disk.train()
     assert first.metrics["experience_replay/replayed_rows"] > 0
@@ -171,4 +171,4 @@ def test_a_pool_of_another_tokenizer_is_refused(make: Train, store: dict[str, st
     trainer.close()
     with pytest.raises(ConfigurationError, match="tokenizer_fingerprint"):
         make(HOUSEHOLD, store=store)
-    make(SORT, store=store)  # the store was not left locked
+    make(SORT, store=store)  # the store's lock was released

@@ -1,4 +1,4 @@
-"""What RLinf's real-world RLT adds at an epoch's end, and fields that are no columns: kept, given back, never drawn."""
+"""Extra rows of RLinf's real-world RLT and non-column fields are kept and returned, but never drawn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS, BATCH = 6, 2
 
 
 def rollout(seed: int, epochs: int = 1) -> Trajectory:
-    """Return a rollout whose every row tells its step; extra rows hold -1."""
+    """Return a rollout whose rows hold their step; extra rows hold -1."""
     rows = torch.arange(STEPS * BATCH, dtype=torch.float32).reshape(STEPS, BATCH, 1) + 1000 * seed
 
     def ending(width: int) -> torch.Tensor:
@@ -87,10 +87,10 @@ def test_extra_rows_are_kept_and_never_drawn(tmp_path: Path, epochs: int, saved:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_draws_equal_rlinfs_but_where_it_pairs_rows_wrongly(shared_fixtures: Path, folder: str) -> None:
-    """The draws were made with RLinf's cache off: it then reads columns with extra rows as if they had none.
+    """The reference draws have RLinf's cache off, where it reads extra rows as ordinary ones.
 
-    Of the trajectories of a batch it joins the columns end to end and counts T * B rows for each, so that actions
-    of every trajectory but the first come from earlier rows than their rewards. Ours are those of the same step.
+    RLinf concatenates the columns of a batch's trajectories and counts T * B rows for each, so that actions
+    of every trajectory but the first come from earlier rows than their rewards. Ours come from the same step.
     """
     expected = json.loads((shared_fixtures / "rlinf" / "expected_rlt_samples.json").read_text())[folder]
     buffer = TrajectoryReplayBuffer(seed=5, enable_cache=False, sample_window_size=0)
@@ -129,7 +129,7 @@ def test_draws_equal_rlinfs_but_where_it_pairs_rows_wrongly(shared_fixtures: Pat
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_versions_of_extra_rows_are_nobodys_policy(tmp_path: Path, epochs: int) -> None:
-    """RLinf with ``collect_final_values: False`` ends each epoch with versions of zero."""
+    """With ``collect_final_values: False``, RLinf ends each epoch with versions of zero."""
     given = rollout(1, epochs)
     acting = torch.full((STEPS // epochs, BATCH, 4), 7.0)
     given.versions = torch.cat([torch.cat([acting, torch.zeros(1, BATCH, 4)])] * epochs)
@@ -182,7 +182,7 @@ def test_leaves_without_a_row_for_each_step_are_given_back(tmp_path: Path, form:
 
 
 def rlinf_directory(path: Path, suffix: str, **fields: Any) -> Path:
-    """Write a directory as RLinf does, with one trajectory that has these fields too."""
+    """Write a directory of RLinf with one trajectory that has these additional fields."""
     return small(
         path, suffix, {"rewards": torch.arange(12.0).reshape(6, 2, 1), **fields}, num_samples=12, shape=[6, 2, 1]
     )

@@ -1,4 +1,4 @@
-"""A directory of RLinf made into a store: it is written on as any other."""
+"""A store converted from a directory of RLinf accepts further writes."""
 
 from __future__ import annotations
 

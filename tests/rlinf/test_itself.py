@@ -1,4 +1,4 @@
-"""RLinf's own buffer, datasets, workers and tools beside ours, from a checkout that ``TRAJSTORE_RLINF`` names."""
+"""RLinf's buffer, datasets, workers and tools against ours, from the checkout ``TRAJSTORE_RLINF``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def theirs(module: str) -> Any:
 
 
 def rollout(seed: int, steps: int = STEPS) -> Any:
-    """Return a rollout as RLinf's class."""
+    """Return a rollout of RLinf's class."""
     chance = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_builders_agree(monkeypatch: pytest.MonkeyPatch, ending: bool) -> None:
 
 
 class Channel:
-    """Stands in for RLinf's channel: gives what was put, at once."""
+    """Replaces RLinf's channel; returns items immediately."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -245,7 +245,7 @@ def unwrapped(function: Any) -> Any:
 
 
 def draw_alike(feed: Callable[[Any, Callable[[Any], Any]], Sequence[Any]]) -> None:
-    """Compare what is drawn when a worker feeds RLinf's buffer, and ours with trajectories of our class."""
+    """Compare draws of RLinf's buffer, fed by a worker, and of ours, fed with our class."""
     theirs_drawn = feed(theirs("data.storage.replay").TrajectoryReplayBuffer, lambda item: item)
     for got, wanted in zip(feed(ours.TrajectoryReplayBuffer, our), theirs_drawn, strict=True):
         assert_same(got, wanted)

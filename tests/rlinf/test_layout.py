@@ -1,4 +1,4 @@
-"""RLinf's directories: loaded to the byte, written with exactly its files and keys."""
+"""RLinf's directories are loaded exactly, and written with the same files and keys."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_two_epochs_skip_the_bootstrap_rows_and_keep_them_in_the_file(rlinf: Pat
 
 
 def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """RLinf's index lists all that were ever added, its files are those that the window held."""
+    """RLinf's index lists all trajectories ever added; its files are those of the window."""
     path = rlinf / "checkpoint_from_cache"
     buffer = TrajectoryReplayBuffer(sample_window_size=5)
     with pytest.raises(IncompleteCheckpointError, match=r"2 of 7.*trajectory_0_e4a7a66b.*trajectory_1_f375879d"):
@@ -185,7 +185,7 @@ CONTENT: Any = {"rewards": torch.zeros(3, 2, 1)}
 
 
 def small(path: Path, suffix: str = "pt", content: Any = CONTENT, **changed: Any) -> Path:
-    """Write a directory of RLinf with one trajectory, which has a content, and changes to its index entry."""
+    """Write a directory of RLinf with one trajectory of the given content and index changes."""
     path.mkdir(exist_ok=True)
     entry = {"num_samples": 6, "trajectory_id": 0, "max_episode_length": 3, "shape": [3, 2, 1], "model_weights_id": "w"}
     entry |= changed

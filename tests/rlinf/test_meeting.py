@@ -1,4 +1,4 @@
-"""trajstore and RLinf in one directory: neither passes over what the other wrote."""
+"""trajstore and RLinf in one directory detect each other's files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rlinf_cannot_take_our_index_for_an_empty_one(store: Path, tmp_path: Pat
         store = tmp_path / "checkpoint"
     index = json.loads((store / "trajectory_index.json").read_text())
     with pytest.raises(ValueError, match=r"written by trajstore.*save_checkpoint\(layout='rlinf'\)"):
-        [int(number) for number in index.get("trajectory_id_list", [])]  # what RLinf's buffer and tools do with it
+        [int(number) for number in index.get("trajectory_id_list", [])]  # like RLinf's buffer and tools
 
 
 def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "theirs")
     assert {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()} == before
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "ours", sample_window_size=0) as buffer:
-        buffer.load_checkpoint(tmp_path / "theirs")  # as the message says
+        buffer.load_checkpoint(tmp_path / "theirs")  # as the message recommends
         buffer.add_trajectories([buffer.get(0)])
         buffer.save_checkpoint(tmp_path / "both")
     both = reader_of(tmp_path / "both")
@@ -81,7 +81,7 @@ def test_what_the_log_still_tells_is_read_beside_rlinfs_files(tmp_path: Path) ->
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
         buffer.add_trajectories([witness(key) for key in range(4)])
         buffer.flush()
-        store = copy_live(tmp_path / "live", tmp_path / "killed")  # as SIGKILL would leave it
+        store = copy_live(tmp_path / "live", tmp_path / "killed")  # the state after SIGKILL
     small(store)
     lenient = TrajectoryReplayBuffer(sample_window_size=0)
     lenient.load_checkpoint(store, strict=False)
@@ -101,13 +101,13 @@ def test_what_rlinf_writes_over_a_live_store_is_noticed_named_and_kept(
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.flush()
-        wait_until(lambda: json.loads((store / "metadata.json").read_text())["size"] == 1)  # at rest now
+        wait_until(lambda: json.loads((store / "metadata.json").read_text())["size"] == 1)  # idle now
         small(store)
         theirs = {name: (store / name).read_bytes() for name in ("metadata.json", "trajectory_index.json")}
         buffer.add_trajectories([witness(1)])
         if by == "flush":
             buffer.flush()
-            wait_until(lambda: bool(said()))  # metadata.json is renewed in the background
+            wait_until(lambda: bool(said()))  # metadata.json is updated in the background
             assert inspect(store)["trajectories"] == 2
             buffer.add_trajectories([witness(2)])
     assert len(said()) == 1

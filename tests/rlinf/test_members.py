@@ -1,4 +1,4 @@
-"""What RLinf's workers and tools call, in their order, on ``trajstore.interop.rlinf``."""
+"""Calls of RLinf's workers and tools on ``trajstore.interop.rlinf``, in their order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS, BATCH, WIDTH = 6, 3, 4
 
 
 def collect(epochs: int = 1, *, human: bool = True, ending: bool = False, batch: int = BATCH) -> list[Trajectory]:
-    """Roll out as RLinf's environment worker does, and return one trajectory for each of two learners."""
+    """Roll out like RLinf's environment worker; return one trajectory for each of two learners."""
     builder = EmbodiedTrajectoryBuilder(max_episode_length=20)
     generator = torch.Generator().manual_seed(3)
     each = STEPS // epochs
@@ -71,7 +71,7 @@ def test_sac_with_demonstrations(tmp_path: Path, saved: bool) -> None:
     received = collect()
     replay.add_trajectories(received)
     human = [part for item in received for part in item.extract_intervene_traj() or []]
-    assert len(human) == 2  # of the third environment, which has a trajectory of its own, nobody took hold
+    assert len(human) == 2  # the third environment, in a separate trajectory, had no intervention
     demo.add_trajectories(human)
     assert (demo.total_samples, len(demo), replay.total_samples) == (4, 2, 18)
     batches = replay.sample(8), demo.sample(4)
@@ -96,7 +96,7 @@ def test_dagger_keeps_only_steps_that_are_all_a_humans() -> None:
     received = collect()
     flags = received[0].intervene_flags
     assert flags is not None
-    flags[1, 0, 0] = False  # step 1 of the first environment is only partly a human's
+    flags[1, 0, 0] = False  # step 1 of the first environment is only partly human
     parts = [part for item in received for part in item.extract_intervene_traj(mode="all") or []]
     buffer.add_trajectories(parts)
     assert [tuple(part.rewards.shape[:2]) for part in parts if part.rewards is not None] == [(1, 1), (2, 1)]
@@ -131,7 +131,7 @@ def test_a_humans_steps_are_those_of_the_rollout(epochs: int, ending: bool) -> N
 
 @pytest.mark.parametrize("ending", [False, True])
 def test_rlt_makes_transitions_of_flattened_trajectories(tmp_path: Path, ending: bool) -> None:
-    """Both RLT workers: each recorded row becomes a trajectory of one step and one environment."""
+    """In both RLT workers, each recorded row becomes a trajectory of one step and one environment."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path), sample_window_size=0) as buffer:
         for whole in collect(ending=ending):
             assert whole.rewards is not None

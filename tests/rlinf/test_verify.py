@@ -1,4 +1,4 @@
-"""``verify`` on directories of RLinf: what their own checksums and names tell."""
+"""``verify`` on directories of RLinf: checks by file names and RLinf's checksums."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_verify_reports_names_that_leave_the_directory_of_rlinf(tmp_path: Path) 
 def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = rlinf(tmp_path / "rlinf")
     next(path.glob("trajectory_0_*")).unlink()
-    found = verify(path)
-    assert found.sound
-    assert "1 trajectories, the oldest of the index, have no file (ids 0)" in found.notes[0]
+    verification = verify(path)
+    assert verification.sound
+    assert "1 trajectories, the oldest of the index, have no file (ids 0)" in verification.notes[0]
     report = inspect(path)
     assert (report["ids"]["without_file"], report["integrity"]["problems"]) == (1, [])
     copied = copy_store(path, tmp_path / "store")

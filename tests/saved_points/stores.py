@@ -1,4 +1,4 @@
-"""Stores with trajectories identified by a key."""
+"""Stores whose trajectories identify themselves by key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trajstore.core.store.catalog import Catalog
 
 
 def block(key: int, steps: int = 4) -> Trajectory:
-    """Return a trajectory ``[steps, 2, ...]`` whose every row has its own reward."""
+    """Return a trajectory ``[steps, 2, ...]`` with a different reward in every row."""
     rewards = 1000.0 * key + torch.arange(2 * steps, dtype=torch.float64).reshape(steps, 2, 1)
     return Trajectory(rewards=rewards, versions=torch.full((steps, 2, 1), float(key)))
 
@@ -36,7 +36,7 @@ def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    """Return id and key of every trajectory, each read in full."""
+    """Return the key of every trajectory by id, after reading each one whole."""
     keys = {}
     for number in buffer.trajectory_ids.tolist():
         rewards = buffer.get(number).rewards
@@ -47,7 +47,7 @@ def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
 
 
 def loaded(path: str | Path, pin: str | None = None) -> dict[int, int]:
-    """Return id and key of everything visible to a reader."""
+    """Return the key of every trajectory by id, as a new reader sees them."""
     with TrajectoryReplayBuffer(seed=0, sample_window_size=0) as reader:
         reader.load_checkpoint(path, pin=pin)
         return keys_of(reader)
@@ -59,7 +59,7 @@ def state_files(path: Path) -> int:
 
 
 def names_in(path: str | Path, kind: str) -> list[str]:
-    """Return the names of the snapshots of a kind; abandoned ones oldest first."""
+    """Return the names of the snapshots of a kind; those set aside oldest first."""
     catalog = Catalog.open(open_directory(path))
     heads = catalog.asides() if kind == "aside" else catalog.snapshots()
     return [head.name for head in heads if head.kind == kind]
@@ -67,7 +67,7 @@ def names_in(path: str | Path, kind: str) -> list[str]:
 
 @contextmanager
 def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
-    """Copy a directory before each change of its files, and at the end, skipping unchanged files."""
+    """Copy a directory before each change of its files and at the end, without repeating identical copies."""
     copies: list[Path] = []
     seen: list[dict[str, bytes]] = []
 

@@ -1,4 +1,4 @@
-"""Rolling back to a snapshot and deleting abandoned ones, killed anywhere: a second call completes it."""
+"""Going to a snapshot and deleting the abandoned states; after a kill, a second call deletes the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THEN = {number: number for number in range(4)}
 
 
 def fill(path: str | Path, *, since: bool = True) -> None:
-    """Make the points 1, 2, 3, and a point 2 on an abandoned line; ``since``: whether to add more at the end."""
+    """Make points 1, 2, 3 and a point 2 on an abandoned line; ``since`` adds trajectories after them."""
     with make(path) as buffer:
         add(buffer, range(4))
         buffer.points.save(1, {"step": 1})
@@ -66,8 +66,8 @@ def test_a_kill_anywhere_leaves_nothing_once_it_is_called_again(tmp_path: Path, 
         assert kept(copy) == AFTER
         assert loaded(copy) == THEN
         assert state_files(copy) == 2
-        verification = verify(copy)
-        assert (verification.problems, verification.notes) == ([], [])
+        report = verify(copy)
+        assert (report.problems, report.notes) == ([], [])
     assert happened == sorted(happened)
     assert set(happened) == {False, True}
 
@@ -109,8 +109,8 @@ def test_a_node_that_is_gone_at_any_operation_in_an_object_store(aside: bool) ->
         else:
             assert len(names_in(url, "aside")) == 2
             assert names_in(url, "point") == ["step-1.0", "step-2.0", "step-2.1", "step-3.1"]
-        verification = verify(url)
-        assert (verification.problems, verification.notes) == ([], [])
+        report = verify(url)
+        assert (report.problems, report.notes) == ([], [])
         if count <= survived:
             break
     assert happened == sorted(happened)
@@ -120,7 +120,7 @@ def test_a_node_that_is_gone_at_any_operation_in_an_object_store(aside: bool) ->
 def test_a_commit_that_came_between_is_not_taken_for_the_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit's acknowledgement was lost; it has the generation that the change would have had."""
+    """The unacknowledged commit has the generation that the change would have had."""
     fill(tmp_path, since=False)
     before = kept(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Simulated kills before every change on disk: the next writer opens the directory as of then."""
+"""Simulated kills before every change on disk: the next writer opens a copy of the directory at that moment."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ THEN = {number: number for number in range(4)}
 
 
 def look(copy: Path) -> tuple[dict[int, int], list[int]]:
-    """Return the state seen by a reader and then a writer, which must agree, and the steps of the saved points."""
+    """Return the keys by id, on which a reader and a writer must agree, and the steps of the saved points."""
     before = loaded(copy)
     assert verify(copy).sound
     with make(copy) as buffer:
@@ -85,7 +85,7 @@ def with_two_points(place: Path | str) -> TrajectoryReplayBuffer:
 
 
 def fail_at(patch: pytest.MonkeyPatch, kind: type[LocalDirectory | RemoteDirectory], what: str, error: OSError) -> None:
-    """Make publishing of files with the prefix ``what`` fail."""
+    """Make publishing fail for files whose names begin with ``what``."""
     genuine: Any = kind.publish
 
     def failing(directory: Any, files: Any) -> None:
@@ -99,10 +99,10 @@ def fail_at(patch: pytest.MonkeyPatch, kind: type[LocalDirectory | RemoteDirecto
 def test_a_kill_during_a_rollback_leaves_the_store_before_or_after_it(killed: Any) -> None:
     seen = []
     for copy in killed(lambda buffer: buffer.points.rollback(1)):
-        state, steps = look(copy)
-        assert (state, steps) in ((NOW, [1, 2]), (THEN, [1]))
-        seen.append(state == THEN)
-        with make(copy) as buffer:  # either way the resuming loop gets its data
+        keys, steps = look(copy)
+        assert (keys, steps) in ((NOW, [1, 2]), (THEN, [1]))
+        seen.append(keys == THEN)
+        with make(copy) as buffer:  # either way, a resumed loop can roll back to point 1
             assert buffer.points.rollback(1) == {"step": 1}
             assert keys_of(buffer) == THEN
             assert add(buffer, [51]) == [8]
@@ -129,9 +129,9 @@ def test_a_kill_while_the_store_returns_leaves_it_here_or_there(killed: Any) -> 
     for copy in killed(returning):
         with make(copy) as buffer:
             values = values_in(buffer)
-        state, steps = look(copy)
-        assert (state, steps, values) in ((THEN, [1], {}), (NOW, [1, 2], {1: 1.0, 6: 2.0}))
-        seen.add(len(state))
+        keys, steps = look(copy)
+        assert (keys, steps, values) in ((THEN, [1], {}), (NOW, [1, 2], {1: 1.0, 6: 2.0}))
+        seen.add(len(keys))
         with make(copy) as buffer:
             returning(buffer)
             assert keys_of(buffer) == NOW
@@ -142,7 +142,7 @@ def test_a_kill_while_the_store_returns_leaves_it_here_or_there(killed: Any) -> 
 
 @pytest.mark.parametrize("change", ["values", "points"])
 def test_a_kill_while_values_or_points_alone_return(tmp_path: Path, change: str) -> None:
-    """The states have the same trajectories, so only the index distinguishes them."""
+    """Both states have the same trajectories, so only the index distinguishes them."""
     path = tmp_path / "store"
     with make(path) as buffer:
         add(buffer, range(2))
@@ -154,15 +154,15 @@ def test_a_kill_while_values_or_points_alone_return(tmp_path: Path, change: str)
         [name] = names_in(path, "aside")
         with moments(path, tmp_path / "moments") as copies:
             buffer.points.go_to(name)
-    values_before = {0: 1.0} if change == "values" else {}
+    there = {0: 1.0} if change == "values" else {}
     seen = []
     for copy in copies:
         with make(copy) as buffer:
             state = values_in(buffer), [point.step for point in buffer.points.saved]
-            assert state in (({}, [1]), (values_before, [1, 2]))
+            assert state in (({}, [1]), (there, [1, 2]))
             seen.append(state[1] == [1, 2])
             buffer.points.go_to(name)
-            assert (values_in(buffer), [point.step for point in buffer.points.saved]) == (values_before, [1, 2])
+            assert (values_in(buffer), [point.step for point in buffer.points.saved]) == (there, [1, 2])
     assert set(seen) == {False, True}
     assert seen == sorted(seen)
 
@@ -194,7 +194,7 @@ def test_a_rollback_that_cannot_be_written_says_so_and_is_decided_when_opened_ag
 def test_a_rollback_in_an_object_store_that_was_cut_short_makes_no_point_void(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The next writer begins with a commit of the generation that the rollback would have had."""
+    """The next writer's first commit has the generation that the rollback would have had."""
     url = f"memory://bucket-{uuid.uuid4()}"
     buffer = with_two_points(url)
     with monkeypatch.context() as patch:
@@ -209,5 +209,5 @@ def test_a_rollback_in_an_object_store_that_was_cut_short_makes_no_point_void(
             assert len(keys_of(buffer)) == (4 if happened else 6)
             assert [point.step for point in buffer.points.saved] == ([1] if happened else [1, 2])
         assert [point.step for point in saved_points(url)] == ([1] if happened else [1, 2])
-        verification = verify(url)
-        assert (verification.problems, verification.notes) == ([], [])
+        report = verify(url)
+        assert (report.problems, report.notes) == ([], [])

@@ -1,4 +1,4 @@
-"""Loaders and samplers resumed from a saved point: the same batches, on any number of ranks."""
+"""Loaders and samplers resumed from a saved point give the same batches on any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rewards(batch: dict[str, Any]) -> list[float]:
 def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
     tmp_path: Path, name: str, world: int
 ) -> None:
-    """Ten trajectories of 8 rows; two epochs of 10 global batches of 8, stopped at the fifth batch."""
+    """Ten trajectories of 8 rows make two epochs of 10 batches of 8 in total; stopped after the fifth batch."""
     with make(tmp_path) as writer:
         add(writer, range(10))
         with ReplayLoader(writer, 8, prefetch=3, sampler=SAMPLERS[name]()) as loader:
@@ -64,13 +64,13 @@ def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
         assert sorted(rows) == sorted(2 * [1000.0 * key + row for key in range(10) for row in range(8)])
 
 
-# -- a store rolled back, emptied or closed under its loader: no hang, only live data, no leaks --
+# -- a store rolled back, emptied or closed under its loader: no hang, live data only, no leak --
 
 _PREFETCH = 3
 
 
 def _descriptors(folder: Path) -> int:
-    """Return the number of descriptors open in a folder; other tests open others."""
+    """Return the number of descriptors in a folder, ignoring those of other tests."""
     places = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def _descriptors(folder: Path) -> int:
 
 
 def _threads() -> int:
-    """Return the number of our threads; library threads vary between tests."""
+    """Return the number of our threads, ignoring those of libraries."""
     return sum(thread.name.startswith("trajstore-") for thread in threading.enumerate())
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_left_when_a_store_goes_under_its_loader(tmp_path: Path, what
     add(buffer, range(4))
     buffer.points.save(1)
     add(buffer, range(4, 8))
-    with ReplayLoader(buffer, 8) as loader:  # opens resources that stay open
+    with ReplayLoader(buffer, 8) as loader:  # opens everything that is opened only once
         next(loader)
     buffer.points.rollback(1)
     threads, descriptors = _threads(), _descriptors(tmp_path)
@@ -99,7 +99,7 @@ def test_nothing_is_left_when_a_store_goes_under_its_loader(tmp_path: Path, what
         if what == "rolled back":
             add(buffer, [50])
             buffer.points.rollback(1, aside=False)
-            for _ in range(_PREFETCH + 1):  # finished or being read at the rollback
+            for _ in range(_PREFETCH + 1):  # prefetched, or being read, during the rollback
                 next(loader)
             assert all(max(rewards(next(loader))) < 4000 for _ in range(5))
         elif what == "emptied":

@@ -1,4 +1,4 @@
-"""The complete programs of the guides, killed repeatedly, end as if undisturbed."""
+"""The guides' complete programs give the same result when they are killed again and again."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ json.dump(ends, sys.stdout)
 
 
 PROGRAMS = {
-    # by the function on a page: the page, number of steps, and kill positions
+    # by function of the guide: its page, the number of steps, and the kills
     "train_with_loader": (
         "resume.md",
         40,
         [
-            ("add", 1, "after"),  # added, but not saved
+            ("add", 1, "after"),  # trajectories added, no point saved
             ("replace", 1, "before"),  # point 0 without its model
             ("add", 8, "before"),  # within the first ten steps
             ("replace", 2, "before"),  # point 20 without its model: back to 10
             ("save", 2, "before"),  # back to 20
-            ("replace", 1, "after"),  # both of step 30
+            ("replace", 1, "after"),  # step 30 is complete
             ("add", 3, "before"),
         ],
     ),
@@ -97,12 +97,12 @@ PROGRAMS = {
         20,
         [
             ("replace", 1, "before"),  # point 0 without its model and pool
-            ("add", 1, "after"),  # rollouts of step 1, which no model learned from
-            ("add", 7, "before"),  # the pool has successes, and there is but the checkpoint of step 0
+            ("add", 1, "after"),  # rollouts of step 1, not trained on yet
+            ("add", 7, "before"),  # the pool has successes, but only the checkpoint of step 0 exists
             ("replace", 2, "before"),  # point 10 without its model: back to 5
-            ("step", 3, "before"),  # steps 6 and 7 are in the pool; the rollouts of 8 only in the store
+            ("step", 3, "before"),  # steps 6 and 7 are in the pool; the rollouts of 8 are only in the store
             ("save", 2, "before"),  # back to 10
-            ("replace", 1, "after"),  # all of step 15
+            ("replace", 1, "after"),  # step 15 is complete
         ],
     ),
 }
@@ -110,7 +110,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("deaths", [4, pytest.param(7, marks=pytest.mark.campaign)])
 def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int) -> None:
-    """One process forks all lives, because their imports take longer than their work."""
+    """One process forks all runs, because imports take longer than the runs."""
     given = []
     for name, (page, steps, kills) in PROGRAMS.items():
         text = (project_root / "docs" / "howto" / page).read_text()

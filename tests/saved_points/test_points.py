@@ -1,4 +1,4 @@
-"""Saved points and rollback: restored, set aside, kept and refused data."""
+"""Saved points and rollback: restored, set-aside and retained data, and refusals."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
         assert list(keys_of(buffer)) == [0, 3, 4, 5, 6, 7, 8]
         assert buffer.points.rollback(750) == {"note": "here"}
         assert keys_of(buffer) == {number: number for number in range(6)}
-        assert add(buffer, [77]) == [9]  # ids of data set aside are not reused
+        assert add(buffer, [77]) == [9]  # ids of trajectories set aside are not reused
         assert len(drawn) == 8
     assert loaded(path) == {**{number: number for number in range(6)}, 9: 77}
-    [aside] = [one["name"] for one in inspect(path)["aside"]]
+    [aside] = [snapshot["name"] for snapshot in inspect(path)["aside"]]
     left = {0: 0, **{number: number for number in range(3, 9)}}
     assert loaded(path, aside) == left
     assert verify(path).sound
@@ -226,7 +226,7 @@ def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, dama
 
 
 def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> None:
-    """Priorities of 10⁶ rows, in binary as in memory."""
+    """Priorities of 10⁶ rows take as many bytes on disk as in memory."""
     rows = 1_000_000
     with make(tmp_path) as buffer:
         add(buffer, range(2))
@@ -236,7 +236,7 @@ def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> 
 
 
 def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
-    """Ids in every part of the state are among the trajectories of the point."""
+    """All trajectories that the saved state refers to are in the point."""
     stop = threading.Event()
 
     class Part:

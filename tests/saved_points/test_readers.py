@@ -1,4 +1,4 @@
-"""Readers and samplers during a rollback: the state before, then the one after, never a mix."""
+"""Readers and samplers during a rollback see the state before or after it, never a mixture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(tmp_path: Path) -> 
 
 
 def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(tmp_path: Path) -> None:
-    """Point 1 has keys 0 to 3; later ones have consecutive keys from 100."""
+    """Point 1 has keys 0 to 3; later trajectories have consecutive keys from 100 on."""
     stop = threading.Event()
     problems: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A sampler in a saved point: a resumed run draws like an uninterrupted one, whenever the sampler last drew."""
+"""A sampler restored from a saved point draws like the uninterrupted run, whenever it last drew."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rollout(version: int) -> Trajectory:
 
 
 class Run:
-    """Adds rollouts and draws; with priorities, later rollouts get higher ones when drawn."""
+    """Adds rollouts and draws; with priorities, drawn rollouts get a priority that grows with their version."""
 
     def __init__(self, path: Path, sampler: Sampler) -> None:
         self.buffer: TrajectoryReplayBuffer = opened(path, seed=1)
@@ -34,7 +34,8 @@ class Run:
     def draw(self) -> list[Any]:
         if self.sampler.unit == "trajectory":
             return [
-                float(rollout.rewards[0, 0, 0]) for rollout in self.buffer.sample_trajectories(2, sampler=self.sampler)
+                float(trajectory.rewards[0, 0, 0])
+                for trajectory in self.buffer.sample_trajectories(2, sampler=self.sampler)
             ]
         batch = self.buffer.sample(64, sampler=self.sampler)
         rewards: list[float] = batch["rewards"].flatten().tolist()
@@ -48,7 +49,7 @@ class Run:
 def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
     tmp_path: Path, name: str, drawn: int, undrawn: int
 ) -> None:
-    draws = []
+    runs = []
     for killed in (False, True):
         run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
         for _ in range(drawn):
@@ -73,5 +74,5 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
             run.add()
             batches.append(run.draw())
         run.buffer.close()
-        draws.append(batches)
-    assert draws[0] == draws[1]
+        runs.append(batches)
+    assert runs[0] == runs[1]

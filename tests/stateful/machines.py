@@ -1,4 +1,4 @@
-"""Common parts of state machines: run length, and comparisons of a buffer and its twin."""
+"""Shared parts of the state machines: run lengths, and the comparison of a buffer with its twin."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trajstore.testing.witness import witness
 
 
 def short(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> Any:
-    """Return the fast test, part of every test run."""
+    """Return the test that runs a machine in every test run."""
     test = machine.TestCase
     test.settings = settings(settings.get_profile("stateful"), max_examples=examples, stateful_step_count=steps)
     return test
 
 
 def long(machine: type[RuleBasedStateMachine], examples: int) -> Any:
-    """Return the slow test, which explores differently each time."""
+    """Return the slow test, which takes different paths each time."""
     usual = settings.get_profile("stateful")
 
     @pytest.mark.campaign
@@ -35,7 +35,7 @@ def long(machine: type[RuleBasedStateMachine], examples: int) -> Any:
 
 
 class Twinned(RuleBasedStateMachine):
-    """A buffer with ``self.twin``: id to key, oldest first. ``self.generator`` predicts the buffer's draws."""
+    """A buffer and ``self.twin``, id to key, oldest first; ``self.generator`` predicts the buffer's draws."""
 
     buffer: TrajectoryReplayBuffer
 
@@ -49,7 +49,7 @@ class Twinned(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(9)
 
     def add_some(self, count: int) -> list[int]:
-        """Add trajectories to both, check their ids, and return them."""
+        """Add trajectories to both and return the ids, which must be the next ones."""
         keys = range(self.next_key, self.next_key + count)
         ids = self.buffer.add_trajectories([witness(key) for key in keys])
         assert ids == list(range(self.next_id, self.next_id + count))
@@ -60,7 +60,7 @@ class Twinned(RuleBasedStateMachine):
 
     @invariant()
     def indexed_alike(self) -> None:
-        """Ids, sizes and the next id equal the twin's."""
+        """Ids, sizes and the next id agree with the twin."""
         if not hasattr(self, "buffer"):
             return
         assert self.buffer.trajectory_ids.tolist() == list(self.twin)

@@ -1,4 +1,4 @@
-"""A memory-only buffer against a dict: evicted trajectories are counted, but never drawn."""
+"""A memory-only buffer against a dict: trajectories that left memory are counted but never drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 10
 
 
 class MemoryTwin(Twinned):
-    """``self.held`` are the readable ids."""
+    """``self.held`` is the ids whose trajectories can be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,15 +91,15 @@ class MemoryTwin(Twinned):
         keys = [check_trajectory(item) for item in self.buffer.sample_trajectories(count)]
         assert keys == [window[at] for at in drawn]
 
-    @precondition(lambda self: len(self.twin) > LIMIT - 2)  # seldom enough that evictions happen in between
+    @precondition(lambda self: len(self.twin) > LIMIT - 2)  # rarely enough for trajectories to leave memory in between
     @rule(layout=st.sampled_from(["trajstore", "rlinf"]))
     def save_and_load(self, layout: Any) -> None:
-        """Evicted trajectories are not saved; loaded ones stay on disk forever."""
+        """Only trajectories in memory are saved; loaded ones stay on disk and always remain readable."""
         self.buffer.save_checkpoint(self.path / "checkpoint", layout=layout)
         self.buffer.load_checkpoint(self.path / "checkpoint")
         self.twin = {number: self.twin[number] for number in self.held}
         self.loaded = set(self.held)
-        if layout == "rlinf":  # RLinf's metadata lack the generator state
+        if layout == "rlinf":  # RLinf's metadata do not store the generator's state
             self.generator.manual_seed(9)
 
     @invariant()

@@ -1,4 +1,4 @@
-"""A run directory against a plain list: ranks that add, evict, end and join; readers that refresh and draw."""
+"""A run directory against a plain list: ranks add, evict, end and join; readers refresh and draw."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 WINDOW = 3
 RANKS = 4
 Run = dict[int, int]
-"""Key of each trajectory by its run id, in commit order."""
+"""Key of each trajectory by its id in the run, in the order of the commits."""
 
 
 class Ranks(RuleBasedStateMachine):
-    """``self.run_now`` is the committed state, ``self.shown`` the reader's last view of it."""
+    """``self.run_now`` is the ranks' committed state, ``self.shown`` the reader's last view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 5))
     def new_reader(self, seed: int) -> None:
-        """A new reader continues with the sampler states of the previous one."""
+        """Replace the reader by a new one with the same sampler states."""
         reader = TrajectoryReplayBuffer.open(self.path, seed=seed, sample_window_size=WINDOW)
         epoch, weighted = EpochSampler(unit="trajectory"), WeightedSampler()
         for sampler in (epoch, weighted):
@@ -130,7 +130,7 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: self.shown)
     @rule(count=st.integers(1, 5))
     def go_on_with_the_epoch(self, count: int) -> None:
-        """Each trajectory in the window at the epoch's start is drawn once, unless evicted."""
+        """Each trajectory in the window at the epoch's start comes once, unless it was evicted since."""
         drawn = self.reader.sample_trajectories(count, sampler=self.epoch)
         for key in map(check_trajectory, drawn):
             self.to_come &= set(self.shown.values())
@@ -159,7 +159,7 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: self.run_now)
     @rule()
     def another_reader_draws_alike(self) -> None:
-        """A newly opened reader equals the refreshed one in ids, order, and draws from states."""
+        """A newly opened reader agrees with the refreshed one in ids, order and draws."""
         self.refresh()
         with TrajectoryReplayBuffer.open(self.path, seed=0, sample_window_size=WINDOW) as other:
             assert other.trajectory_ids.tolist() == self.reader.trajectory_ids.tolist()

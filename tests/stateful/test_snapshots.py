@@ -1,6 +1,6 @@
 """Snapshots against a model in plain Python: ids, rows, late values and saved points, through crashes and copies.
 
-For an hour: ``TRAJSTORE_SNAPSHOT_EXAMPLES=3000 python -m pytest -m campaign tests/stateful/test_snapshots.py``.
+One-hour run: ``TRAJSTORE_SNAPSHOT_EXAMPLES=3000 python -m pytest -m campaign tests/stateful/test_snapshots.py``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import check_trajectory, witness
 
-# -- the model ------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class State:
-    """A store's state: keys and late values by id, and names of saved points by step."""
+    """A store's visible state: keys and late values by id, and names of saved points by step."""
 
     keys: dict[int, int] = field(default_factory=dict)
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class State:
 
 
 class Model:
-    """A head, and immutable snapshots."""
+    """The head and immutable snapshots."""
 
     def __init__(self) -> None:
         self.head, self.snapshots, self.visit = State(), dict[str, State](), 0
@@ -62,24 +62,24 @@ class Model:
     def remove(self, name: str) -> None:
         del self.snapshots[name]
         if name.startswith("aside-"):
-            lines = [self.head, *(state for one, state in self.snapshots.items() if one.startswith("aside-"))]
+            lines = [self.head, *(state for key, state in self.snapshots.items() if key.startswith("aside-"))]
             named = {point for state in lines for point in state.line.values()}
             self.snapshots = {
-                one: state for one, state in self.snapshots.items() if not one.startswith("step-") or one in named
+                key: state for key, state in self.snapshots.items() if not key.startswith("step-") or key in named
             }
 
     def shown(self, state: State) -> State:
-        """Return the visible part of a state: values and points that exist."""
+        """Return the visible part of a state: values of its trajectories, and points that still exist."""
         line = {step: name for step, name in sorted(state.line.items()) if name in self.snapshots}
         values = {number: state.values[number] for number in state.keys if state.values.get(number)}
         return State(state.keys, values, line)
 
 
-# -- the store -----------------------------------------------------------------------------------------
+# -- the store under test ----------------------------------------------------------------------------
 
 
 class Snapshots(RuleBasedStateMachine):
-    """``self.buffer`` writes the store modelled by ``self.model``."""
+    """``self.buffer`` writes the store that ``self.model`` describes."""
 
     buffer: TrajectoryReplayBuffer
 
@@ -116,7 +116,7 @@ class Snapshots(RuleBasedStateMachine):
     def evict(self, data: Any) -> None:
         number = data.draw(st.sampled_from(sorted(self.model.head.keys)))
         self.buffer.evict([number])
-        keys = {trajectory_id: key for trajectory_id, key in self.model.head.keys.items() if trajectory_id != number}
+        keys = {other: key for other, key in self.model.head.keys.items() if other != number}
         self.model.head = replace(self.model.head, keys=keys)
 
     @precondition(lambda self: self.model.head.keys)
@@ -166,7 +166,7 @@ class Snapshots(RuleBasedStateMachine):
     @rule(data=st.data(), crash=st.sampled_from([False, False, True]))
     def go_to(self, data: Any, crash: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.snapshots)))
-        self.look()  # pending values become part of the abandoned state
+        self.look()  # the abandoned state includes pending values
         if not crash:
             self.buffer.points.go_to(name)
             self.went(name)
@@ -181,7 +181,7 @@ class Snapshots(RuleBasedStateMachine):
         self.reader = TrajectoryReplayBuffer.open(self.path)
 
     def went(self, name: str) -> None:
-        """Move the model to a snapshot; the store names the abandoned state, if it keeps it."""
+        """Move the model to a snapshot; the store chooses the name for an abandoned state that it keeps."""
         left = {snapshot.name for snapshot in self.buffer.points.snapshots} - self.model.snapshots.keys()
         assert len(left) <= 1
         state = self.model.shown(self.model.head)
@@ -190,10 +190,10 @@ class Snapshots(RuleBasedStateMachine):
         self.model.go_to(name, next(iter(left), None))
 
     def take(self, copy: Path) -> None:
-        """Continue with a copy of the directory from the moment the process was killed."""
+        """Continue with a copy of the directory from the moment of the kill."""
         shutil.rmtree(self.path)
         shutil.copytree(copy, self.path)
-        if self.mirror is not None:  # it may be newer than the copy
+        if self.mirror is not None:  # the mirror may be ahead of the copy
             shutil.rmtree(self.mirror, ignore_errors=True)
         self.copies += 1
         self.open()
@@ -264,11 +264,11 @@ class Snapshots(RuleBasedStateMachine):
         for number in buffer.trajectory_ids.tolist():
             trajectory = buffer.get(number)
             keys[number] = check_trajectory(trajectory)
-            late_values = {} if scores.get(number) is None else {"score": scores[number]}
+            late = {} if scores.get(number) is None else {"score": scores[number]}
             if (rows := trajectory.notes.get("rows")) is not None:
-                late_values["rows"] = rows.flatten()[0].item()
-            if late_values:
-                values[number] = late_values
+                late["rows"] = rows.flatten()[0].item()
+            if late:
+                values[number] = late
         points = {point.step: point.name for point in buffer.points.saved} if line else {}
         return State(keys, values, points)
 

@@ -1,4 +1,4 @@
-"""The buffer against a dict: random operations, equal after each step."""
+"""The buffer against a dict: equal after each of a series of random operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 10
 
 
 class Twin(Twinned):
-    """With a store, its pins, points and checkpoints, and late values."""
+    """Covers stores with pins, points, checkpoints and late values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Twin(Twinned):
         assert self.buffer.seed == 9
 
     def finish_adding(self) -> None:
-        """Flush to apply retention, and do the same to the twin."""
+        """Flush, so that retention is applied, and apply it to the twin."""
         self.buffer.flush()
         if self.retention.max_trajectories is not None:
             self.twin = dict(list(self.twin.items())[-LIMIT:])
@@ -87,13 +87,13 @@ class Twin(Twinned):
             self.notes[number] = self.notes.get(number, {}) | values
 
     def is_given(self, name: str) -> bool:
-        """Return whether any trajectory has such a value, so that one can be retracted."""
+        """Return whether any trajectory has such a value, which retraction needs."""
         return any(self.notes.get(number, {}).get(name) is not None for number in self.twin)
 
     @precondition(lambda self: self.twin)
     @rule(data=st.data(), value=st.integers(0, 50), back=st.booleans())
     def give_rows(self, data: Any, value: int, back: bool) -> None:
-        """Set per-row values, or retract those of some trajectories."""
+        """Give a value to each row, or retract those of some trajectories."""
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True, min_size=1, max_size=3))
         given = None if back and self.is_given("rows") else value
         rows = [torch.full(witness(self.twin[number]).rewards.shape[:2], float(value)) for number in chosen]  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ class Twin(Twinned):
             self.twin, self.notes = dict(twin), dict(notes)
         self.generator.set_state(self.buffer.state_dict()["rng_state"])
 
-    @precondition(lambda self: len(self.twin) > LIMIT - 3)  # seldom enough that other rules run
+    @precondition(lambda self: len(self.twin) > LIMIT - 3)  # rarely enough for other operations
     @rule()
     def clear(self) -> None:
         self.buffer.clear()

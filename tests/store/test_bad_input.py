@@ -1,4 +1,4 @@
-"""Damaged, hostile and foreign directories: one clear documented error, no loss, no code execution."""
+"""Damaged, hostile and foreign directories: one clear documented error, no loss, no code run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNT = 6
 
 
 def build(path: Path, fmt: str, *, clean: bool = False) -> Path:
-    """Make a store of six trajectories: four in the snapshot, two in the log; with ``clean`` all in the snapshot."""
+    """Make a store of six trajectories, four in the snapshot and two in the log; ``clean``: all in the snapshot."""
     live = path.with_name(f"live {path.name}")
     for keys in (range(4), range(4, COUNT)):
         with opened(live, trajectory_format=fmt) as buffer:
@@ -74,7 +74,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "writer.lock" and p.parent.name != "readers")
 
 
-# -- single kinds of damage -------------------------------------------------------------------------
+# -- single faults -----------------------------------------------------------------------------------
 
 
 def test_a_damaged_record_within_the_log_is_refused_by_name_and_byte(store: Path) -> None:
@@ -115,7 +115,7 @@ def test_names_that_leave_the_directory(store: Path, name: str) -> None:
     assert (store.parent / "x").read_bytes() == b"precious"
 
 
-# -- found by tools/mutate --------------------------------------------------------------------------
+# -- found by tools/mutate ---------------------------------------------------------------------------
 
 
 def _more_samples_than_steps(value: Any) -> None:
@@ -147,8 +147,8 @@ def _of_another_axis(axis: int, value: Any) -> None:
 @pytest.mark.parametrize(
     ("forge", "message"),
     [
-        (_more_samples_than_steps, "number of samples"),  # reads would go beyond the end of the file's map
-        (_epochs_that_do_not_divide_the_steps, "epochs"),  # computed rows would be outside the shard
+        (_more_samples_than_steps, "number of samples"),  # would read past the end of the mapped file
+        (_epochs_that_do_not_divide_the_steps, "epochs"),  # would compute rows outside of the shard
         (_weights_that_are_no_text, "string table"),
         (_a_place_in_no_file, "lies in no file"),
         *((partial(_of_another_axis, axis), "not a trajectory schema") for axis in (3, 4, 5, -1)),
@@ -189,7 +189,7 @@ def test_a_pin_that_names_what_was_never_committed(store: Path) -> None:
     with pytest.raises(errors.CorruptStoreError, match="'kept' names 2 trajectories that are missing"):
         TrajectoryReplayBuffer().load_checkpoint(store, pin="kept")
     assert [problem.file for problem in verify(store).problems] == ["pins/kept.json"]
-    read(store)  # everything else is served
+    read(store)  # everything else is readable
 
 
 @pytest.mark.parametrize("generation", [[[]], -1, None, "7"])
@@ -222,10 +222,10 @@ def test_pins_that_were_exchanged(tmp_path: Path) -> None:
         for key, name in enumerate(("one", "two")):
             buffer.add_trajectories([witness(key)])
             buffer.points.pin(name)
-    one, two = (tmp_path / "pins" / f"{name}.json" for name in ("one", "two"))
-    first = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(first)
+    path, other = (tmp_path / "pins" / f"{name}.json" for name in ("one", "two"))
+    first = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(first)
     with pytest.raises(errors.CorruptStoreError, match=r"one\.json: is the pin 'two'"):
         TrajectoryReplayBuffer().load_checkpoint(tmp_path, pin="one")
     assert not verify(tmp_path).sound
@@ -236,7 +236,7 @@ def test_metadata_of_another_store(store: Path, tmp_path: Path) -> None:
     (store / METADATA_NAME).write_bytes((other / METADATA_NAME).read_bytes())
     (problem,) = verify(store).problems
     assert "belongs to another store" in str(problem)
-    assert read(store) == {key: key for key in range(COUNT)}  # a checkpoint may be replaced during opening
+    assert read(store) == {key: key for key in range(COUNT)}  # a checkpoint may be replaced while it is opened
 
 
 @pytest.mark.parametrize(("old", "new"), [(b'"data_id"', b'"datX_id"'), (b'"outcome"', b'"outcomX"')])
@@ -260,11 +260,11 @@ def test_columns_that_are_no_fields(store: Path) -> None:
     assert not verify(store).sound
 
 
-# -- code -------------------------------------------------------------------------------------------
+# -- pickles with code -------------------------------------------------------------------------------
 
 
 def test_pickles_that_would_run_code(tmp_path: Path) -> None:
-    """A shard of the right size with a pickle that calls a function, for each pickling format."""
+    """A correctly sized shard with a pickle that calls a function, in each pickled format."""
     fired = tmp_path / "fired"
     for fmt in ("pt", "pkl"):
         store = build(tmp_path / fmt, fmt, clean=True)
@@ -294,7 +294,7 @@ def test_pickles_of_another_layout_are_no_shards(tmp_path: Path) -> None:
         read(store)
 
 
-# -- ownership of directories -----------------------------------------------------------------------
+# -- ownership of the directory ----------------------------------------------------------------------
 
 
 def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
@@ -311,13 +311,13 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "file")
 
 
-# -- A log that lost its end: reported everywhere, no silent loss --
+# -- A truncated log is reported by every record of later commits, and no loss goes unreported --
 
 
 def killed(folder: Path, *, pinned: bool, renewed: int = 0) -> Path:
-    """Return the store of a process killed after six commits, with a pin made after the fourth.
+    """Return the store of a process killed after six commits, optionally with a pin after the fourth.
 
-    Its metadata count this many trajectories.
+    ``renewed``: the number of trajectories committed at the last renewal of its metadata.
     """
     with writer_to(folder / "live") as buffer:
         add_each(buffer, range(4))
@@ -340,9 +340,9 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
     path = killed(tmp_path, pinned=True)
     cut(path, lines)
     refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.0.json was made at")
-    verification = verify(path)
-    assert not verification.sound
-    assert any("the log was cut or lost" in problem.message for problem in verification.problems)
+    report = verify(path)
+    assert not report.sound
+    assert any("the log was cut or lost" in problem.message for problem in report.problems)
     assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
     assert keys_at(path, strict=False) == {key: key for key in range(lines)}
     if lines:
@@ -389,9 +389,9 @@ def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
 ) -> None:
     path = killed(tmp_path, pinned=True)
     cut(path, 5)
-    verification = verify(path)
-    assert verification.sound
-    assert any("1 files in shards/ are named by no commit" in note for note in verification.notes)
+    report = verify(path)
+    assert report.sound
+    assert any("1 files in shards/ are named by no commit" in note for note in report.notes)
     with caplog.at_level(logging.WARNING), opened(path) as buffer:
         assert list(keys_of(buffer)) == list(range(5))
     assert "deletes 1 files of shards that no commit names" in caplog.text
@@ -401,15 +401,15 @@ def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
     path = killed(tmp_path, pinned=False)
     (segment,) = (path / "log").iterdir()
     segment.write_bytes(segment.read_bytes()[:-1] + b"\x0b")
-    verification = verify(path)
-    assert [problem.file for problem in verification.problems] == [f"log/{segment.name}"]
-    assert "the line feed of its last record is damaged" in verification.problems[0].message
+    report = verify(path)
+    assert [problem.file for problem in report.problems] == [f"log/{segment.name}"]
+    assert "the line feed of its last record is damaged" in report.problems[0].message
     refused_to_all(path, CorruptStoreError, "the line feed of the record at byte")
     repair_store(path, tmp_path / "new")
     assert contents_of(tmp_path / "new") == list(range(6))
 
 
-# -- Losses in unreadable log records, as ids between their neighbours --
+# -- Losses from unreadable log records, inferred from the neighbouring ids --
 
 
 def added(*ranges: list[int]) -> dict[str, Any]:
@@ -417,7 +417,7 @@ def added(*ranges: list[int]) -> dict[str, Any]:
 
 
 def settled(*steps: Any, present: list[int], next_id: int = 0, counter: int = 0) -> Damage:
-    """Return the damage of a log, given its records, with None for missing ones."""
+    """Return the damage of a log with these records; None stands for missing ones."""
     records, damage = LostRecords(), Damage("log")
     records.begins(next_id)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Facts of rollouts: equal from a rollout and its stored document, through log, index and snapshot."""
+"""Facts of rollouts agree between rollout, stored document, log, index and snapshot."""
 
 from __future__ import annotations
 
@@ -52,32 +52,34 @@ def test_a_rollout_and_its_document_tell_the_same(rollout: AgentTrajectory) -> N
 
 
 def index_of(facts: list[dict[str, Any] | None]) -> TrajectoryIndex:
-    """Return an index of trajectories with these facts, None for step trajectories."""
+    """Return an index of trajectories with these facts; None stands for a step trajectory."""
     index = TrajectoryIndex()
-    for at, one in enumerate(facts):
-        told = fact_columns([(None if one is None else facts_to_json([one]), 1)], index.texts)
+    for at, rollout_facts in enumerate(facts):
+        added_columns = fact_columns(
+            [(None if rollout_facts is None else facts_to_json([rollout_facts]), 1)], index.texts
+        )
         columns = {name: np.zeros(1, dtype) for name, dtype in COLUMNS.items()}
         columns["weights"][:] = index.texts.add("")
         columns["uuid"] = np.frombuffer(np.random.default_rng(at).bytes(16), "V16")
-        index.append({**columns, "trajectory_id": np.array([at]), "num_samples": np.ones(1, np.int64), **told})
+        index.append({**columns, "trajectory_id": np.array([at]), "num_samples": np.ones(1, np.int64), **added_columns})
     return index
 
 
 def facts_in(index: TrajectoryIndex) -> list[dict[str, Any] | None]:
-    """Return the facts in an index, one dict per rollout."""
-    facts_found: list[dict[str, Any] | None] = []
+    """Return the facts in an index, one dict per rollout and None for a step trajectory."""
+    rows: list[dict[str, Any] | None] = []
     for at in range(len(index)):
-        row = {name: index.fact(name)[at].item() for name in index.facts}
-        is_agent = row.pop("agent", 0)
-        known = {name: value for name, value in row.items() if value == value and (value != -1 or "reward_" in name)}
+        values = {name: index.fact(name)[at].item() for name in index.facts}
+        is_agent = values.pop("agent", 0)
+        known = {name: value for name, value in values.items() if value == value and (value != -1 or "reward_" in name)}
         known |= {name: index.texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
-        facts_found.append(known if is_agent else None)
-    return facts_found
+        rows.append(known if is_agent else None)
+    return rows
 
 
 @given(st.lists(st.none() | rollouts.map(lambda one: flatten(one).facts), max_size=8), st.data())
 def test_an_index_keeps_them(facts: list[Any], data: st.DataObject) -> None:
-    facts = [one and {**one, "outcome": abs(one.get("outcome", 0.0))} for one in facts]  # -1 is a number of its own
+    facts = [one and {**one, "outcome": abs(one.get("outcome", 0.0))} for one in facts]  # -1 means absent
     index = index_of(facts)
     assert facts_in(index) == facts
     again = index_from_json(orjson.loads(orjson.dumps(index_to_json(index))), 1)

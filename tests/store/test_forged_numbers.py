@@ -1,4 +1,4 @@
-"""Forged index numbers with valid checksums: refused, or at least never read out of bounds."""
+"""Forged index numbers with valid checksums are refused, or at least never cause reads out of bounds."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from trajstore.testing.witness import WitnessError, check_batch, check_trajector
 
 
 def _shards_in(path: Path) -> Any:
-    """Return the shards in index and log; None if unreadable."""
+    """Return the shards by the index and by the log; None if either is unreadable."""
     with suppress(*forgery._SPOILT):
         (log,) = (path / "log").iterdir()
         records = decode_lines(log.read_bytes(), log.name).records
-        shards = [
+        logged = [
             [{name: value for name, value in shard.items() if name != "entries"} for shard in record.get("shards", ())]
             for record in records
         ]
-        return unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")["shards"], shards
+        return unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")["shards"], logged
     return None
 
 
 def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> None:
-    """Forge values of a store repeatedly, and report the outcome of each reading."""
+    """Forge values of a store repeatedly and send the outcomes of reading it."""
     chance, pristine, shards = random.Random(seed), files_of(path), _shards_in(path)
     ways = [forgery._packed, forgery._packed, forgery._values]
     outcomes: dict[str, Any] = {"refused": 0, "read": 0, "else": [], "foreign": []}
@@ -56,17 +56,17 @@ def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> Non
         for name, data in pristine.items():
             (path / name).write_bytes(data)
         for _ in range(chance.choice([1, 1, 2])):
-            with suppress(*forgery._SPOILT):  # the first forgery made it unreadable
+            with suppress(*forgery._SPOILT):  # an earlier forgery may have made the file unreadable
                 chance.choice(ways)(path, files_of(path), path / "canary", chance)
         for strict in (True, False):
             buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
             try:
                 buffer.load_checkpoint(path, strict=strict)
                 for each in buffer.trajectory_ids.tolist()[:8]:
-                    with suppress(WitnessError):  # mixed from others' rows, or with another max_episode_length
+                    with suppress(WitnessError):  # mixes rows of other trajectories, or has another max_episode_length
                         check_trajectory(buffer.get(each))
-                # Rows of other trajectories of the shard are acceptable: each is a valid witness. Memory beside it is
-                # not, nor are file bytes at which a forged shard table places a column.
+                # Whole rows of other trajectories in the shard are acceptable, because each proves itself. Memory
+                # beside the shard is not, nor are file bytes at which a forged shard table makes a column begin.
                 if buffer.total_samples:
                     check_batch(buffer.sample(64, columns=["curr_obs.tag", "actions", "rewards", "curr_obs.image"]))
                 outcomes["read"] += 1
@@ -132,7 +132,7 @@ def test_forged_numbers_never_crash_a_reader_in_a_long_campaign(tmp_path: Path, 
 
 
 def _zeros(nbytes: int) -> str:
-    """Return this many zero bytes as a packed array, at deflate's shortest."""
+    """Return ``nbytes`` zero bytes as a packed array, compressed as far as deflate can."""
     return base64.b64encode(zlib.compress(bytes(nbytes), 9)).decode()
 
 
@@ -216,7 +216,7 @@ def test_ids_in_ranges_agree_with_a_loop() -> None:
         ),
         *({"uuids": value} for value in ("00", "zz" * 32, "00" * 16, None)),
         *({"ids": value} for value in (None, 3, [[4]], [[4.5, 5.5]], [[5, 4]], [["4", "5"]], [[4, 2**63 - 1]])),
-        *({"ids": value} for value in ([[4, 1 << 60]], [[4, 4]], [[4, 6]], [])),  # more or fewer than trajectories
+        *({"ids": value} for value in ([[4, 1 << 60]], [[4, 4]], [[4, 6]], [])),  # not one id per trajectory
     ],
     ids=str,
 )

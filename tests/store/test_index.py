@@ -1,4 +1,4 @@
-"""Index and packing: JSON round trips, also of hostile input."""
+"""The index and packed arrays: JSON round trips, and hostile JSON."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_indexes_that_share_their_arrays_change_homes_for_themselves() -> None:
     index.point(np.array([2]), [RowLocation(0)])
     index.note_extent(2, Extent(1, 1, 66, 66))
     assert (shown.location(1)[1:], again.location(2)) == (before[2][1:], RowLocation(7, 5, 6, 7))
-    assert [each_index.entry(each_index.end - 1).extent.extra for each_index in (index, shown)] == [66, 77]
+    assert [view.entry(view.end - 1).extent.extra for view in (index, shown)] == [66, 77]
     assert again.entry(2).extent == part.entry(1).extent
 
 
@@ -211,7 +211,7 @@ def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look()
     assert list(by_block.values()) == [[5, 70_000, 200_000, 299_999]]
 
 
-# -- packed arrays and string tables, byte by byte ---------------------------------------------------
+# -- packed arrays and string tables, byte by byte --
 
 
 def test_declared_rows() -> None:
@@ -221,7 +221,7 @@ def test_declared_rows() -> None:
             declared_rows({"shape": shape})
 
 
-# -- string tables ------------------------------------------------------------------------------------
+# -- string tables -----------------------------------------------------------------------------------
 
 
 def test_a_copy_grows_on_its_own() -> None:
@@ -288,7 +288,7 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
             rows = starts_of([flat.extent], flat.schema.kind)
             view.append({**entry, **rows, "slot": np.zeros(1)})
             number, pending = number + 1, pending + 1
-        if pending and data.draw(st.integers(0, 4)) == 0:  # an unwritable one
+        if pending and data.draw(st.integers(0, 4)) == 0:  # the newest could not be written
             drop(view, [number - 1])
             pending -= 1
         count = data.draw(st.integers(0, pending))

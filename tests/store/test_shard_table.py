@@ -1,4 +1,4 @@
-"""Shard table and log records: manifest round trips, rows, and refusals."""
+"""The shard table and log records: manifests, rows and refusals."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def manifest(number: int, schema: Schema = STEP, rows: int = 6, *, mapped: bool 
 
 def table_of(*manifests: ShardManifest) -> ShardTable:
     table = ShardTable()
-    for manifest in manifests:
-        number = shard_number(manifest.files[0].name)
+    for shard_manifest in manifests:
+        number = shard_number(shard_manifest.files[0].name)
         assert number is not None
-        table.add(number, manifest)
+        table.add(number, shard_manifest)
     return table
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused(of: str, name: str, forged: Any) -> None:
         ShardTable.from_json(value)
 
 
-# -- Lines of the commit log and contents of records, by hand: no store, no disk --
+# -- Lines and records of the commit log, by hand: no store, no disk --
 
 
 def line(body: bytes) -> bytes:
@@ -139,7 +139,7 @@ ENTRIES = {
 """Two trajectories: T = 2, B = 1, E = 1 and T = 2, B = 2, E = 1 (samples 2 + 4; with extra rows 3 + 6)."""
 
 
-# -- lines --------------------------------------------------------------------------------------------
+# -- lines -------------------------------------------------------------------------------------------
 
 
 def test_a_line_is_checksum_space_json_line_feed() -> None:
@@ -168,7 +168,7 @@ def test_segments_are_named_by_their_first_generation_and_other_names_are_none(n
     assert segment_generation(segment_name(12)) == 12
 
 
-# -- manifests ----------------------------------------------------------------------------------------
+# -- manifests ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_file_outside_the_directory_is_refused() -> None:
         manifest_from_json(manifest_to_json(MANIFEST, 0) | {"files": [["../x", 1000, 0]]}, [STEP])
 
 
-# -- what was added -----------------------------------------------------------------------------------
+# -- additions ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None
         entries_from_json([AddedShard(4, 3, 0, replace(MANIFEST, rows=(6, 9)), ENTRIES | changes, 7)], StringTable())
 
 
-# -- ids ----------------------------------------------------------------------------------------------
+# -- ids ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

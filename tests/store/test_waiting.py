@@ -1,4 +1,4 @@
-"""Lazily unpacked columns: equal to the others, after any operations."""
+"""Lazily unpacked columns behave like all others, whatever the order of operations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rollout(number: int) -> AgentTrajectory:
 
 
 def entries(index: TrajectoryIndex, first: int, count: int, scored: bool) -> dict[str, Any]:
-    """Return columns of this many entries with facts; ids and UUIDs continue from ``first``."""
+    """Return columns of ``count`` entries with facts; ids and UUIDs start at ``first``."""
     facts = [{"task": f"t{n}", **({"reward_x": n / 2} if scored else {})} for n in range(first, first + count)]
     columns: dict[str, Any] = {name: np.zeros(count, dtype) for name, dtype in COLUMNS.items()}
     columns[index.table] = columns.pop("shard")
@@ -48,7 +48,7 @@ def entries(index: TrajectoryIndex, first: int, count: int, scored: bool) -> dic
 
 def rows_of(index: TrajectoryIndex) -> list[tuple[Any, ...]]:
     tasks = [index.texts[number] for number in index.fact("task").tolist()]
-    uuids = [entry_uuid.tobytes() for entry_uuid in index["uuid"]]
+    uuids = [uuid.tobytes() for uuid in index["uuid"]]
     scores = np.nan_to_num(index.fact("reward_x"), nan=-1.0).tolist()
     return list(zip(index["trajectory_id"].tolist(), uuids, tasks, scores, index["agent"].tolist(), strict=True))
 
@@ -110,17 +110,17 @@ def test_two_threads_may_ask_first_at_once() -> None:
     together = threading.Barrier(2)
 
     def unpack() -> Any:
-        together.wait(60)  # both threads are in here: neither blocks the other
+        together.wait(60)  # both threads must be able to unpack at once
         return np.arange(5)
 
     packed = Packed(unpack)
-    results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(packed.column())) for _ in range(2)]
+    columns: list[Any] = []
+    threads = [threading.Thread(target=lambda: columns.append(packed.column())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [ids.tolist() for ids in results] == [list(range(5))] * 2
+    assert [column.tolist() for column in columns] == [list(range(5))] * 2
     assert packed.column().tolist() == list(range(5)), "and nobody unpacks it again"
 
 
@@ -142,7 +142,7 @@ def test_many_additions_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Return a store with an empty log that does not reach back to the first commit."""
+    """Return a store with an empty log that does not go back to the first commit."""
     path = tmp_path / "store"
     for first in (0, 3):
         with writer_to(path) as buffer:

@@ -1,4 +1,4 @@
-"""Every benchmark runs through, tiny, and prints figures of the promised shape. Nothing is said about speed."""
+"""Every benchmark runs at tiny size and prints figures of the documented shape; speed is not checked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tools.bench import space, t08_open, t14_memory, t21_view
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
-# They start servers.
+# Not run, as they start servers.
 NOT_TRIED = ("t16", "t16rows", "t19", "t20")
 LONG = ("t21", "t22")
-"""Start a browser and servers, or a cluster of their own."""
+"""Start a browser and servers, or a separate cluster."""
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ LONG = ("t21", "t22")
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (t08_open, t14_memory, t21_view):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
-    monkeypatch.setattr(space, "_SECONDS", 0.1)  # so little data never comes below the target
+    monkeypatch.setattr(space, "_SECONDS", 0.1)  # with so little data, it never falls below the target
     try:
         figures = list(figures_of(name, Options(tmp_path, repeats=1, scale=0.002)))
     except SkippedError as reason:

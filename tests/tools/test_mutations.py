@@ -1,4 +1,4 @@
-"""A short campaign of damaged directories, and that it sees what it is to see. See docs/crash-testing.md."""
+"""A short campaign of damaged directories, and its detection of faults. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORE, RLINF = kinds_of("store_pt")[0], kinds_of("rlinf_pt")[0]
 
 
 def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
-    kinds = [kind for kind in KINDS if kind.name != "store_zstd"]  # as Zarr's, and slow; the long campaign has it
+    kinds = [kind for kind in KINDS if kind.name != "store_zstd"]  # like Zarr and slow; part of the long campaign
     result = run_campaign(tmp_path, kinds, 27, seed=12)
     assert result.problems == []
     assert result.counts["mutations"] == 27
@@ -42,7 +42,7 @@ def test_damage_is_reported_or_without_effect_in_a_long_campaign(tmp_path: Path)
     assert result.problems == []
 
 
-# -- the campaign sees faults: one of them by default, the others with the long campaign -------------
+# -- the campaign detects faults: one by default, the others in the long campaign --------------------
 
 
 def _troubles(tmp_path: Path, kind: Kind, look: Callable[[Path, Kind], Report] = probe) -> str:
@@ -70,7 +70,7 @@ def test_an_error_of_another_kind_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
         try:
             return honest(self, path, **options)  # type: ignore[arg-type]
         except Exception as error:
-            if options.get("pin"):  # those of commits that are cut off are refused in the undamaged directory too
+            if options.get("pin"):  # pins of truncated commits are refused in the undamaged directory, too
                 raise
             raise ValueError(str(error)) from error
 
@@ -134,11 +134,11 @@ def test_a_reader_that_needs_much_memory_is_seen(tmp_path: Path) -> None:
 
 
 def test_hostile_pickles_would_run_code(tmp_path: Path) -> None:
-    """Obeyed, they leave their mark; otherwise that it is absent would prove nothing."""
+    """When unpickled, they leave a marker; otherwise its absence would prove nothing."""
     fired = 0
     for seed in range(40):
         canary = tmp_path / f"canary_{seed}"
-        with suppress(Exception):  # most fail after they have done their harm
+        with suppress(Exception):  # most raise after running their code
             pickle.loads(pickles.code(canary, random.Random(seed)))
         fired += canary.exists()
     assert fired > 15
@@ -170,7 +170,7 @@ LOG = "log/0000000000000006.log"
         ("pins/first.json", lambda data: None, Level.UNPINNED, 0),
         ("pins/first.json", lambda data: data[:-1], Level.DAMAGE, 0),
         (LOG, lambda data: data[:-1], Level.TAIL, 4),
-        (LOG, lambda data: None, Level.DAMAGE, 0),  # a pin is left that was made after it
+        (LOG, lambda data: None, Level.DAMAGE, 0),  # a pin that was made later remains
         (LOG, lambda data: data + b"half a rec", Level.TAIL, 5),
         (LOG, lambda data: data + b"no record\n", Level.DAMAGE, 0),
         (LOG, lambda data: data + data.splitlines(keepends=True)[1], Level.NOTHING, 0),

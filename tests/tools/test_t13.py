@@ -1,4 +1,4 @@
-"""T13 goes on where it was interrupted, shows every run, and measures every arm against the same runs without."""
+"""T13 resumes after interruption, shows every run, and compares each arm with the same baseline runs."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
 from trajstore.errors import ConfigurationError
 
 LOSS = "experience_replay/loss/"
-"""Begins what verl's micro-batches report for the figures to be made of."""
+"""Prefix of the sums that verl's micro-batches report as input of the figures."""
 
 
 def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,8 +242,8 @@ def test_nan_is_seen_wherever_it_came() -> None:
 )
 def test_effective_sample_size_at_the_edges(ratios: torch.Tensor, expected: float | None) -> None:
     ratio = ratios[None]
-    found = label_sums(["all"], ratio, ratio, torch.ones(1, 4), 0.2, 1.0)["all"].effective_sample_size
-    assert found == (None if expected is None else pytest.approx(expected))
+    size = label_sums(["all"], ratio, ratio, torch.ones(1, 4), 0.2, 1.0)["all"].effective_sample_size
+    assert size == (None if expected is None else pytest.approx(expected))
 
 
 def test_clip_fraction_by_age() -> None:

@@ -34,7 +34,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreCl
 from trajstore.trajectory import Reward
 
 TAKES: dict[str, set[str]] = {}
-"""Which keys take a hostile value; no other does."""
+"""The only keys that accept a hostile value."""
 for value, names in (
     (-1, "success_threshold min_reward experience_lbound TrainerConfig.seed"),
     (2.5, "success_threshold min_reward success experience_lbound experience_rbound retrieve_timeout summary_timeout"),

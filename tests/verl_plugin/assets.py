@@ -1,4 +1,4 @@
-"""A tiny model, its tokenizer, tasks and a reward, made on the spot."""
+"""A tiny generated model with tokenizer, tasks and reward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **mo
 
 @dataclasses.dataclass(frozen=True)
 class Assets:
-    """Where the files lie."""
+    """Paths of the generated files."""
 
     model: Path
     train: Path
@@ -75,7 +75,7 @@ def make_assets(
 ) -> Assets:
     """Write model, tokenizer, parquet files and reward into ``folder``; ``seed`` initialises the weights.
 
-    The model is a Llama: for other architectures verl's loading would put the published tokenizer in place of ours.
+    The model is a Llama, as verl replaces the tokenizer of other architectures with the published one.
 
     Args:
         folder: need not exist.

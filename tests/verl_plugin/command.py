@@ -1,4 +1,4 @@
-"""verl's own command line, in a process of its own."""
+"""Runs verl's command line in a separate process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def run_main(
     options: Path | None = None,
     witness: Witness | None = None,
 ) -> list[dict[str, float]]:
-    """Train as a user does; return the metrics of each step.
+    """Train through verl's command line; return the metrics of each step.
 
     Args:
         project_root: of the checkout.
         assets: model, data and reward.
         folder: of the run, for checkpoints, stores and logs.
         overrides: as in Hydra's command line; the last ones win.
-        options: file in the place of the how-to's ``verl_replay.yaml``; the command line has none of ours then.
-        witness: sees what the loss sees.
+        options: replaces the how-to's ``verl_replay.yaml``; the command line then has none of our options.
+        witness: records the loss's inputs.
     """
     log = folder / "metrics.jsonl"
     environment = {

@@ -39,7 +39,7 @@ def verl_assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 @pytest.fixture(scope="session")
 def witness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
-    """What the loss sees in any process of a run."""
+    """Records the loss's inputs in all processes of a run."""
     folder = tmp_path_factory.mktemp("witness")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(WITNESS_FOLDER, str(folder))  # Ray's workers inherit it, so it is set before Ray starts
@@ -58,7 +58,7 @@ def verl_session(witness: Witness) -> Iterator[VerlSession]:
 
 @pytest.fixture(scope="session")
 def train(verl_session: VerlSession, verl_assets: Assets, witness: Witness) -> Train:
-    """Return what trains."""
+    """Return a function that trains."""
 
     def run(folder: Path, *overrides: str, assets: Assets = verl_assets) -> Training:
         witness.take()

@@ -1,4 +1,4 @@
-"""What the trainings with guidance have in common: overrides, experiences to begin with, checks of rows."""
+"""Shared parts of guided trainings: overrides, initial experience, checks of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASKS = 6
 MARK = "tip: "
 TEMPLATE = f"'{MARK}{{}} now '"
 
-# Few tasks, so that they come again. The tokenizer has a token for each letter, so experience is long.
+# Few tasks, so that they recur. Experience is long: the tokenizer has one token per character.
 GUIDED = (
     "trainer.v1.trainer_mode=sync_replay",
     f"data.train_max_samples={TASKS}",
@@ -39,7 +39,7 @@ def store_of(folder: Path) -> Path:
 
 
 def seed_experiences(folder: Path) -> None:
-    """Put one experience for each task where the run with this folder looks for them."""
+    """Write one experience per task into a run's folder."""
     with contextlib.closing(BufferStore.open(str(store_of(folder)))) as store:
         maker = LocalMaker(store)
         texts = [row["prompt"][0]["content"] for row in make_rows(0, TRAIN_ROWS, "train")]
@@ -52,10 +52,10 @@ def seed_experiences(folder: Path) -> None:
 
 
 def check_guided_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajectory]) -> Counter[str]:
-    """Check every row that the loss saw against the store; return how many there were of each kind.
+    """Check the loss's rows against the store; return the number of rows of each kind.
 
-    Discarded rows hold nothing of an experience, and are off-policy on the whole response; kept rows hold it and are
-    on-policy; a replayed row has the mask of replay, whatever it was shown when it was made.
+    Discarded rows contain no experience and are off-policy on the whole response; kept rows contain it and are
+    on-policy; replayed rows have the replay mask, whether guided or not.
     """
     tokenizer = make_tokenizer()
     by_tokens: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
@@ -86,7 +86,7 @@ def check_guided_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajector
 
 
 def check_records(rollouts: Sequence[AgentTrajectory]) -> None:
-    """Check what the recorded rollouts say of what they were shown."""
+    """Check the guidance metadata of the recorded rollouts."""
     for rollout in rollouts:
         guidance = Guidance.of(rollout)
         if guidance is None:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("trajstore_verl_cpu_platform", "trajstore_verl_cpu_rollout")
 LOGICAL_GPUS = 2
 OBJECT_STORE_BYTES = 300_000_000
-# Seconds between two looks at the TransferQueue; verl's 2.0 would be most of a step.
+# Poll interval of the TransferQueue in seconds; verl's 2.0 would dominate a step.
 POLL_INTERVAL = 0.1
 CLEAN_UP_TIMEOUT = 120.0
 
@@ -54,7 +54,7 @@ BASE_OVERRIDES = (
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    # One micro-batch per step: verl reports some metrics as plain means over micro-batches, whose rows vary.
+    # One micro-batch per step: verl averages some metrics over micro-batches of unequal row counts.
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "actor_rollout_ref.rollout.name=trajstore_cpu",
@@ -99,7 +99,7 @@ def make_config(assets: Assets, folder: Path, overrides: Sequence[str] = ()) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a training left behind; see the top of this module."""
+    """Results of a training; see the module docstring."""
 
     metrics: list[dict[str, Any]]
 
@@ -124,7 +124,7 @@ class VerlSession:
             "HF_HUB_OFFLINE": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            # A worker's start is seconds of imports, and Ray would begin with one for every CPU it is told of.
+            # Workers import for seconds at start, and Ray would prestart one per CPU.
             "RAY_prestart_worker_first_driver": "0",
         }
         session = cls()
@@ -133,7 +133,7 @@ class VerlSession:
         session._environment.syspath_prepend(CPU_MODULES)
         try:
             importlib.import_module("verl")
-            for name in names:  # verl has imported them itself, unless another test imported verl before
+            for name in names:  # already imported by verl, unless another test imported verl first
                 importlib.import_module(name)
             import ray
             from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
@@ -155,7 +155,7 @@ class VerlSession:
         return session
 
     def run(self, config: Any, *, prepare: Callable[[Any], None] | None = None) -> Run:
-        """Train as ``config`` says, then end every actor and placement group of the training."""
+        """Train with ``config``, then end the training's actors and placement groups."""
         import transfer_queue as tq
         from omegaconf import OmegaConf
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
@@ -189,7 +189,7 @@ class VerlSession:
         return Run([{**record["data"], "step": record["step"]} for record in records])
 
     def close(self) -> None:
-        """Stop Ray and give the environment back."""
+        """Stop Ray and restore the environment."""
         import ray
 
         ray.shutdown()
@@ -219,4 +219,4 @@ def _end_actors() -> None:
             except ValueError:
                 continue  # ended since it was listed
         time.sleep(0.05)
-    gc.collect()  # Ray ends an actor without a name with its last handle
+    gc.collect()  # unnamed actors end with their last handle

@@ -1,4 +1,4 @@
-"""Works out what the loss must have seen of a run from the store alone, with nothing of the plugin's."""
+"""Recomputes the loss's inputs of a run from the store alone, without the plugin's code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DUAL_CLIP = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyLoss:
-    """What a run's options say of the loss of replayed tokens."""
+    """A run's loss options for replayed tokens."""
 
     shaping: float | None = None
     drop_negative: bool = False
@@ -32,7 +32,7 @@ class OffPolicyLoss:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One output of a recorded session, and whose it is."""
+    """One output of a recorded session, with its rollout."""
 
     rollout: AgentTrajectory
     number: int
@@ -44,15 +44,15 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What :func:`check_loss_rows` found."""
+    """Counts of :func:`check_loss_rows`."""
 
     replayed_rows: int
     replayed_of_several: int
-    """Of these, rows of sessions with several outputs."""
+    """Replayed rows of sessions with several outputs."""
     rows_of: dict[str, int]
-    """Sessions of each group, by ``uid``."""
+    """Sessions per group, by ``uid``."""
     beyond_clip: int
-    """Replayed tokens of which clipping changes the loss, or would change it."""
+    """Replayed tokens whose loss clipping changes or would change."""
 
 
 def check_loss_rows(
@@ -63,19 +63,19 @@ def check_loss_rows(
     separate: bool = False,
     loss: OffPolicyLoss | None = None,
 ) -> Counted:
-    """Check every row that the loss saw against the store, and every loss against its rows.
+    """Check the loss's rows against the store, and every loss against its rows.
 
-    A row is an output of a recorded session, token by token, with exactly the log-probs that were recorded; only
-    demonstrations have none. All of a group that this run made asked the same thing. Its sessions are whole;
-    ``exp_mask`` is the response's mask where the session was made in another group. Advantages are those of GRPO over
-    the recorded scores of sessions. Every micro-batch with counted tokens has a fresh row, and its loss is what the
-    formula gives.
+    A row is an output of a recorded session with the same tokens and exactly the recorded log-probs; only
+    demonstrations have none. The sessions of a group made by this run share a prompt and are complete.
+    ``exp_mask`` is the response mask for sessions made in another group. Advantages are GRPO's over
+    the recorded session scores. Every micro-batch with counted tokens has a fresh row, and its loss follows the
+    formula.
 
     Args:
         rows: all of the run.
-        rollouts: those of the store that were trained on; and histories of other programs, whose ``uid`` is empty.
-        group: how many sessions a task's group has at the most.
-        separate: each replayed session is a group of its own.
+        rollouts: the store's trained rollouts, and histories of other programs (with an empty ``uid``).
+        group: maximum number of sessions per group.
+        separate: each replayed session forms its own group.
         loss: of replayed tokens; ``None`` = the defaults.
     """
     recorded: dict[tuple[int, ...], list[Output]] = defaultdict(list)
@@ -86,13 +86,13 @@ def check_loss_rows(
     groups: dict[str, list[tuple[LossRow, Output, bool]]] = defaultdict(list)
     micro_batches: dict[MicroBatch, list[tuple[LossRow, bool]]] = defaultdict(list)
     for row in rows:
-        if not row.response_mask.any():  # by which verl fills the batch up
+        if not row.response_mask.any():  # verl's padding row
             continue
         uid, _, apart = row.uid.partition("-replayed-")
         match = [candidate for candidate in recorded[row.tokens] if _has_log_probs_of(row, candidate)]
         assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
         own = [candidate for candidate in match if candidate.rollout.metadata["uid"] == uid and not apart]
-        # Two runs that begin with the same weights may have made the same rollout of tasks with other names.
+        # Runs with equal initial weights may make the same rollout for tasks of other names.
         recorded_row = next(
             (candidate for candidate in own or match if candidate.rollout.task_id == task_of[uid]), match[0]
         )
@@ -123,7 +123,7 @@ def check_loss_rows(
 
 
 def _has_log_probs_of(row: LossRow, output: Output) -> bool:
-    """Return whether a row has exactly the log-probs that were recorded, where the model wrote."""
+    """Return whether a row has exactly the recorded log-probs on the model's tokens."""
     if output.log_probs is None:
         return bool(output.rollout.metadata.get("demonstration"))
     written = row.response_mask.bool()
@@ -158,7 +158,7 @@ def _loss(row: LossRow, options: OffPolicyLoss, *, off: bool) -> float:
 
 
 def _beyond_clip(row: LossRow, options: OffPolicyLoss) -> int:
-    """Return of how many tokens of a replayed row clipping changes the loss by more than rounding."""
+    """Return the number of a replayed row's tokens whose loss clipping changes by more than rounding."""
     both = (_token_losses(row, dataclasses.replace(options, clip=clip), off=True) for clip in (True, False))
     return sum(not math.isclose(*pair, rel_tol=1e-2, abs_tol=1e-3) for pair in zip(*both, strict=True))
 
@@ -205,17 +205,17 @@ def check_choices(
     value: Callable[[AgentTrajectory], float],
     least_used_first: bool,
 ) -> int:
-    """Check that the histories of each group are those that the options prefer; return how often some were left.
+    """Check that each group has the histories that the options prefer; return how often some were left out.
 
-    What the pool held of a task before a step is worked out from what was recorded: its successes of all steps before,
-    each sequence of tokens once, since all of its rollouts succeeded the last time.
+    A task's pool before a step is recomputed from the record: the distinct token sequences of its successes in all
+    earlier steps, since all of its rollouts last succeeded.
 
     Args:
         rows: all of the run.
         rollouts: those of the store that were trained on.
-        count: histories that a group has, if the pool has as many.
-        value: the smallest first.
-        least_used_first: histories that came less often go before all others.
+        count: histories per group, if the pool has enough.
+        value: sort key, smallest first.
+        least_used_first: less used histories come first.
     """
     replayed: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for row in rows:
@@ -251,17 +251,17 @@ def check_choices(
 
 
 def mean_entropy(rollout: AgentTrajectory) -> float:
-    """Return the mean over the tokens that the model wrote, in nats."""
+    """Return the mean entropy over the model's tokens, in nats."""
     return float(rollout.entropys[rollout.response_mask.bool()].double().mean())
 
 
 def check_against_checkpoints(rollouts: Sequence[AgentTrajectory], model: Path, checkpoints: Path) -> int:
-    """Check the recorded log-probs of each step's rollouts against the weights before it; return how many were checked.
+    """Check each step's recorded log-probs against the weights before the step; return the number checked.
 
     Args:
         rollouts: recorded ones.
-        model: folder with which the run began.
-        checkpoints: verl's, one for each step but the last at the least.
+        model: folder of the initial model.
+        checkpoints: verl's, for at least every step but the last.
     """
     from transformers import LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""What the trainings of this folder have in common: overrides, and what is checked of every one of them."""
+"""Overrides and checks shared by the trainings of this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .witness import LossRow
 GROUP = 4
 PROMPTS = 4
 
-# Few tasks, so that they come again; a success is what the reward function calls a hit.
+# Few tasks, so that they recur; a success is the reward function's hit.
 REPLAY = (
     "trainer.v1.trainer_mode=sync_replay",
     "data.train_max_samples=6",
@@ -27,24 +27,24 @@ REPLAY = (
     "+exp_manager.experience_replay.replay_start_ratio=0.0",
     "+exp_manager.experience_replay.figures=all",
 )
-# Each worker gets half of the 16 rows, and verl wants whole micro-batches.
+# Each worker gets half of the 16 rows, and verl requires whole micro-batches.
 TWO_WORKERS = (
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 )
 
-# Rows arrive in any order, and float32 sums differ with the order.
+# Rows arrive in any order, and float32 sums depend on the order.
 TOLERANCE = 1e-4
 
 
 def is_measured(name: str) -> bool:
-    """Return whether a metric is a time, a use of memory, or a speed: these differ from run to run."""
+    """Return whether a metric is a time, memory use or speed, which varies between runs."""
     return name.startswith("timing_") or "perf/" in name or "seconds" in name or name.startswith("recording/")
 
 
 def comparable(record: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a step that must be the same in an equal run."""
+    """Return the step's metrics that equal runs share."""
     return {name: value for name, value in record.items() if not is_measured(name)}
 
 
@@ -74,12 +74,12 @@ GUIDANCE_COLUMNS = (
 
 
 def guidance_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return what guidance did in each step, as a table in Markdown."""
+    """Return a Markdown table of each step's guidance figures."""
     return table(records, GUIDANCE_COLUMNS)
 
 
 def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> str:
-    """Return what steps were made of, fresh figures beside mixed ones, as a table in Markdown."""
+    """Return a Markdown table of each step's fresh and mixed figures."""
     rows = [["step", *(name for name, _ in columns)], ["---"] * (len(columns) + 1)]
     for record in records:
         values = [record.get(name) for _, name in columns]
@@ -88,7 +88,7 @@ def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] 
 
 
 def recorded(folder: Path) -> list[AgentTrajectory]:
-    """Return all rollouts that the run with this folder recorded, read by a process that writes nothing."""
+    """Return all rollouts recorded by a run, through a read-only buffer."""
     with TrajectoryReplayBuffer() as buffer:
         buffer.load_checkpoint(folder / "checkpoints" / "trajstore" / "rollouts")
         rollouts = [buffer.get(int(number)) for number in buffer.trajectory_ids]
@@ -98,7 +98,7 @@ def recorded(folder: Path) -> list[AgentTrajectory]:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training and what it left: metrics of its steps and of other validations, what its loss saw."""
+    """Results of a training: metrics of steps and separate validations, and the loss's rows."""
 
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
@@ -107,20 +107,20 @@ class Training:
 
     @property
     def rollouts(self) -> list[AgentTrajectory]:
-        """What was recorded in its folder."""
+        """The rollouts recorded in its folder."""
         return recorded(self.folder)
 
     def sum_of(self, figure: str) -> float:
-        """Return the sum of a figure of replay over the steps."""
+        """Return a replay figure summed over the steps."""
         return sum(step[f"experience_replay/{figure}"] for step in self.steps)
 
 
 Train = Callable[..., Training]
-"""Takes a folder and overrides; ``assets``: others than the session's."""
+"""Trains with a folder and overrides; ``assets`` replace the session's."""
 
 
 def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:
-    """Return what plain transformers gives for a row's response, [R]."""
+    """Return the response's log-probs by plain transformers, [R]."""
     from transformers import LlamaForCausalLM
 
     ids = torch.tensor(row.tokens)
@@ -130,7 +130,7 @@ def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:
 
 
 def check_replay_metrics(records: Sequence[dict[str, Any]]) -> None:
-    """Check that figures are finite, that no step had padding rows, and that steps with history say so."""
+    """Check that figures are finite, no step has padding rows, and steps with history report it."""
     for record in records:
         figures = {name: value for name, value in record.items() if name.startswith("experience_replay/")}
         assert figures

@@ -1,4 +1,4 @@
-"""The real V1 trainer with a pool of demonstrations: the actor's own log-probs stand where none were recorded."""
+"""The real V1 trainer with demonstrations: the actor's log-probs replace the missing ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
 
     done = train(tmp_path, *REPLAY, *limits)
     records, rows = done.steps, done.rows
-    if longest == 3:  # the answers have three digits and an end
+    if longest == 3:  # answers are three digits and an end token
         assert [record["experience_replay/histories_refused/too_long"] for record in records] == [2.0, 2.0]
         assert not any(row.exp_mask.any() for row in rows)
         assert {row.response.numel() <= longest for row in rows} == {True}
@@ -49,11 +49,11 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
     assert "experience_replay/recorded_difference_mean" not in records[0], "nothing was recorded"
     groups: dict[str, list[LossRow]] = defaultdict(list)
     for row in rows:
-        if row.response_mask.any():  # else it is a row by which verl fills the batch up
+        if row.response_mask.any():  # otherwise verl's padding row
             groups[row.uid].append(row)
     replayed = [row for held in groups.values() for row in held if row.exp_mask.any()]
     assert len(replayed) == 4
-    first = replayed[: len(replayed) // 2]  # of the first step, when the weights are those of the file
+    first = replayed[: len(replayed) // 2]  # the first step, with the initial weights
     for row in replayed:
         assert row.tokens in demonstrations
         assert row.old_log_probs.isfinite().all()

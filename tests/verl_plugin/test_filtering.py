@@ -1,4 +1,4 @@
-"""The real V1 trainer with DAPO's filtering of groups, a reward between 0 and 1, and half of each group replayed."""
+"""The real V1 trainer with DAPO's group filtering, rewards in [0, 1], and half of each group replayed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(trai
         f"trainer.total_training_steps={STEPS}",
     )
     records = done.steps
-    sys.stdout.write("\n" + table(records) + "\n")  # shown with -s; the how-to has it
+    sys.stdout.write("\n" + table(records) + "\n")  # printed with -s, for the how-to
     assert len(records) == STEPS
     check_replay_metrics(records)
 

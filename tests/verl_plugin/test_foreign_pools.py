@@ -1,4 +1,4 @@
-"""The real V1 trainer with pools of AgentEvolver: what is replayed are the rows that its own code makes."""
+"""The real V1 trainer with AgentEvolver's pools: replayed rows equal those of AgentEvolver's code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTION = "+exp_manager.experience_replay."
 
 
 def history(one: KnownRollout) -> AgentTrajectory:
-    """Return a rollout as a recorded session of several outputs has its rows, with what was asked."""
+    """Return a rollout with rows and prompt in the format of a recorded session of several outputs."""
     ids = [token for row in one.rows for token in row.ids]
     mask = [on for row in one.rows for on in row.mask]
     first = one.rows[0].start
@@ -53,8 +53,8 @@ def history(one: KnownRollout) -> AgentTrajectory:
 def test_the_rows_of_agentevolver_are_trained_on(
     kind: str, train: Train, shared_fixtures: Path, tmp_path: Path
 ) -> None:
-    """Every second history has lost its ids, which the tokenizer makes again. Those that ask what the data do not stay
-    out: in these pools the histories of one task ask several things."""
+    """Every second history lacks token ids and is tokenized again. One task's histories have several prompts in
+    these pools; those whose prompt is not in the data are left out."""
     from transformers import AutoTokenizer
 
     base = shared_fixtures / "experience_pool_cmt"
@@ -89,7 +89,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
         "+exp_manager.experience_replay.enable=true",
         f"{OPTION}replay_start_ratio=0.0",
         f"{OPTION}exp_ratio=1.0",
-        f"{OPTION}in_turns=true",  # so that every history comes
+        f"{OPTION}in_turns=true",  # so that every history is drawn
         f"data.train_batch_size={len(rows)}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={len(rows)}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={2 * len(rows)}",
@@ -98,7 +98,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
         f"data.max_response_length={80 if kind == 'linear_think' else 300}",
         "trainer.total_training_steps=4",
     ]
-    if kind == "linear_think":  # else a history of several rows finds no room beside rollouts of one
+    if kind == "linear_think":  # otherwise multi-row histories do not fit beside single-row rollouts
         loop = tmp_path / "loop.yaml"
         loop.write_text("- name: two_outputs\n  _target_: trajstore_verl_cpu_outputs.TwoOutputs\n", encoding="utf-8")
         overrides += [
@@ -119,7 +119,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
         (known.task_id, *tokens_of_rows(known)) for known in histories if not any(known is kept for kept in fitting)
     }
     assert [record["experience_replay/other_prompts"] for record in records] == [len(others)] * len(records)
-    if kind == "messages":  # nothing was recorded for these tokens: in the first step the weights are those of the file
+    if kind == "messages":  # these tokens have no recorded log-probs; the first step uses the initial weights
         for row in replayed[: int(records[0]["experience_replay/replayed_rows"])]:
             written = row.response_mask.bool()
             wanted = log_probs_of(assets.model, row)
@@ -127,6 +127,6 @@ def test_the_rows_of_agentevolver_are_trained_on(
 
 
 def tokens_of_rows(history: AgentTrajectory) -> list[tuple[int, ...]]:
-    """Return the tokens of each row of a history."""
+    """Return the tokens of a history's rows."""
     lengths = [part["tokens"] for part in history.metadata["rows"]]
     return [tuple(part.tolist()) for part in history.input_ids.split(lengths)]

@@ -1,4 +1,4 @@
-"""The real V1 trainer with rollouts that are shown experience: what is trained on, what is recorded."""
+"""The real V1 trainer with guided rollouts: trained rows and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_
 
 
 def test_guided_and_replayed_rows_side_by_side(train: Train, verl_assets: Assets, tmp_path: Path) -> None:
-    """Tasks that keep experience and tasks that discard it, histories beside them, validation without either."""
+    """Some tasks keep experience and some discard it; histories join; validation has neither."""
     seed_experiences(tmp_path)
     done = train(
         tmp_path,
@@ -61,8 +61,7 @@ def test_guided_and_replayed_rows_side_by_side(train: Train, verl_assets: Assets
         assert not any(name.startswith("guidance/retrieve/failed") for name in record)
         assert record["guidance/rollouts/too_long"] == record["guidance/rollouts/not_taken_out"] == 0.0
         assert record["experience_replay/other_prompts"] == 0.0, "they are known without their experience"
-    # Before the first update the log-probs that the loss compares with are those of the model as it was made, under
-    # the prompt that the row has.
+    # Before the first update, the loss's old log-probs are the initial model's under the row's prompt.
     discarded = next(
         row for row in rows[: PROMPTS * GROUP] if row.exp_mask[: row.response.numel()].all() and row.response_mask.any()
     )
@@ -82,7 +81,7 @@ def test_guided_and_replayed_rows_side_by_side(train: Train, verl_assets: Assets
 
 @pytest.mark.campaign
 def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_path: Path) -> None:
-    """Also in validation, where the configuration says so; of the validation before training experience is made."""
+    """Also in validation, if configured; the validation before training yields experience."""
     done = train(
         tmp_path,
         *GUIDED,
@@ -126,7 +125,7 @@ def test_training_goes_on_beside_a_service_in_trouble(
 
 @pytest.mark.campaign
 def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_path: Path) -> None:
-    """Control tokens, half a character and parts of other types; kept in the prompt, where it would do most harm."""
+    """Control tokens, half a character and parts of other types, kept in the prompt (the worst case)."""
     tokenizer = make_tokenizer()
     control = torch.tensor(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}))
     with FakeReMe() as service:
@@ -156,7 +155,7 @@ def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_pa
 def test_experience_of_the_real_reme_is_shown_and_not_trained_on(
     train: Train, shared_fixtures: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """It makes memories of the validation before training; rollouts are shown these from the first step on."""
+    """Its memories of the validation before training are shown from the first step on."""
     programs = programs_of_0_2(kept_environments(tmp_path_factory), shared_fixtures)
     with StubModel() as model:
         service = Service(programs, FLOW, model, tmp_path)
@@ -182,7 +181,7 @@ def test_experience_of_the_real_reme_is_shown_and_not_trained_on(
 
 @pytest.mark.campaign
 def test_a_resumed_run_guides_the_rollouts_that_the_whole_one_guided(train: Train, tmp_path: Path) -> None:
-    """With a store that does not change, so that the same question has the same answer."""
+    """The store of experience is constant, so that equal queries have equal answers."""
     seed_experiences(tmp_path)
     options = (*GUIDED, "trainer.total_training_steps=4", "trainer.save_freq=2")
     whole = train(tmp_path, *options)
@@ -236,7 +235,7 @@ def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train:
 
 @pytest.mark.campaign
 def test_several_workers_of_rollouts_and_of_the_actor(train: Train, tmp_path: Path) -> None:
-    """Prompts of one step go to two processes, their rows to two others, with all rollouts guided."""
+    """A step's prompts go to two processes and its rows to two others; all rollouts are guided."""
     seed_experiences(tmp_path)
     done = train(
         tmp_path,
@@ -258,7 +257,7 @@ def test_several_workers_of_rollouts_and_of_the_actor(train: Train, tmp_path: Pa
 
 
 def asking(url: str, timeout: int) -> tuple[str, ...]:
-    """Return the overrides of a run that asks a service and lets it make experience."""
+    """Return the overrides of a run with a service as experience maker."""
     names = ("retrieve_timeout", "summary_timeout")
     return (
         *GUIDED,
@@ -269,5 +268,5 @@ def asking(url: str, timeout: int) -> tuple[str, ...]:
 
 
 def validated(folder: Path, step: int) -> list[str]:
-    """Return the prompts of the validation after a step."""
+    """Return the validation prompts after a step."""
     return [orjson.loads(line)["input"] for line in (folder / "validation" / f"{step}.jsonl").read_bytes().splitlines()]

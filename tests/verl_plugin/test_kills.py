@@ -1,4 +1,4 @@
-"""SIGKILL of a training's driver: what was acknowledged is there, and the next driver goes on from the checkpoint."""
+"""After SIGKILL of the driver, acknowledged rollouts exist and the next driver resumes from the checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .assets import Assets
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path: Path) -> None:
-    """The fixture only skips where verl's trainer cannot run; a campaign makes its own assets."""
+    """The fixture only skips the test where verl cannot run; the campaign creates its own assets."""
     result = run_campaign(tmp_path, kills=2, seed=1, moments=(CUT, UPDATE))
     assert result.problems == []
     assert result.counts["kills"] == 2
@@ -47,7 +47,7 @@ def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path
     assert len(result.resumed) == 3
     assert result.resumed[-1] >= 2
 
-    # The campaign itself: what is not as promised must be seen.
+    # The campaign must detect broken promises.
     step = step_named_by_tracker(tmp_path)
     assert step is not None
     promises = Promises(rollouts={10**6: ["lost_0_0", "0" * 32], 0: ["other_0_0", "0" * 32]})
@@ -65,7 +65,7 @@ def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path
 
 
 SAID = {"role": "assistant", "content": "1", "author": "llm"}
-"""The text of a response, which rollouts have on disk."""
+"""The response message of stored rollouts."""
 
 
 def make_store(path: Path, trajectories: list[AgentTrajectory]) -> None:
@@ -120,7 +120,7 @@ def test_another_pool_is_seen() -> None:
 def rollout(
     name: str, task: str, step: int, *, outcome: float = 1.0, entropy: float = 1.0, of: int = 2, run: str = "run-a"
 ) -> AgentTrajectory:
-    """Return a rollout with the tokens of its name; ``of``: how many the step made of its task."""
+    """Return a rollout whose tokens follow from its name; ``of``: rollouts of its task in the step."""
     return AgentTrajectory(
         messages=[SAID],
         input_ids=torch.tensor([1, *name.encode()]),
@@ -148,7 +148,7 @@ def test_what_keep_promises_follows_the_rules() -> None:
     since = [
         rollout("b_1_0", "digit:2", 2),  # solved
         rollout("b_0_0", "digit:2", 2),
-        rollout("c_0_0", "digit:3", 2),  # a part of its group was lost
+        rollout("c_0_0", "digit:3", 2),  # part of its group was lost
         rollout("a_1_0", "digit:1", 2, outcome=0.0),
         rollout("a_0_0", "digit:1", 2, entropy=2.0),
         rollout("d_1_0", "digit:1", 2, run="run-b", entropy=0.5),
@@ -165,13 +165,13 @@ def test_what_keep_promises_follows_the_rules() -> None:
 
 
 def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
-    """The campaign's rules, reckoned apart, are the pool's: for many steps of few tasks, in a pool that is full."""
+    """The campaign's independent model matches the pool over many steps of few tasks in a full pool."""
     chance = random.Random(1)
     steps = []
     for step in range(1, 60):
         made = []
         for task in range(4):
-            count = chance.choice([3, 4, 4])  # fewer where histories took the place of some
+            count = chance.choice([3, 4, 4])  # fewer where histories replaced some
             for session in range(count):
                 name = f"{chance.choice('abcdefgh')}_{session}_0"
                 outcome = float(chance.random() < 0.75)
@@ -193,7 +193,7 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
 
 
 def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
-    """Two rollouts were acknowledged before there was a checkpoint; the pool's store has neither."""
+    """Two rollouts were acknowledged before the first checkpoint; the pool's store lacks both."""
     made = [rollout("a_0_0", "digit:1", 1), rollout("b_0_0", "digit:2", 1), rollout("b_1_0", "digit:2", 1, outcome=0.0)]
     make_store(rollouts_path(tmp_path), made)
     make_store(pool_path(tmp_path), [])
@@ -226,7 +226,7 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path: Path) -> None:
-    """One kill before the first checkpoint, one after it."""
+    """One kill before the first checkpoint and one after it."""
     moments = (FIRST_ACKNOWLEDGED, Moment(ACKNOWLEDGED, 0.1, (3,)))
     result = run_campaign(tmp_path, kills=2, seed=1, moments=moments, on_resume="keep")
     assert result.problems == []
@@ -236,7 +236,7 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
 
 
 def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
-    """Kill a driver at a moment; return how it began."""
+    """Kill a driver at a moment; return its start report."""
     journal, driver = JournalReader(journal_path(folder, life)), Driver(folder, life, "exact")
     try:
         obstacle = wait_for(moment, driver, journal, random.Random(0))
@@ -250,7 +250,7 @@ def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Assets, tmp_path: Path) -> None:
-    """Checkpoints that were copied without our file: the pool goes back to ``step_N`` of ``pool_path``."""
+    """With checkpoints copied without our file, the pool resumes from ``step_N`` of ``pool_path``."""
     kill_at(tmp_path, 0, Moment("update", 0.1, (2 * SAVE_EVERY + 1,)))
     step = step_named_by_tracker(tmp_path)
     assert step == 2 * SAVE_EVERY

@@ -1,4 +1,4 @@
-"""verl's own command line with the configuration file of the how-to: train, stop, go on."""
+"""verl's command line with the how-to's configuration: train, stop, resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 
 def test_guided_rollouts(verl_assets: Assets, project_root: Path, tmp_path: Path) -> None:
-    """As the how-to has it; prints the figures that it shows."""
+    """Runs the how-to's example and prints its figures."""
     records = run_main(
         project_root,
         verl_assets,

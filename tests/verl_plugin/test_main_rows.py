@@ -1,4 +1,4 @@
-"""verl's own command line with a file of options; what its loss saw is worked out anew from the store."""
+"""verl's command line with an options file; the loss's inputs are recomputed from the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 
 def write_options(project_root: Path, folder: Path) -> Path:
-    """Write the how-to's file with other values, as a user would; every key stands in it already."""
+    """Write the how-to's file with other values for its existing keys."""
     config = yaml.safe_load((project_root / "docs" / "howto" / "verl_replay.yaml").read_text(encoding="utf-8"))
     manager = config["exp_manager"]
     assert manager["outcome"].keys() >= {"key"}
@@ -40,7 +40,7 @@ def write_options(project_root: Path, folder: Path) -> Path:
 def test_replay_is_unclipped_and_random(
     verl_assets: Assets, project_root: Path, witness: Witness, tmp_path: Path
 ) -> None:
-    """A run that stops after three of five steps, and goes on."""
+    """A run stops after three of five steps and resumes."""
     options = write_options(project_root, tmp_path)
     witness.take()
     records = []
@@ -50,7 +50,7 @@ def test_replay_is_unclipped_and_random(
             verl_assets,
             tmp_path,
             "data.train_max_samples=4",
-            # The policy soon leaves behind what it replays, so that clipping would show.
+            # The policy soon moves away from the replayed rows, so clipping would show.
             "actor_rollout_ref.actor.optim.lr=5e-3",
             f"trainer.total_training_steps={end}",
             "trainer.save_freq=3",
@@ -67,6 +67,6 @@ def test_replay_is_unclipped_and_random(
     assert counted.beyond_clip > 0
     choices = partial(check_choices, rows, rollouts, count=1, least_used_first=False)
     assert choices(value=lambda one: 0.0), "a task had several to choose from"
-    for sign in (1, -1):  # always the lowest entropy, or always the highest: that would not be random
+    for sign in (1, -1):  # always the lowest or highest entropy would not be random
         with pytest.raises(AssertionError):
             choices(value=lambda one, sign=sign: sign * mean_entropy(one))

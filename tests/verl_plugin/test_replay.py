@@ -21,7 +21,7 @@ STARTS = "++exp_manager.experience_replay.replay_start_ratio=0.4"
 
 
 def replayed_rows(training: Training) -> int:
-    """Check what the loss saw; return how many of its rows were replayed."""
+    """Check the loss's rows; return the number of replayed ones."""
     return check_loss_rows(training.rows, training.rollouts, group=lambda task: GROUP).replayed_rows
 
 
@@ -69,7 +69,7 @@ def test_every_rollout_is_recorded(replaying: Training) -> None:
             assert rollout.loss_mask[: rollout.response_start].sum() == 0
             assert torch.equal(rollout.loss_mask[rollout.response_start :], rollout.response_mask)
             assert rollout.entropys.shape == rollout.old_log_probs.shape == rollout.response_mask.shape
-            # The engine of these tests computes in float32 as the actor does.
+            # The tests' engine computes in float32, like the actor.
             torch.testing.assert_close(rollout.rollout_log_probs, rollout.old_log_probs, atol=1e-4, rtol=1e-4)
 
 
@@ -87,12 +87,12 @@ def test_figures_of_replay(replaying: Training) -> None:
 
 def test_validation_is_left_alone(replaying: Training) -> None:
     assert len(replaying.validations) == 1
-    # What is recorded is what was trained on: check_replay_metrics counts it, and tasks of the validation are absent.
+    # Exactly the trained rollouts are recorded (counted by check_replay_metrics), none of the validation's.
     assert {int(rollout.task_id.split(":")[1]) for rollout in replaying.rollouts} <= set(range(32))
 
 
 def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train: Train) -> None:
-    """The stores have gone on to step 5; at the checkpoint of step 3 the pool was another one."""
+    """The stores are at step 5; the pool differs from the one at the checkpoint of step 3."""
     before = len(replaying.rollouts)
     resumed = train(
         replaying.folder,
@@ -113,7 +113,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
 
 @pytest.mark.campaign
 def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train) -> None:
-    """verl's own checkpoint of a model belongs to a number of ranks, so the model begins anew; stores do not."""
+    """verl's model checkpoint is bound to a number of ranks, so the model starts anew; the stores resume."""
     resumed = train(
         replaying.folder,
         *REPLAY,

@@ -1,4 +1,4 @@
-"""The real V1 trainer with one option after another; every row that its loss saw is worked out anew from the store."""
+"""The real V1 trainer with each option; all rows of the loss are recomputed from the store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TWO_MINI_BATCHES = (
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Options of a run, and what is to be seen of them."""
+    """A run's options and their expected effects."""
 
     overrides: tuple[str, ...]
     steps: int = 4
@@ -38,13 +38,13 @@ class Variant:
     two_outputs: bool = False
     own_counts: bool = False
     left_out: bool = False
-    """Some histories find no room."""
+    """Some histories do not fit."""
     histories: int | None = None
-    """Of a group, where it is worked out anew which ones have to come."""
+    """Histories per group, if the expected choice is recomputed."""
     value: Callable[[AgentTrajectory], float] = mean_entropy
-    """Of these the smallest."""
+    """Sort key of the choice, smallest first."""
     in_turns: bool = False
-    """The least used first, and only of these the smallest."""
+    """Least used first, ties by ``value``."""
 
 
 def outcome_of(rollout: AgentTrajectory) -> float:
@@ -53,7 +53,7 @@ def outcome_of(rollout: AgentTrajectory) -> float:
 
 
 def own_count(task: str) -> int:
-    """Return the number of rollouts that the data set gives a task."""
+    """Return a task's number of rollouts according to the data set."""
     return 2 + 2 * (int(task.split(":")[1]) % 3)
 
 
@@ -150,11 +150,11 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
 
 
 def test_histories_of_another_prompt_join_no_group(train: Train, verl_assets: Assets, tmp_path: Path) -> None:
-    """A second run goes on with the pool of a first one, on data without its row 1, numbered anew, in another order."""
+    """A second run uses the first one's pool on data without row 1, renumbered and reordered."""
     rows = make_rows(0, TRAIN_ROWS, "train")[:6]
     kept = enumerate(row for number, row in enumerate(rows) if number != 1)
     other = [row | {"extra_info": {"index": number, "split": "train"}} for number, row in reversed(list(kept))]
-    further = make_assets(tmp_path / "further", seed=1)  # from the same weights the same rollouts would come again
+    further = make_assets(tmp_path / "further", seed=1)  # the same weights would repeat the same rollouts
     done = []
     for assets, held in ((verl_assets, rows), (further, other)):
         data = tmp_path / f"{len(held)}_rows.parquet"

@@ -1,4 +1,4 @@
-"""Reads what ``cpu/trajstore_verl_cpu_witness.py`` kept: the rows that the loss was computed from."""
+"""Reads the loss's rows recorded by ``cpu/trajstore_verl_cpu_witness.py``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WITNESS_FOLDER = "TRAJSTORE_VERL_WITNESS"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one call of the loss gave."""
+    """Inputs and output of one loss call."""
 
     loss: float
     batch_tokens: float
-    """Tokens that count in the mini-batch, for each rank."""
+    """Counted tokens of the mini-batch per rank."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class LossRow:
 
 
 class Witness:
-    """The folder into which every process writes its micro-batches."""
+    """The folder where all processes write their micro-batches."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Every disk call of a session fails in turn: the caller gets an error, and flushed data is never lost."""
+"""Every disk call of a session fails in turn: the caller learns of it and no flushed trajectory is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
-# Failed deletions only leave clutter: they are logged, and retried by the next writer.
+# A failed deletion is harmless: it is logged and repeated by the next writer.
 HOUSEKEEPING = {"unlink", "rmdir"}
 
 
@@ -32,7 +32,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "file")
 
 
 class Session:
-    """A fixed sequence of calls. A failed one is retried once after the disk recovers."""
+    """A fixed series of calls; a failed call is repeated once on a healed disk."""
 
     def __init__(self, path: Path, plan: FaultPlan) -> None:
         self.path = path
@@ -100,7 +100,7 @@ def number_of_calls(path: Path) -> int:
 def test_every_eighth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     total = number_of_calls(tmp_path / "dry")
     assert total > 50
-    for number, at in enumerate(range(0, total, 8)):  # all of them in the long campaign
+    for number, at in enumerate(range(0, total, 8)):  # the long campaign tests every call
         check_failure(tmp_path, FaultPlan(at, KINDS[number % len(KINDS)], lasting=number % 2 == 0), caplog)
 
 
@@ -128,10 +128,10 @@ def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixt
     caplog.clear()
     done = session(tmp_path / str(plan.at), plan)
     where = f"call {plan.at} ({plan.fired}: {plan.kind})"
-    if plan.fired not in (None, "ftruncate") and plan.kind != "short":  # the text of a released lock
+    if plan.fired not in (None, "ftruncate") and plan.kind != "short":  # the text of a lock being released
         reported = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
         assert reported, where
-        if plan.lasting and plan.fired not in HOUSEKEEPING:  # flush may overcome a single failure by retrying
+        if plan.lasting and plan.fired not in HOUSEKEEPING:  # flush may recover from a single failure by retrying
             assert done.errors, where
     for error in done.errors:
         assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"
@@ -151,7 +151,7 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
                 buffer.flush()
             with pytest.raises(StoreWriteError):
                 buffer.wait([2])
-            assert buffer.add_trajectories([witness(3)]) == [3]  # the error was raised; there is room in memory
+            assert buffer.add_trajectories([witness(3)]) == [3]  # the error was reported and there is room in memory
             assert [check_trajectory(buffer.get(number)) for number in range(4)] == [0, 1, 2, 3]
             assert buffer.points.committed == 0
             assert keys_at(tmp_path / "store") == {0: 0}
@@ -161,7 +161,7 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
     assert keys_at(tmp_path / "store") == {number: number for number in range(5)}
 
 
-# -- A disk that is full or failing for a while: flushed data is kept, and writing resumes when there is space --
+# -- A disk that is full or failing for a while: no flushed trajectory is lost, and writing resumes --
 
 
 def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
@@ -186,7 +186,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
         buffer.add_trajectories([witness(0)])
         with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectories from id 0 on are not on disk"):
             buffer.wait([0])
-        for key in range(1, 4):  # raised once; then there is room in memory
+        for key in range(1, 4):  # reported once, then there is room in memory
             buffer.add_trajectories([witness(key)])
         plan.heal()
         wait_until(lambda: buffer.points.committed == 3)
@@ -211,7 +211,7 @@ def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
 
 
 def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None:
-    """Only the log is writable, as on a disk with a few bytes left."""
+    """Only the log can be written to, as on a disk with a few bytes left."""
     buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
     buffer.add_trajectories([witness(key) for key in range(4)])
     buffer.flush()
@@ -244,7 +244,7 @@ def test_a_limit_on_the_size_of_files_is_the_systems_fault_and_not_a_trajectorys
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
             buffer.add_trajectories([block] * 5)
-            buffer.flush()  # files within the limit
+            buffer.flush()  # the files stay within the limit
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
             buffer.add_trajectories([block] * 5)
             with pytest.raises(StoreWriteError, match="File too large"):
@@ -263,7 +263,7 @@ def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Pa
         store = copy_live(tmp_path / "live", tmp_path / "killed")
     (segment,) = (store / "log").iterdir()
     whole = segment.read_bytes()
-    segment.write_bytes(whole[:-20])  # killed in its last commit
+    segment.write_bytes(whole[:-20])  # killed during its last commit
     tell_ids(store, 0)
     with mock.patch.object(LocalDirectory, "publish", side_effect=FULL):
         buffer = opened(store)

@@ -1,4 +1,4 @@
-"""Ctrl-C between any two instructions of a call: the store flushes and closes, with all acknowledged data."""
+"""Ctrl-C between any two instructions of a call: the store can flush and close, and keeps its contents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(path: Path) -> TrajectoryReplayBuffer:
 
 
 def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> None:
-    """The buffer still works, and additions before and after the interrupt are on disk."""
+    """The buffer still works, and additions from before and after the interrupt are on disk."""
     ids: list[int] = []
     within(60, lambda: ids.extend(buffer.add_trajectories([witness(77)])))
     within(60, buffer.flush)
@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[TrajectoryReplayBuffer], Any]] = {
 
 
 def instructions(path: Path, name: str) -> int:
-    """Return the number of instructions in a call."""
+    """Return the number of instructions of a call."""
     tracer = Tracer(None)
     with opened(path) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
@@ -81,7 +81,7 @@ def interrupted_at(path: Path, name: str, at: int) -> None:
     if name == "evict":
         within(60, buffer.flush)
         if not ended:
-            with suppress(errors.TrajectoryUnavailableError):  # the eviction resumes after the interrupt
+            with suppress(errors.TrajectoryUnavailableError):  # the eviction was completed after the interrupt
                 within(60, lambda: buffer.evict([0]))
         ids: list[int] = []
         within(60, lambda: ids.extend(buffer.add_trajectories([witness(9)])))
@@ -140,7 +140,7 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
-    """As in a ``refresh()`` after rewriting: each entry is in the old shard or the new one."""
+    """As in ``refresh()`` after a rewrite: an entry refers to the old shard or to the new one."""
     names = ("shard", *STARTS)
     moved = Moved(7, np.arange(3), {name: np.arange(40, 43) for name in STARTS})
 
@@ -152,7 +152,7 @@ def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
         index.append({name: np.arange(3).astype(dtype) for name, dtype in COLUMNS.items()})
         return index
 
-    move_entries(index_of_three(), moved)  # loads the kernel
+    move_entries(index_of_three(), moved)  # loads the kernel in advance
     done = index_of_three()
     old = entries(done)
     tracer = Tracer(-1)

@@ -1,4 +1,4 @@
-"""Commits to an object store with lost or late answers: reported as failed, yet stored."""
+"""Commits to an object store whose answer is lost or which arrive late: reported as failed, yet present."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trajstore.testing.witness import check_trajectory, witness
 
 
 class Network:
-    """Creates log segments for a client that may not get the answer."""
+    """Creates log segments for a client that may not receive the answer."""
 
     def __init__(self, create: Callable[[ObjectStore, str, bytes], bool]) -> None:
         self._create = create
         self._late: list[tuple[ObjectStore, str, bytes]] = []
         self.losing: Callable[[], str | None] = lambda: None
-        """Returns the fate of a request: ``answer`` or ``request`` lost, or ``late``; None: no fault."""
+        """Returns the fate of a request: ``answer`` or ``request`` lost, ``late``, or None for a normal one."""
 
     def create(self, objects: ObjectStore, name: str, data: bytes) -> bool:
         if not name.startswith("log/"):
@@ -45,10 +45,10 @@ class Network:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    network = Network(ObjectStore.create)
-    monkeypatch.setattr(ObjectStore, "create", lambda *given: network.create(*given))
-    yield network
-    network.losing = lambda: None
+    unreliable = Network(ObjectStore.create)
+    monkeypatch.setattr(ObjectStore, "create", lambda *given: unreliable.create(*given))
+    yield unreliable
+    unreliable.losing = lambda: None
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> list[int]:
@@ -93,7 +93,7 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
                 for number in buffer.add_trajectories([witness(key)]):
                     of_id[number] = key
                     added.add(key)
-            except StoreWriteError:  # of an earlier trajectory: this one was not added
+            except StoreWriteError:  # an earlier commit failed; this trajectory was not added
                 pass
             try:
                 doing = chance.randrange(5)
@@ -115,7 +115,7 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
             assert len(set(shown)) == len(shown)
             assert not set(shown) & certain
         network.losing = lambda: None
-        with suppress(StoreWriteError):  # of a request under way
+        with suppress(StoreWriteError):  # reports a request that was in flight
             buffer.flush()
         buffer.flush()
         keys = keys_of(buffer)

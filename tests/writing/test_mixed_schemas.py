@@ -1,4 +1,4 @@
-"""Trajectories with different columns, added in turn, share shards and commits."""
+"""Trajectories with several sets of columns, added in turn, share shards and commits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
 KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
-"""Witnesses; those with multiples of three have other columns."""
+"""Keys of witnesses; multiples of three have other columns than the rest."""
 
 LATE = WriterOptions(commit_interval=30.0)
-"""Writes only on flush, so that all additions form one commit."""
+"""Writes nothing before a flush, so that all additions make one commit."""
 
 
 def shards_in(path: Path) -> int:
@@ -32,7 +32,7 @@ def shards_in(path: Path) -> int:
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """A store as after a crash, with one commit of two shards in its log."""
+    """A store after a crash, with one commit of two shards in its log."""
     with opened(tmp_path / "live", writer=LATE) as buffer:
         for key in KEYS:
             buffer.add_trajectories([witness(key)])
@@ -61,7 +61,7 @@ def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: 
 def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: Path) -> None:
     (log,) = (crashed / "log").iterdir()
     data = log.read_bytes()
-    tell_ids(crashed, 0)  # not updated since creation
+    tell_ids(crashed, 0)  # the metadata as before the commit
     for cut in [*range(0, len(data), len(data) // 10), len(data) - 1]:
         log.write_bytes(data[:cut])
         assert keys_at(crashed) == {}
@@ -102,14 +102,14 @@ def test_a_checkpoint_of_memory_has_one_shard_for_each_kind(tmp_path: Path) -> N
 
 
 def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
-    commits: list[Sequence[int]] = []
-    with opened(tmp_path, writer=LATE, on_commit=commits.append) as buffer:
+    committed: list[Sequence[int]] = []
+    with opened(tmp_path, writer=LATE, on_commit=committed.append) as buffer:
         for key in KEYS:
             buffer.add_trajectories([witness(key)])
-    assert [list(ids) for ids in commits] == [list(range(len(KEYS)))]
+    assert [list(ids) for ids in committed] == [list(range(len(KEYS)))]
 
 
-# -- failures ------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------
 
 
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(

@@ -1,4 +1,4 @@
-"""Disk space: evicted data is deleted despite readers, who never lose visible data."""
+"""Disk space: evicted trajectories are deleted despite readers, and readers keep the data they see."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shard_files(path: Path) -> list[str]:
     return sorted(entry.name for entry in (path / "shards").iterdir())
 
 
-# -- readers ----------------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_is_always_one_commit_behind_does_not_stop_deletion(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_a_reader_that_never_refreshes_holds_what_it_sees_and_no_more(
         assert [check_trajectory(reader.get(number)) for number in range(5)] == list(range(5))
         held = source.get_stats()["held_bytes"]
         assert held == sum((tmp_path / "shards" / name).stat().st_size for name in shard_files(tmp_path)[:5])
-        messages = [record.getMessage() for record in caplog.records if "refresh" in record.getMessage()]
-        assert len(messages) == 1
-        assert f"process {os.getpid()} on " in messages[0]
+        warnings = [record.getMessage() for record in caplog.records if "refresh" in record.getMessage()]
+        assert len(warnings) == 1
+        assert f"process {os.getpid()} on " in warnings[0]
         reader.close()
         add_each(source, range(60, 61))
         assert len(shard_files(tmp_path)) == 5
@@ -110,7 +110,7 @@ def test_readers_of_earlier_versions_hold_what_they_say(tmp_path: Path) -> None:
         add_each(source, range(3))
         lease = LocalDirectory(tmp_path).announce_reader()
         (file,) = (tmp_path / "readers").iterdir()
-        file.write_bytes(b"")  # it has read nothing yet
+        file.write_bytes(b"")  # a reader that has not read anything yet
         source.evict([0])
         assert len(shard_files(tmp_path)) == 3
         file.write_bytes(b"%020d" % 4)
@@ -120,20 +120,20 @@ def test_readers_of_earlier_versions_hold_what_they_say(tmp_path: Path) -> None:
         lease.release()
 
 
-# -- partly live shards -----------------------------------------------------------------------------
+# -- partly evicted shards ---------------------------------------------------------------------------
 
 
 def disk(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path / "shards"):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 total += os.stat(f"{folder}/{name}").st_size
     return total
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    """Return the keys of witnesses of about 9 KB each, by id."""
+    """Return the keys by id of witnesses of about 9 KB each."""
     return {number: check_trajectory(buffer.get(number), 8) for number in buffer.trajectory_ids.tolist()}
 
 
@@ -248,15 +248,13 @@ def test_inspect_tells_what_is_live_what_lies_on_disk_and_who_reads(tmp_path: Pa
         assert report["live_bytes"] == source.get_stats()["live_bytes"]
         assert report["shard_bytes"] == disk(tmp_path)
         assert report["shard_bytes"] == source.get_stats()["shard_bytes"] + source.get_stats()["held_bytes"]
-        assert [f"process {os.getpid()} on " in reader_report["holder"] for reader_report in report["readers"]] == [
-            True
-        ]
+        assert [f"process {os.getpid()} on " in lease["holder"] for lease in report["readers"]] == [True]
         reader.close()
         assert inspect(tmp_path)["readers"] == []
 
 
 def test_who_opens_keeps_only_what_it_will_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower may be slow to reopen; data kept only by other readers is deleted meanwhile."""
+    """Files held only by other readers are deleted while a follower reopens, which may take long."""
     with writer_to(tmp_path, enable_cache=False) as source:
         add_each(source, range(4))
         earlier = reader_of(tmp_path)
@@ -291,7 +289,7 @@ def test_a_process_whose_readers_keep_much_is_told_once(tmp_path: Path, caplog: 
 
 
 def test_a_store_is_closed_only_when_nothing_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next writer reuses the new shard's number: late writes under it would be lost."""
+    """The next writer reuses the new shard's number, so a late write would be lost."""
     buffer = writer_to(tmp_path)
     add_each(buffer, range(4))
     closing = threading.Thread(target=buffer.close)

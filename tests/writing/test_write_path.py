@@ -1,4 +1,4 @@
-"""The write path: no hangs, no poisoned queue, and durable commits never fail afterwards."""
+"""The write path: no hang, no poisoned queue, and no failure after a durable commit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore.operations.verify import verify
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
-# -- a failed add returns its reservation -------------------------------------------------------------
+# -- a failing add releases its resources ------------------------------------------------------------
 
 STEPS = [
     "trajstore.core.writing.queue.WriteQueue.reserve",
@@ -54,7 +54,7 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: s
     assert contents_of(tmp_path / "store") == [0, 1, 2]
 
 
-# -- unwritable trajectories --------------------------------------------------------------------------
+# -- trajectories that cannot be written -------------------------------------------------------------
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> None:
@@ -77,12 +77,12 @@ def test_one_that_cannot_be_written_is_set_aside_and_the_others_go_on(
     poison(monkeypatch, {3, 9}, UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"))
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=30.0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(12)])
-        with pytest.raises(UnwritableTrajectoryError, match=r"trajectories \[.*3.*surrogates not allowed") as raised:
+        with pytest.raises(UnwritableTrajectoryError, match=r"trajectories \[.*3.*surrogates not allowed") as error:
             buffer.flush()
-        assert sorted(raised.value.ids) == [3, 9]
+        assert sorted(error.value.ids) == [3, 9]
         assert buffer.get_stats()["set_aside"] == 2
         assert buffer.get_stats()["pending_bytes"] == 0
-        buffer.flush()  # raised once
+        buffer.flush()  # reported once
         assert buffer.trajectory_ids.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 10, 11]
         assert buffer.add_trajectories([witness(12)]) == [12]
     assert contents_of(tmp_path / "store") == [0, 1, 2, 4, 5, 6, 7, 8, 10, 11, 12]
@@ -109,12 +109,12 @@ def test_an_error_that_may_be_anybodys_is_taken_for_the_trajectorys_in_the_end(
     poison(monkeypatch, {1}, RuntimeError("odd"))
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=30.0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
-        errors_raised: list[StoreWriteError] = []
-        while not errors_raised or not isinstance(errors_raised[-1], UnwritableTrajectoryError):
+        failures: list[StoreWriteError] = []
+        while not failures or not isinstance(failures[-1], UnwritableTrajectoryError):
             with pytest.raises(StoreWriteError, match="odd") as error:
                 buffer.flush()
-            errors_raised.append(error.value)
-        assert errors_raised[-1].ids == [1]
+            failures.append(error.value)
+        assert failures[-1].ids == [1]
     assert contents_of(tmp_path / "store") == [0, 2]
 
 
@@ -138,7 +138,7 @@ def test_a_name_that_the_disk_never_takes_is_the_trajectorys_fault(
     assert contents_of(tmp_path / "store") == []
 
 
-# -- a durable commit never fails afterwards ---------------------------------------------------------
+# -- no failure after a durable commit ---------------------------------------------------------------
 
 
 def test_a_listener_that_fails_makes_no_append_happen_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +168,7 @@ def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path)
     assert contents_of(tmp_path / "store") == [0, 2]
 
 
-# -- data for tools -----------------------------------------------------------------------------------
+# -- metadata for tools ------------------------------------------------------------------------------
 
 
 def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
@@ -179,15 +179,15 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(key) for key in range(5)])
         buffer.flush()
-        wait_until(lambda: said()["size"] == said()["trajectory_counter"] == 5)  # at most once a second
-        assert said()["generation"] == 0  # of the snapshot, which readers rely on
+        wait_until(lambda: said()["size"] == said()["trajectory_counter"] == 5)  # renewed at most once a second
+        assert said()["generation"] == 0  # the snapshot's generation, on which readers rely
         buffer.add_trajectories([witness(5)])
         wait_until(lambda: said()["size"] == 6)
         assert contents_of(tmp_path / "store") == list(range(6))
     assert said()["size"] == 6
 
 
-# -- the end of the interpreter ----------------------------------------------------------------------
+# -- interpreter exit --------------------------------------------------------------------------------
 
 EXIT = """
 import sys, threading
@@ -232,7 +232,7 @@ def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None
 
 
 def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
-    """Log changes run without interrupts."""
+    """Changes of the log run where they cannot be interrupted."""
     threads: list[str] = []
     real = CommitLog.evict
 
@@ -247,7 +247,7 @@ def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
     assert threads == ["trajstore-change"]
 
 
-# -- a list that is larger than a shard --------------------------------------------------------------
+# -- lists larger than a shard -----------------------------------------------------------------------
 
 
 def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
@@ -265,15 +265,15 @@ def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
     with opened(tmp_path / "store", writer=WriterOptions(shard_bytes=1)) as buffer:
         with monkeypatch.context() as patched:
             patched.setattr(WriteQueue, "submit", submit)
-            with pytest.raises(PartlyAddedError, match=r"no room; the first 2 of 5 trajectories were added") as raised:
+            with pytest.raises(PartlyAddedError, match=r"no room; the first 2 of 5 trajectories were added") as error:
                 buffer.add_trajectories([witness(key) for key in range(5)])
-        assert raised.value.ids == [0, 1] == buffer.trajectory_ids.tolist()
-        assert isinstance(raised.value.__cause__, MemoryError)
+        assert error.value.ids == [0, 1] == buffer.trajectory_ids.tolist()
+        assert isinstance(error.value.__cause__, MemoryError)
         buffer.add_trajectories([witness(key) for key in range(2, 5)])
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3, 4]
 
 
-# -- ``on_commit``: calls allowed in the user's function, and that nothing waits for it --
+# -- ``on_commit``: permitted calls, and that no operation waits for it --
 
 
 def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:

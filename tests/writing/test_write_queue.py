@@ -1,4 +1,4 @@
-"""The writer's queue: cutting of groups, commit order, and the state after failures."""
+"""The writer's queue: grouping, commit order and failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flat(steps: int, dtype: torch.dtype = torch.float32) -> FlatTrajectory:
 
 
 def content_of(run: Run) -> list[tuple[Schema, bytes]]:
-    """Return schema and bytes of each trajectory of a run."""
+    """Return the schema and bytes of each trajectory of a run."""
     block, end = run.block, run.first + len(run)
     return [
         (block.schema, bytes(block.bytes_at(int(block.places[at, 0]), int(block.sizes[at, 0]))))
@@ -91,8 +91,8 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
         assert all(part.ids == sorted(part.ids) for part in group.parts)
         assert group.nbytes == sum(part.nbytes for part in group.parts)
         assert group.nbytes <= limit or len(group.ids) == 1
-    for this_group, other in pairwise(groups):  # no group could have been longer
-        assert this_group.nbytes + len(placed[other.ids[0]][1]) > limit
+    for earlier, other in pairwise(groups):  # each is as long as the limit allows
+        assert earlier.nbytes + len(placed[other.ids[0]][1]) > limit
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1))
@@ -163,7 +163,7 @@ def test_a_commit_that_failed_is_tried_again_with_what_waited_for_it() -> None:
     target.fail(target.take_ready(), StoreWriteError("no space"))
     with pytest.raises(StoreWriteError, match="no space"):
         reserve(target, 1)
-    reserve(target, 0)  # raised once
+    reserve(target, 0)  # the error is reported once
     assert target.begin_flush() == 2
     assert [target.next_group() for _ in range(3)] == [first, second, third]
     assert target.pending_bytes == sum(group.nbytes for group in (first, second, third))
@@ -173,7 +173,7 @@ def test_a_flush_during_the_failing_write_means_try_again() -> None:
     target, (first, second, third) = three_groups()
     target.begin_flush()
     target.fail([first], StoreWriteError("old news"))
-    reserve(target, 0)  # nothing is raised
+    reserve(target, 0)  # raises nothing
     assert target.next_group() is first
     target.fail([first], StoreWriteError("new"))
     with pytest.raises(StoreWriteError, match="new"):
@@ -183,14 +183,14 @@ def test_a_flush_during_the_failing_write_means_try_again() -> None:
 
 def test_room() -> None:
     target = queue(max_pending_bytes=128, on_full="raise")
-    large = reserve(target, 1000)  # a single one may exceed the limit
+    large = reserve(target, 1000)  # admitted alone, even beyond the limit
     with pytest.raises(PendingFullError, match="max_pending_bytes = 128"):
         reserve(target, 1)
     assert target.withdraw(large)
     held = [reserve(target, 64), reserve(target, 64)]
     with pytest.raises(PendingFullError):
         reserve(target, 1)
-    del held  # the reserving call was interrupted, also during its clean-up
+    del held  # interrupted after reserving, and again during the release
     last = reserve(target, 1)
     target.close()
     with pytest.raises(StoreClosedError):

@@ -1,4 +1,4 @@
-"""``trajstore demo``: train something small from a store, and look at the store."""
+"""``trajstore demo``: train a small task from a store, and inspect the store."""
 
 from __future__ import annotations
 

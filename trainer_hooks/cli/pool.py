@@ -1,4 +1,4 @@
-"""``trajstore pool``: an experience pool between its store and files; rollouts and transcripts into a pool."""
+"""``trajstore pool``: export a pool to files; import files, rollouts or transcripts into a pool."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _message_tokenizer(options: Namespace) -> MessageTokenizer | None:
-    """Return what makes rows of messages, if a tokenizer is given."""
+    """Return the tokenizer of messages, if one is given."""
     from trainer_hooks.replay.message_rows import MessageTokenizer
     from trainer_hooks.replay.transcripts import load_tokenizer
 
@@ -158,7 +158,7 @@ def _export(options: Namespace, rules: PoolRules, out: Output) -> int:
 
 
 def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> int:
-    """Import a file of conversations; return 1 if some lines of it are none."""
+    """Import a file of conversations; return 1 if some lines are invalid."""
     from trainer_hooks.replay.transcripts import TranscriptReader, import_transcripts, load_tokenizer
 
     if options.tokenizer is None:
@@ -179,7 +179,7 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
     with ProgressBar("importing", sys.stderr) as bar:
         done = import_transcripts(options.store, options.files, rules, reader, bar)
     if options.json:
-        bad = [{"line": one.line, "reason": one.reason} for one in done.bad]
+        bad = [{"line": bad_line.line, "reason": bad_line.reason} for bad_line in done.bad]
         more = {"highest_failure": done.highest_failure, "control_tokens": done.control_tokens, "bad": bad}
         out.json({**_as_json(done), **more})
     else:
@@ -194,8 +194,8 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
                 f"control tokens: {done.control_tokens:,} names of them in texts; each has a space behind its first"
                 " character now"
             )
-        for one in done.bad:
-            out.line(f"{done.source}:{one.line}: {one.reason}")
+        for bad_line in done.bad:
+            out.line(f"{done.source}:{bad_line.line}: {bad_line.reason}")
     return int(bool(done.bad))
 
 
@@ -205,7 +205,7 @@ def _as_json(done: Exchanged) -> dict[str, Any]:
 
 
 def _tell(store: str, done: Exchanged, what: str, out: Output) -> None:
-    """Write what an import did; what it tells adds up to what was read."""
+    """Write the result of an import; its numbers add up to those read."""
     out.line(f"{store}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
     there = f" beside {done.before:,} that were there" if done.before else ""
     out.line(f"entered: {done.entered:,} of {done.read:,} {what}{there}")

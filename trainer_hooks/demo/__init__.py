@@ -1,8 +1,7 @@
-"""Small training runs that show a store at work. ``trajstore demo`` starts them.
+"""Small training runs that demonstrate a store. ``trajstore demo`` starts them.
 
-A task is a module with a function ``run(settings, say, progress) -> Path`` which trains, says in words
-what it does and returns the directory of the store that it wrote. Tasks are named here, so that
-listing them imports none.
+A task is a module with a function ``run(settings, say, progress) -> Path``, which trains, reports in sentences and
+returns the directory of its store. Tasks are listed here by name, so that listing them imports none.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ TASKS: Mapping[str, str] = {
     "replay": "trainer_hooks.reference.demo",
     "cartpole": "trainer_hooks.demo.cartpole",
 }
-"""Name of a task, and the module that runs it."""
+"""Module of each task."""
 
 DEFAULT_TASK = "replay"
 
@@ -28,18 +27,18 @@ SAMPLERS: Mapping[str, Mapping[str, Any] | None] = {
     "staleness": {"name": "weighted", "staleness": {"max_age": 1600}},
     "epochs": {"name": "epochs"},
 }
-"""What a task that samples transitions may sample by, as ``sampling.sampler_of`` takes it; None = the buffer's own."""
+"""Samplers for tasks that sample transitions, as for ``sampling.sampler_of``; None = the buffer's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """What all tasks are told.
+    """Settings of all tasks.
 
     Attributes:
-        path: directory of the run: the store and the learner's checkpoint lie below it.
+        path: directory of the run, for the store and the learner's checkpoint.
         updates: gradient steps after which training ends; None = the task's own number.
         seconds: time after which training ends; None = no limit.
-        seed: seeds everything that is drawn.
+        seed: of all random choices.
         sampler: a name of :data:`SAMPLERS`; None = uniform. For tasks that sample transitions.
     """
 
@@ -51,10 +50,10 @@ class DemoSettings:
 
 
 class Progress(Protocol):
-    """Told how far training is; may show it."""
+    """Receives the progress of training, and may show it."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        """Show that ``done`` of ``total`` gradient steps are behind us."""
+        """Show that ``done`` of ``total`` gradient steps are finished."""
 
 
 class Task(Protocol):

@@ -1,9 +1,9 @@
-"""CartPole from replay: rollouts go to disk, a learner samples them back, and either may be stopped at any time.
+"""CartPole from replay: rollouts go to disk and a learner samples them; both can be stopped at any time.
 
 Directory of a run::
 
-    replay/      the store: every transition that was ever made
-    learner.pt   the learner's newest checkpoint, replaced as a whole; the store has a saved point of its round
+    replay/      the store: every transition ever made
+    learner.pt   the learner's newest checkpoint, replaced atomically; the store has a saved point of its round
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ STEPS = 16  # T, per round
 UPDATES_PER_ROUND = 32
 BATCH_SIZE = 256
 WARM_UP_ROUNDS = 2  # rollouts before the first update
-EXPLORATION_ROUNDS = 20  # over which exploration falls from 1 to its floor
+EXPLORATION_ROUNDS = 20  # during which exploration falls from 1 to its floor
 EXPLORATION_FLOOR = 0.02
 CHECKPOINT_ROUNDS = 10
 DEFAULT_UPDATES = 8_000
-SOLVED = 475.0  # mean return of the last episodes that Gymnasium calls solved; 500 is the most
+SOLVED = 475.0  # mean return of the last episodes that Gymnasium calls solved; 500 is the maximum
 RECENT_EPISODES = 20
 
 
 class CartPoleRollout:
-    """B CartPole environments that go on from one trajectory to the next."""
+    """B CartPole environments that continue from one trajectory to the next."""
 
     def __init__(self, environments: int, seed: int) -> None:
         self._envs = _make_environments(environments)
@@ -57,7 +57,7 @@ class CartPoleRollout:
         self._states = torch.from_numpy(np.asarray(states, np.float32))
         self._returns = np.zeros(environments)
         self.finished: list[float] = []
-        """Returns of all episodes that have ended."""
+        """Returns of all finished episodes."""
 
     @property
     def max_episode_length(self) -> int:
@@ -70,7 +70,7 @@ class CartPoleRollout:
 
         Args:
             act: states ``[B, 4]`` -> actions ``[B]`` int64.
-            version: of the weights with which it acts.
+            version: of the acting weights.
             steps: T.
         """
         result = EmbodiedRolloutResult(max_episode_length=self.max_episode_length)
@@ -78,7 +78,7 @@ class CartPoleRollout:
             before = self._states
             actions = act(before)
             following, rewards, terminations, truncations, infos = self._envs.step(actions.numpy())
-            # Environments that ended are reset at once: what they ended in is told apart from where they begin.
+            # Finished environments are reset at once: their final states differ from the new initial ones.
             last = np.array(following, np.float32)
             for number in np.flatnonzero(terminations | truncations):
                 last[number] = infos["final_obs"][number]
@@ -108,7 +108,7 @@ class CartPoleRollout:
 
 
 class CartPoleRun:
-    """Rollouts, replay and learner of one directory; continues what is there."""
+    """Rollouts, replay and learner of one directory; continues an existing run."""
 
     def __init__(self, path: Path, seed: int, sampler: str = "uniform") -> None:
         self.sampler_name = sampler
@@ -133,11 +133,11 @@ class CartPoleRun:
         if self.resumed:
             self._take_up(self.buffer.points.rollback(self.rounds))
         else:
-            for point in self.buffer.points.saved:  # of a learner that is there no longer
+            for point in self.buffer.points.saved:  # of a learner that no longer exists
                 self.buffer.points.remove(point.step)
 
     def _take_up(self, state: Mapping[str, Any]) -> None:
-        """Go on with the sampler of the saved point, if it is the one that was asked for."""
+        """Continue with the sampler of the saved point, if it is the requested one."""
         name, sampler = state["sampler"]
         if self._sampler is not None and name == self.sampler_name:
             self.buffer.follow(self._sampler)
@@ -150,11 +150,11 @@ class CartPoleRun:
 
     @property
     def solved(self) -> bool:
-        """Whether the newest episodes balance the pole nearly to the end."""
+        """True if the newest episodes balance the pole nearly to the end."""
         return self.recent_return is not None and self.recent_return >= SOLVED
 
     def round(self) -> None:
-        """Make one trajectory, store it, and take the gradient steps that go with it."""
+        """Make and store one trajectory, and take the gradient steps of the round."""
         exploration = max(EXPLORATION_FLOOR, 1.0 - self.rounds / EXPLORATION_ROUNDS)
         trajectory = self._rollout.collect(
             lambda states: self.learner.act(states, exploration, self._generator), self.learner.updates, STEPS
@@ -181,7 +181,7 @@ class CartPoleRun:
             self.buffer.update_priorities(self._sampler, batch.drawn, update.errors)
 
     def save(self) -> None:
-        """Make everything so far survive a crash: first the store with its sampler, then the learner."""
+        """Make all progress survive a crash: first the store with its sampler, then the learner."""
         sampler = None if self._sampler is None else self._sampler.state_dict()
         self.buffer.points.save(self.rounds, {"sampler": (self.sampler_name, sampler)})
         state = {
@@ -217,8 +217,8 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
 
     Args:
         settings: path, budget and seed. Gradient steps of earlier runs in the same directory count.
-        say: takes sentences for people.
-        progress: told (gradient steps, budget, note).
+        say: prints a sentence.
+        progress: called with (gradient steps, budget, note).
 
     Raises:
         MissingDependencyError: gymnasium is not installed.
@@ -240,7 +240,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
                     recent = task.recent_return
                     progress(min(task.learner.updates, total), total, "" if recent is None else f"return {recent:.0f}")
             finally:
-                task.save()  # Ctrl-C comes here too
+                task.save()  # also after Ctrl-C
         say(_summary(task, total, settings.path))
     finally:
         task.close()

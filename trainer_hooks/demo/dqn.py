@@ -1,4 +1,4 @@
-"""A double DQN learner that is fed from replay: small, on the CPU, resumable."""
+"""A small resumable double DQN learner on the CPU, trained from replay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DQNSettings:
         hidden: width of both hidden layers.
         learning_rate: of Adam.
         discount: per step.
-        target_rate: share of the online weights that the target takes over after every update.
+        target_rate: interpolation rate of the target's weights toward the online ones, after every update.
         max_grad_norm: gradients are scaled down to this norm.
     """
 
@@ -36,7 +36,7 @@ class DQNSettings:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one gradient step came to.
+    """Result of one gradient step.
 
     Attributes:
         loss: mean over the batch, weighted.
@@ -48,11 +48,11 @@ class Update:
 
 
 class DQNLearner:
-    """Action values of two networks, the second following the first slowly.
+    """Action values of two networks, of which the second slowly follows the first.
 
-    The target is ``r + discount * Q_target(s', argmax_a Q(s', a))``, without the second term where the
-    episode terminated (van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", 2016).
-    A truncated episode did not terminate: its last state has a value.
+    The target is ``r + discount * Q_target(s', argmax_a Q(s', a))``, without the second term where the episode
+    terminated (van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", 2016). A truncated episode did
+    not terminate: its last state has a value.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DQNLearner:
         return Update(loss.detach().item(), (predicted.detach() - wanted).abs()[:, 0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that continuing needs."""
+        """Return the whole state, for resuming."""
         return {
             "network": self._network.state_dict(),
             "target": self._target.state_dict(),
@@ -112,7 +112,7 @@ class DQNLearner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         self._network.load_state_dict(state["network"])
         self._target.load_state_dict(state["target"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -122,7 +122,7 @@ class DQNLearner:
 def _network(inputs: int, hidden: int, outputs: int, generator: torch.Generator) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size, width in ((inputs, hidden), (hidden, hidden), (hidden, outputs)):
-        # nn.Linear would draw from the global generator; the range is its own.
+        # nn.Linear would draw from the global generator; the range is nn.Linear's.
         layer = nn.Linear(size, width, device="meta").to_empty(device="cpu")
         bound = size**-0.5
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)

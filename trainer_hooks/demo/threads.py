@@ -1,4 +1,4 @@
-"""How many threads torch uses in a demo."""
+"""Thread count of torch in a demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread: for networks this small more are slower, and curves depend on the number."""
+    """Limit torch to one thread: more are slower for such small networks, and results depend on the number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
 """``EMClient``: a ReMe service as the maker of experience; ``EndpointSummarizer``: a language model as summarizer.
 
-There are two services under ReMe's name, and both answer 200 to most of what goes wrong. An answer is believed only if
-it has the form of a success; no text of a failure is ever given to the caller as an experience.
+There are two services named ReMe, and both answer 200 to most failures. An answer is accepted only if it has the form
+of a success; the text of a failure is never returned as an experience.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ PROMPT = (
     "Below are tries of one task with their scores; 1 is a success. Say in a few sentences what the next try should do"
     ' and what it should avoid. Answer with a JSON object {"when_to_use": "...", "experience": "..."} and nothing else.'
 )
-"""The default instructions of :class:`EndpointSummarizer`."""
+"""Default instructions of :class:`EndpointSummarizer`."""
 
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 _MOST_BYTES = 16 * 1024 * 1024
-"""Of an answer."""
+"""Size limit of an answer."""
 
 _SHOWN = 200
 
 
 class JsonClient(Closing):
-    """Calls services. Thread-safe.
+    """HTTP client for JSON services. Thread-safe.
 
-    Calls run in an event loop with a thread of its own, since only there one limit holds for all of a call: finding the
-    address, connecting, headers that come byte by byte, and the body.
+    Calls run in an event loop with its own thread, because only there one timeout covers a whole call: name lookup,
+    connection, slow headers, and the body.
 
     Raises:
         MissingDependencyError: httpx is not installed.
@@ -73,18 +73,18 @@ class JsonClient(Closing):
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
 
     def post(self, url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
-        """Return the JSON that a POST of JSON is answered with.
+        """POST JSON and return the JSON answer.
 
         Args:
             url: http or https.
             body: sent as JSON.
             timeout: seconds for the whole call.
-            headers: beside the content type.
+            headers: in addition to the content type.
 
         Raises:
             MakerError: ``timeout``; ``connection`` (refused, reset, no such host); ``server`` (status 5xx); ``refused``
-                (any other status than 200, with the beginning of its text); ``garbage`` (no JSON, or too much);
-                ``closed`` (meanwhile).
+                (any other status than 200, with the beginning of its text); ``garbage`` (not JSON, or too long);
+                ``closed`` (during the call).
         """
         sent = {"Content-Type": "application/json", **(headers or {})}
         call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout, sent), self._loop)
@@ -97,15 +97,15 @@ class JsonClient(Closing):
         except (self._httpx.HTTPError, self._httpx.InvalidURL, OSError, UnicodeError) as error:
             raise MakerError("connection", f"{url}: {error!r}") from error
         if status != 200:
-            said = text[:_SHOWN].decode("utf-8", "replace")
-            raise MakerError("server" if status >= 500 else "refused", f"{url}: HTTP {status}: {said}")
+            excerpt = text[:_SHOWN].decode("utf-8", "replace")
+            raise MakerError("server" if status >= 500 else "refused", f"{url}: HTTP {status}: {excerpt}")
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise MakerError("garbage", f"{url}: the answer is no JSON: {text[:_SHOWN]!r}") from error
 
     def close(self) -> None:
-        """End calls that are under way, and refuse others. Again: nothing."""
+        """Cancel running calls and refuse new ones. Idempotent."""
         self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -114,7 +114,7 @@ class JsonClient(Closing):
             task.cancel()
 
     async def _answer(self, url: str, data: bytes, timeout: float, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Return status and body; runs in the loop, as :meth:`_end` does, so that none begins after the end."""
+        """Return status and body; runs in the loop like :meth:`_end`, so that no call starts after it."""
         if self._closed:
             raise MakerError("closed", f"{url}: the client was closed")
         text = bytearray()
@@ -130,20 +130,20 @@ class JsonClient(Closing):
 
 
 class EMClient:
-    """Speaks to a ReMe service. Thread-safe.
+    """Client of a ReMe service. Thread-safe.
 
-    A connection that fails and a status 5xx are tried again, ``retries`` times, waiting longer each time. After a call
-    that failed so, or timed out, the service is left alone for a while: calls fail at once (kind ``resting``), so that
-    a service that is down costs a step little.
+    Failed connections and status 5xx are retried up to ``retries`` times with growing delays. After a call that failed
+    so, or timed out, calls fail at once for a while (kind ``resting``), so that an unavailable service costs a step
+    little time.
 
     Args:
         base_url: of the service, such as ``http://127.0.0.1:8001``.
-        workspace_id: what the experiences belong to (dialect 0.2).
-        dialect: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or ``auto``: one probe before the first call finds out.
+        workspace_id: workspace of the experiences (dialect 0.2).
+        dialect: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or ``auto``: detected by a probe before the first call.
         retrieve_timeout, summary_timeout: seconds for one call.
         retries: further attempts of a call.
-        backoff: seconds before the first of these; doubles.
-        rest: seconds for which a service that failed is left alone; while it goes on failing, up to 16 times as many.
+        backoff: seconds before the first retry; doubles each time.
+        rest: seconds without calls after a failure; up to 16 times as many while failures continue.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -178,10 +178,10 @@ class EMClient:
         self._http = JsonClient()
 
     def retrieve(self, query: str, k: int) -> Retrieved:
-        """Return the up to ``k`` experiences that the service finds; see ``ExperienceMaker``."""
+        """Return up to ``k`` experiences from the service; see ``ExperienceMaker``."""
         whole("k", k, 0)
         if not query.strip() or k < 1:
-            return NOTHING  # the service answers an empty query as if it had failed
+            return NOTHING  # the service answers an empty query with a failure
         if self._known_dialect() == "0.2":
             body = {"query": query, "top_k": k, "workspace_id": self._workspace}
             return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k)
@@ -189,18 +189,23 @@ class EMClient:
         return _notes(self._success("/search", body, self._timeouts[0]))
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
-        """Give rollouts to the service, which makes of them what it will; see ``ExperienceMaker``.
+        """Send rollouts to the service, which makes experiences of them; see ``ExperienceMaker``.
 
-        Rollouts without an outcome or without messages are left out: the service would fail on all for one of them.
+        Rollouts without an outcome or without messages are left out: a single one would make the service fail on all.
 
         Returns:
-            How many memories the service says that it inserted; with dialect 0.4, how many rollouts it took.
+            The number of memories inserted, as reported by the service; with dialect 0.4, the number of rollouts
+            accepted.
         """
-        rated = [(one, outcome) for one in rollouts if (outcome := known_outcome(one)) is not None and one.messages]
+        rated = [
+            (rollout, outcome)
+            for rollout in rollouts
+            if (outcome := known_outcome(rollout)) is not None and rollout.messages
+        ]
         if not rated:
             return 0
         if self._known_dialect() == "0.2":
-            trajectories = [{"messages": _messages(one), "score": outcome} for one, outcome in rated]
+            trajectories = [{"messages": _messages(rollout), "score": outcome} for rollout, outcome in rated]
             body = {"trajectories": trajectories, "workspace_id": self._workspace}
             metadata = self._success("/summary_task_memory", body, self._timeouts[1])["metadata"]
             inserted = (metadata.get("update_result") or {}).get("inserted_count")
@@ -209,24 +214,24 @@ class EMClient:
                     "failed", f"{self._url}: the summary says nothing of what was inserted: {str(metadata)[:200]}"
                 )
             return inserted
-        for one, outcome in rated:
-            said = [{"name": message["role"], **message} for message in _messages(one)]
-            said.append(
+        for rollout, outcome in rated:
+            messages = [{"name": message["role"], **message} for message in _messages(rollout)]
+            messages.append(
                 {"name": "user", "role": "user", "content": f"Score of this try: {outcome:g} (1 is a success)."}
             )
-            session = f"{one.task_id}-{one.rollout_id}"
-            self._success("/auto_memory", {"messages": said, "session_id": session}, self._timeouts[1])
+            session = f"{rollout.task_id}-{rollout.rollout_id}"
+            self._success("/auto_memory", {"messages": messages, "session_id": session}, self._timeouts[1])
         return len(rated)
 
     def close(self) -> None:
-        """Begin nothing more, and end what is under way."""
+        """Refuse new calls, and cancel running ones."""
         self._closed.set()
         self._http.close()
 
     # ---- inside ----
 
     def _known_dialect(self) -> Dialect:
-        """Return the dialect; if it is to be found out, after a probe: a body without fields, which costs no model."""
+        """Return the dialect; detect it by a probe if necessary: a body without fields, which runs no model."""
         if self._dialect != "auto":
             return self._dialect
         for dialect, path in (("0.2", "/retrieve_task_memory"), ("0.4", "/search")):
@@ -245,7 +250,7 @@ class EMClient:
         )
 
     def _success(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Return an answer that says that it is a success, with ``answer`` a text and ``metadata`` a mapping."""
+        """Return a successful answer, whose ``answer`` is a string and ``metadata`` a mapping."""
         answer = self._call(path, body, timeout)
         if not isinstance(answer, dict):
             raise MakerError("garbage", f"{self._url}{path}: the answer is no object: {str(answer)[:200]}")
@@ -289,13 +294,13 @@ class EndpointSummarizer(Closing):
     """One experience for each task, written by a language model behind an OpenAI-compatible endpoint.
 
     Args:
-        base_url: of the endpoint, ``/v1`` included.
+        base_url: of the endpoint, including ``/v1``.
         model: name of the model there.
         api_key: sent as a bearer token if not empty.
-        prompt: the instructions; the tries follow.
+        prompt: the instructions; the rollouts follow.
         timeout: seconds for one answer.
-        most_rollouts: tries of a task in a prompt: the best half of them, and the worst.
-        most_characters: of each try.
+        most_rollouts: maximum number of a task's rollouts in a prompt: half of them the best, half the worst.
+        most_characters: maximum length of each rollout.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -322,36 +327,36 @@ class EndpointSummarizer(Closing):
         self._http = JsonClient()
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        """Return the experience that the model writes; nothing where no rollout has an outcome.
+        """Return the experience that the model writes; empty if no rollout has an outcome.
 
         Raises:
             MakerError: the endpoint could not be reached, or its answer holds no such object.
         """
-        rated = [(outcome, one) for one in rollouts if (outcome := known_outcome(one)) is not None]
+        rated = [(outcome, rollout) for rollout in rollouts if (outcome := known_outcome(rollout)) is not None]
         if not rated:
             return []
         rated.sort(key=lambda pair: pair[0], reverse=True)
         worst = self._most_rollouts // 2
         if len(rated) > self._most_rollouts:
             rated[self._most_rollouts - worst : len(rated) - worst] = []
-        tries = "\n\n".join(f"Score {outcome}:\n{self._text(one)}" for outcome, one in rated)
+        tries = "\n\n".join(f"Score {outcome}:\n{self._text(rollout)}" for outcome, rollout in rated)
         message = {"role": "user", "content": f"{self._prompt}\n\n{tries}"}
-        asked = {"model": self._model, "messages": [message], "stream": False}
-        said = self._experience_in(self._http.post(self._url, asked, self._timeout, self._headers))
+        request = {"model": self._model, "messages": [message], "stream": False}
+        fields = self._experience_in(self._http.post(self._url, request, self._timeout, self._headers))
         score, best = rated[0]
         return [
             Experience(
-                when_to_use=said["when_to_use"],
-                content=said["experience"],
+                when_to_use=fields["when_to_use"],
+                content=fields["experience"],
                 query=best.query or query_of(best.messages),
                 task_id=best.task_id,
                 score=score,
-                sources=tuple(one.rollout_id for _, one in rated),
+                sources=tuple(rollout.rollout_id for _, rollout in rated),
             )
         ]
 
     def close(self) -> None:
-        """End a call that is under way, and refuse others."""
+        """Cancel a running call, and refuse new ones."""
         self._http.close()
 
     def _text(self, rollout: AgentTrajectory) -> str:
@@ -360,12 +365,12 @@ class EndpointSummarizer(Closing):
 
     def _experience_in(self, body: Any) -> dict[str, str]:
         try:
-            found = _OBJECT.search(body["choices"][0]["message"]["content"])
-            said = json.loads(found.group() if found else "")
-            result = {key: said[key] for key in ("when_to_use", "experience")}
+            match = _OBJECT.search(body["choices"][0]["message"]["content"])
+            fields = json.loads(match.group() if match else "")
+            result = {key: fields[key] for key in ("when_to_use", "experience")}
             if not all(isinstance(value, str) and value.strip() for value in result.values()):
                 raise ValueError("when_to_use and experience must be texts")
-            "".join(result.values()).encode()  # halves of surrogate pairs are no text
+            "".join(result.values()).encode()  # unpaired surrogates raise an error
         except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise MakerError("garbage", f"{self._url}: the answer holds no experience: {error!r}") from error
         return result
@@ -378,7 +383,7 @@ def _address(base_url: str) -> str:
 
 
 def _memories(answer: Mapping[str, Any], k: int) -> Retrieved:
-    """Return the memories of an answer of dialect 0.2: those that its list holds, not what its text says."""
+    """Return the memories of an answer of dialect 0.2, from its list and not from its text."""
     memories = answer["metadata"].get("memory_list")
     if not isinstance(memories, list):
         raise MakerError("failed", f"retrieval failed in the service: it answers without a list: {str(answer)[:200]}")
@@ -390,20 +395,20 @@ def _memories(answer: Mapping[str, Any], k: int) -> Retrieved:
         if not isinstance(content, str) or not content.strip() or len(parts) == k:
             continue
         when = memory.get("when_to_use")
-        said = f" When to use: {when}\n" if isinstance(when, str) and when.strip() else ""
-        parts.append(f"Memory {len(parts) + 1} :\n{said} Content: {content}")
+        usage = f" When to use: {when}\n" if isinstance(when, str) and when.strip() else ""
+        parts.append(f"Memory {len(parts) + 1} :\n{usage} Content: {content}")
         names.append(name)
     return Retrieved("\n\n".join(parts), tuple(names)) if parts else NOTHING
 
 
 def _notes(answer: Mapping[str, Any]) -> Retrieved:
-    """Return what a search of dialect 0.4 found: its text, which names no memories."""
+    """Return the result of a search of dialect 0.4: its text, which names no memories."""
     text = answer.get("answer")
     return Retrieved(text) if isinstance(text, str) and text.strip() else NOTHING
 
 
 def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:
-    """Return messages in the roles that both services take; what a tool or an environment says is the user's."""
+    """Return messages with roles that both services accept; messages of tools and environments become the user's."""
     return [
         {
             "role": str(message.get("role")) if message.get("role") in _ROLES else "user",

@@ -1,7 +1,7 @@
 """Configuration of guided rollouts: ``experience_maker`` (or ``exp_manager.reme``) and ``exp_manager``.
 
-The names of AgentEvolver's source document and those that its code uses today are both understood; giving both for one
-option is an error.
+Accepts the names in AgentEvolver's source document and those in its current code; giving an option under both names is
+an error.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ TODAY = {
     "init_exp_before_training": "init_experience_before_training",
     "init_exp_only": "init_experience_only",
 }
-"""AgentEvolver's names of today, and the names here."""
+"""AgentEvolver's current names, and the names here."""
 
 OF_REPLAY = ("experience_replay", "recording", "outcome", "on_resume")
-"""Keys of ``exp_manager`` that are read elsewhere."""
+"""Keys of ``exp_manager`` that other modules read."""
 
 _Timeout = Annotated[float, Meta(ge=1e-3, le=86400)]
 
 
 def _dialect(name: str, value: Any) -> str:
-    # YAML takes 0.2 without quotes for a number.
+    # YAML reads an unquoted 0.2 as a number.
     return one_of(name, str(value) if isinstance(value, float) else value, get_args(Dialect))
 
 
@@ -57,30 +57,30 @@ def _template(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GuidanceConfig(AllocationRules):
-    """The keys of ``experience_maker`` and of ``exp_manager``, and their defaults: nothing is guided.
+    """The keys of ``experience_maker`` and ``exp_manager``. By default nothing is guided.
 
-    What is guided and what is kept, :class:`~trainer_hooks.guidance.AllocationRules` says.
+    :class:`~trainer_hooks.guidance.AllocationRules` has the keys for which rollouts are guided and which experience is
+    kept.
 
     Attributes:
-        base_url: of a ReMe service; ``None`` = the embedded maker, which needs none.
-        dialect: of the service: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or found out by a probe.
-        workspace_id: under which name a ReMe service keeps the experiences.
-        enable_summarizer: whether rollouts become experience.
+        base_url: of a ReMe service; ``None`` = the embedded maker, which needs no service.
+        dialect: of the service: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or detected by a probe.
+        workspace_id: workspace of the experiences in a ReMe service.
+        enable_summarizer: whether experiences are made of rollouts.
         enable_context_generator: whether experience is put into prompts.
-        retrieve_top_k: experiences that go into a prompt, at the most.
-        updated_freq: steps from one update of the pool to the next; 0 = none.
-        val_summarizer_save: whether validation rollouts become experience too.
+        retrieve_top_k: maximum number of experiences in a prompt.
+        updated_freq: steps between updates of the pool; 0 = none.
+        val_summarizer_save: whether experiences are made of validation rollouts too.
         summary_batch_size: rollouts in a call of the maker; those of a task stay together.
-        summary_workers: calls of the maker at the same time; ``None`` = 8 of a service, which it waits for, and 1 of
-            the embedded maker, so that experiences come in the order of the rollouts and runs can be repeated.
-        retrieve_timeout: seconds that asking the maker for experience may take.
-        summary_timeout: seconds that a call of the maker that makes experience may take.
-        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences; ``None`` = in
-            memory.
+        summary_workers: concurrent calls of the maker; ``None`` = 8 for a service, and 1 for the embedded maker, so
+            that experiences arrive in the order of the rollouts and runs are reproducible.
+        retrieve_timeout: time limit in seconds for retrieving experience from the maker.
+        summary_timeout: time limit in seconds for a call of the maker that makes experience.
+        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences; ``None`` = in memory.
         experience_template: the text in a prompt, with ``{}`` for the experiences.
         init_experience_before_training: whether the pool is filled before the first step.
         init_experience_only: whether the run ends once the pool is filled.
-        seed: of the generator that draws which rollouts and tasks are guided.
+        seed: of the generator that chooses guided rollouts and tasks.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
@@ -116,22 +116,22 @@ class GuidanceConfig(AllocationRules):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is guided or summarized."""
+        """True if anything is guided or summarized."""
         return self.enable_context_generator or self.enable_summarizer
 
     @property
     def workers(self) -> int:
-        """How many calls of the maker summarize at the same time."""
+        """Number of concurrent summarizing calls of the maker."""
         if self.summary_workers is None:
             return 1 if self.base_url is None else 8
         return self.summary_workers
 
     @staticmethod
     def from_config(config: Any) -> GuidanceConfig:
-        """Return the configuration in a whole configuration: a dict, or anything with ``keys()`` such as OmegaConf's.
+        """Return this part of a whole configuration: a dict, or anything with ``keys()`` such as OmegaConf's.
 
         ``experience_maker`` and ``exp_manager.reme`` are one section under two names. Keys of ``exp_manager`` that
-        belong to replay are left alone.
+        belong to replay are ignored.
 
         Raises:
             ConfigurationError: unknown keys, one option given twice, values out of range; the message lists all.
@@ -140,7 +140,7 @@ class GuidanceConfig(AllocationRules):
             raise ConfigurationError(f"config: must be a mapping of keys, is a {type(config).__name__}")
         manager = keys_of(config.get(MANAGER), MANAGER)
         given: dict[str, Any] = {}
-        said: dict[str, str] = {}
+        sources: dict[str, str] = {}
         problems: list[str] = []
         sections = [
             (MAKER, keys_of(config.get(MAKER), MAKER), _MAKER_KEYS),
@@ -153,16 +153,16 @@ class GuidanceConfig(AllocationRules):
                 if name not in known:
                     names = ", ".join([*known, *(TODAY if where == MANAGER else ())])
                     problems.append(f"{where}.{key}: unknown key; known are {names}")
-                elif name in said:
-                    problems.append(f"{where}.{key}: is the same option as {said[name]}; give one of them")
+                elif name in sources:
+                    problems.append(f"{where}.{key}: is the same option as {sources[name]}; give one of them")
                 else:
-                    said[name] = f"{where}.{key}"
+                    sources[name] = f"{where}.{key}"
                     given[name] = value
-        refuse("", problems + settle(GuidanceConfig, given, said))
+        refuse("", problems + settle(GuidanceConfig, given, sources))
         return GuidanceConfig(**given)
 
     def rules(self) -> AllocationRules:
-        """Return what is guided and what is kept; nothing is guided without ``enable_context_generator``."""
+        """Return the allocation rules; nothing is guided without ``enable_context_generator``."""
         values = {name: getattr(self, name) for name in names_of(AllocationRules)}
         if not self.enable_context_generator:
             values |= {"train_rollout_expmode": "woexp", "val_rollout_expmode": "woexp"}

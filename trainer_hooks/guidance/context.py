@@ -1,6 +1,6 @@
-"""Experience put into messages, and taken out again to the byte; what a trajectory's metadata say of that. Pure.
+"""Inserts experience into messages, removes it exactly, and records it in metadata. Pure.
 
-Messages that are given are never changed.
+Given messages are never changed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Content = TypeVar("Content", str, list[Any])
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A text that was put in front of a message's content.
+    """A text that was inserted in front of a message's content.
 
     Attributes:
         message: index of the message.
-        text: what was put in.
+        text: the inserted text.
     """
 
     message: int
@@ -46,7 +46,7 @@ class Insertion:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceTemplate:
-    """The text around an experience. Only the one ``{}`` is special: other braces are what they are.
+    """The text around an experience. Only the one ``{}`` is special; other braces are literal.
 
     Attributes:
         before: text in front of the experience.
@@ -61,7 +61,7 @@ class ExperienceTemplate:
         """Return the template of a text with one ``{}``.
 
         Raises:
-            ConfigurationError: it is no text, or has another number of places.
+            ConfigurationError: it is not a string, or does not have exactly one ``{}``.
         """
         if not isinstance(text, str) or text.count(_PLACE) != 1:
             raise ConfigurationError(f"experience_template: {text!r}, must be a text with one {{}} for the experience")
@@ -74,14 +74,14 @@ class ExperienceTemplate:
 
 
 def put_in(messages: Sequence[Message], text: str) -> tuple[list[dict[str, Any]], Insertion]:
-    """Put a text in front of the last message's content; return new messages and what was done.
+    """Insert a text in front of the last message's content; return new messages and the insertion.
 
     Args:
-        messages: the last one's content is a text, or a list of parts, to which a text part is added in front.
-        text: what to put in, the template included.
+        messages: the last one's content is a string, or a list of parts, to which a text part is prepended.
+        text: the text to insert, including the template.
 
     Raises:
-        InvalidTrajectoryError: there is no last message, or its content is of another kind.
+        InvalidTrajectoryError: there are no messages, or the last content is of another kind.
     """
     if not messages:
         raise InvalidTrajectoryError("messages: empty, there is no message to put experience into")
@@ -101,41 +101,41 @@ def put_in(messages: Sequence[Message], text: str) -> tuple[list[dict[str, Any]]
 
 
 def take_out(messages: Sequence[Message], insertions: Sequence[Insertion]) -> list[dict[str, Any]]:
-    """Return the messages as they were before the insertions, to the byte.
+    """Return the messages as they were before the insertions, byte for byte.
 
-    The messages may have become more since. What was put in last is taken out first.
+    Messages may have been added since. The last insertion is removed first.
 
     Args:
         messages: with the insertions in them.
-        insertions: what :func:`put_in` returned, in its order.
+        insertions: from :func:`put_in`, in its order.
 
     Raises:
-        InvalidTrajectoryError: a message does not begin with what was put in front of it; names the message.
+        InvalidTrajectoryError: a message does not begin with its insertion; names the message.
     """
     changed = [dict(message) for message in messages]
-    for one in reversed(insertions):
-        content = changed[one.message].get("content") if one.message < len(changed) else None
-        if isinstance(content, str) and content.startswith(one.text):
-            changed[one.message]["content"] = content[len(one.text) :]
-        elif isinstance(content, list) and content and content[0] == {"type": "text", "text": one.text}:
-            changed[one.message]["content"] = content[1:]
+    for item in reversed(insertions):
+        content = changed[item.message].get("content") if item.message < len(changed) else None
+        if isinstance(content, str) and content.startswith(item.text):
+            changed[item.message]["content"] = content[len(item.text) :]
+        elif isinstance(content, list) and content and content[0] == {"type": "text", "text": item.text}:
+            changed[item.message]["content"] = content[1:]
         else:
             raise InvalidTrajectoryError(
-                f"messages[{one.message}].content: does not begin with the experience that was put in front of it;"
+                f"messages[{item.message}].content: does not begin with the experience that was put in front of it;"
                 " hand over the messages of the rollout as they were sent to the model"
             )
     return changed
 
 
 def strip_template(text: str, template: ExperienceTemplate) -> tuple[list[str], str]:
-    """Return the experiences that a text holds by the look of it, and the text without them.
+    """Return the experiences found in a text by their form, and the text without them.
 
-    For texts of which no insertions are recorded, such as transcripts of other programs: every place that looks like
-    the template is taken for one, the shortest possible each.
+    For texts without recorded insertions, such as transcripts of other programs: every shortest match of the template
+    counts.
 
     Args:
         text: any.
-        template: one with a text on both sides of its place, so that it can be recognized; another one finds nothing.
+        template: must have text on both sides of ``{}`` to be recognized; otherwise nothing is found.
     """
     if not template.before.strip() or not template.after.strip():
         return [], text
@@ -149,12 +149,12 @@ GUIDANCE = "guidance"
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """What a rollout was shown. A rollout into which nothing was put has none.
+    """The experience shown to a rollout. Rollouts without insertions have none.
 
     Attributes:
-        train_mode: whether training keeps what was put in.
-        experiences: names of the experiences shown, as the maker names them.
-        insertions: what was put into the messages, in order.
+        train_mode: whether training keeps the inserted experience.
+        experiences: the maker's names of the experiences shown.
+        insertions: the texts inserted into the messages, in order.
         taken_out: whether ``messages`` and tokens are those without the insertions.
     """
 
@@ -165,7 +165,7 @@ class Guidance:
 
     @property
     def is_discarded(self) -> bool:
-        """Whether training discards what was put in."""
+        """True if training discards the inserted experience."""
         return self.train_mode == "discard"
 
     def to_json(self) -> dict[str, Any]:
@@ -173,25 +173,25 @@ class Guidance:
         return {
             "train_mode": self.train_mode,
             "experiences": list(self.experiences),
-            "insertions": [[one.message, one.text] for one in self.insertions],
+            "insertions": [[insertion.message, insertion.text] for insertion in self.insertions],
             "taken_out": self.taken_out,
         }
 
     @classmethod
     def of(cls, trajectory: AgentTrajectory) -> Guidance | None:
-        """Return the guidance that a trajectory has; ``None`` if nothing was put into its messages.
+        """Return the guidance of a trajectory; ``None`` if nothing was inserted into its messages.
 
         Raises:
-            InvalidTrajectoryError: what it has is no guidance.
+            InvalidTrajectoryError: its guidance record is invalid.
         """
         return cls.of_json(trajectory.metadata.get(GUIDANCE))
 
     @classmethod
     def of_json(cls, value: Any) -> Guidance | None:
-        """Return the guidance that :meth:`to_json` wrote; ``None`` of ``None``.
+        """Return the guidance that :meth:`to_json` wrote; ``None`` for ``None``.
 
         Raises:
-            InvalidTrajectoryError: it is no guidance.
+            InvalidTrajectoryError: ``value`` is not a guidance record.
         """
         if value is None:
             return None
@@ -218,10 +218,10 @@ def with_guidance(trajectory: AgentTrajectory, guidance: Guidance | None) -> Age
 
 
 def plain_messages(trajectory: AgentTrajectory) -> Sequence[Mapping[str, Any]]:
-    """Return a trajectory's messages without what guidance put in.
+    """Return a trajectory's messages without inserted experience.
 
     Raises:
-        InvalidTrajectoryError: they are not the messages that its insertions were made in.
+        InvalidTrajectoryError: its messages do not match its insertions.
     """
     guidance = Guidance.of(trajectory)
     if guidance is None or guidance.taken_out:

@@ -1,4 +1,4 @@
-"""One experience, and the trajectory of a store that keeps it. Pure."""
+"""An experience, and its storage as a trajectory. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EXPERIENCE = "experience"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What past rollouts of a task teach, in text.
+    """A lesson from past rollouts of a task, as text.
 
     Attributes:
         when_to_use: the situation it is for; retrieval compares queries with it.
-        content: what is put into the prompt.
-        query: what the task's first messages say.
-        task_id: task whose rollouts it was made of.
-        score: outcome of the rollout it was made of; ``None`` = unknown.
-        sources: ids of the rollouts it was made of.
+        content: the text put into the prompt.
+        query: text of the task's first messages.
+        task_id: task of its rollouts.
+        score: outcome of the rollout that it was made of; ``None`` = unknown.
+        sources: ids of the rollouts that it was made of.
     """
 
     when_to_use: str
@@ -40,44 +40,46 @@ class Experience:
 
     @property
     def digest(self) -> str:
-        """Identifies what it says, for whom: two experiences with the same digest are one."""
-        said = "\0".join((self.task_id, self.query, self.when_to_use, self.content))
-        return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        """Identifies task and text: experiences with equal digests are duplicates."""
+        joined = "\0".join((self.task_id, self.query, self.when_to_use, self.content))
+        return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     @property
     def index_text(self) -> str:
-        """What retrieval compares queries with."""
+        """The text that retrieval compares queries with."""
         return f"{self.query}\n{self.when_to_use}"
 
     def to_trajectory(self, step: int | None = None) -> AgentTrajectory:
-        """Return the trajectory that keeps it; inverse of :meth:`of_trajectory`."""
-        said: dict[str, Any] = {
+        """Return the trajectory that stores it; inverse of :meth:`of_trajectory`."""
+        fields: dict[str, Any] = {
             "kind": "experience",
             "when_to_use": self.when_to_use,
             "content": self.content,
             "score": self.score,
             "sources": list(self.sources),
         }
-        return AgentTrajectory(task_id=self.task_id, query=self.query, policy_version=step, metadata={EXPERIENCE: said})
+        return AgentTrajectory(
+            task_id=self.task_id, query=self.query, policy_version=step, metadata={EXPERIENCE: fields}
+        )
 
     @classmethod
     def of_trajectory(cls, trajectory: AgentTrajectory) -> Experience | None:
-        """Return the experience that a trajectory keeps; ``None`` if it is something else.
+        """Return the experience stored in a trajectory; ``None`` if it is something else.
 
         Raises:
-            CorruptStoreError: it says that it is one, and lacks what one has.
+            CorruptStoreError: it is marked as an experience, but lacks fields.
         """
-        said = trajectory.metadata.get(EXPERIENCE)
-        if not isinstance(said, dict) or said.get("kind") != "experience":
+        fields = trajectory.metadata.get(EXPERIENCE)
+        if not isinstance(fields, dict) or fields.get("kind") != "experience":
             return None
         try:
             return cls(
-                when_to_use=str(said["when_to_use"]),
-                content=str(said["content"]),
+                when_to_use=str(fields["when_to_use"]),
+                content=str(fields["content"]),
                 query=trajectory.query,
                 task_id=trajectory.task_id,
-                score=None if said["score"] is None else float(said["score"]),
-                sources=tuple(str(name) for name in said["sources"]),
+                score=None if fields["score"] is None else float(fields["score"]),
+                sources=tuple(str(name) for name in fields["sources"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"trajectory of an experience (task {trajectory.task_id!r}): {error!r}") from error

@@ -1,15 +1,15 @@
-"""``GuidanceHook``: guided rollouts as a few calls at fixed points of a training loop, whoever wrote the loop.
+"""``GuidanceHook``: guided rollouts as a few calls at fixed points of any training loop.
 
 One step, beside the calls of ``ReplayHook``::
 
     plan = replay.before_rollout(...)                     # tasks, and how many rollouts each makes
     configs = guidance.before_rollout(plan)               # one TrajExpConfig for each of these rollouts, in order
-    messages = guidance.context(messages, configs[i])     # what the model reads
-    fresh[i] = guidance.finished(trajectory, configs[i])  # the messages to train on, what was shown
+    messages = guidance.context(messages, configs[i])     # the model's input
+    fresh[i] = guidance.finished(trajectory, configs[i])  # the messages to train on, the experience shown
     ...
-    metrics |= guidance.step_done(fresh, step)            # hand rollouts over to be summarized
+    metrics |= guidance.step_done(fresh, step)            # queue rollouts for summarizing
 
-A loop that makes token ids gives the hook its tokenizer: the prompt of a discarded rollout is tokenized again.
+A loop that makes token ids gives the hook its tokenizer, since the prompt of a discarded rollout is tokenized again.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ logger = logging.getLogger(__name__)
 
 @of_no_use_when_closed(but=("metrics",))
 class GuidanceHook(Closing):
-    """Guided rollouts for one training loop. :meth:`context` may be called from many threads, the rest from the loop's.
+    """Guided rollouts for one training loop. :meth:`context` is thread-safe, the rest is for the loop's thread.
 
     After :meth:`close` only :meth:`metrics` may be called.
 
     Args:
-        config: what is guided; with everything off the calls hand back what they were given.
-        maker: makes and finds experience; ``None`` = as the configuration says.
-        tokenizer: of the policy, as Hugging Face's, with its chat template. It makes the prompts of discarded rollouts
-            again, and says which texts are control tokens, that experience must not hold.
-        chat_template_kwargs: what the loop gives the chat template beside the messages, such as ``tools``.
+        config: of guidance; with everything off the calls return their arguments.
+        maker: makes and finds experience; ``None`` = as configured.
+        tokenizer: the policy's, as Hugging Face's, with its chat template. It tokenizes the prompts of discarded
+            rollouts again, and defines the control tokens that experience must not hold.
+        chat_template_kwargs: the loop's further arguments of the chat template, such as ``tools``.
 
     Raises:
         StoreLockedError: another process writes to the store of experiences.
@@ -93,13 +93,15 @@ class GuidanceHook(Closing):
         self.manager = GuidanceManager(
             config.rules(), seed=config.seed, updates=self._updates, updated_freq=config.updated_freq
         )
-        asked = self.maker if config.enable_context_generator else None
+        retriever = self.maker if config.enable_context_generator else None
         control = None
-        if asked is not None and tokenizer is not None:
-            control = ControlTokens.of(copy.deepcopy(tokenizer))  # its own: rollouts of several threads ask
-        self._worker = ExperienceWorker(asked, template=template, retrieve_top_k=config.retrieve_top_k, control=control)
+        if retriever is not None and tokenizer is not None:
+            control = ControlTokens.of(copy.deepcopy(tokenizer))  # a copy, since several rollout threads use it
+        self._worker = ExperienceWorker(
+            retriever, template=template, retrieve_top_k=config.retrieve_top_k, control=control
+        )
         self._refused = 0
-        if asked is not None and tokenizer is None:
+        if retriever is not None and tokenizer is None:
             logger.warning(
                 "guidance: no tokenizer is given, so control tokens in an experience reach prompts as they are"
             )
@@ -128,13 +130,13 @@ class GuidanceHook(Closing):
         """Return one configuration for each fresh rollout, in the order of the plan.
 
         Args:
-            plan: what ``ReplayHook.before_rollout`` returned, or tasks with their numbers of rollouts.
-            mode: ``sample`` in training; ``validate`` in validation, which leaves the random choices of training as
-                they are, whenever it comes.
+            plan: from ``ReplayHook.before_rollout``, or tasks with their numbers of rollouts.
+            mode: ``sample`` in training; ``validate`` in validation, which does not affect the random choices of
+                training.
         """
         before = self.manager.state_dict()
         tasks = self.manager.get_complete_exp_configs(
-            [one.task for one in plan], [one.fresh_rollouts for one in plan], mode
+            [planned_task.task for planned_task in plan], [planned_task.fresh_rollouts for planned_task in plan], mode
         )
         if mode == "validate":
             self.manager.load_state_dict(before)
@@ -149,10 +151,10 @@ class GuidanceHook(Closing):
         return self._worker.manage_rollout_context(messages, config)
 
     def finished(self, trajectory: AgentTrajectory, config: TrajExpConfig) -> AgentTrajectory:
-        """Return the rollout, which says what it was shown, and with the messages that it is trained on.
+        """Return the rollout with its guidance record and the messages that it is trained on.
 
-        A discarded rollout loses its sampled log-probs, which are those of another prompt. If it has tokens, those of
-        its prompt are made again, without the experience; the response stays as it was sampled.
+        A discarded rollout loses its sampled log-probs, which belong to another prompt. If it has tokens, its prompt is
+        tokenized again without the experience; the response stays as sampled.
 
         Args:
             trajectory: with the messages as the model read and wrote them; not changed.
@@ -160,8 +162,8 @@ class GuidanceHook(Closing):
 
         Raises:
             ConfigurationError: a discarded rollout has tokens, and the hook has no tokenizer.
-            InvalidTrajectoryError: a message does not begin with what was put in front of it, or the tokens do not
-                begin with those of the prompt: the rollout cannot be trained on (``guidance/discard_refused`` counts).
+            InvalidTrajectoryError: a message does not begin with its insertion, or the tokens do not begin with those
+                of the prompt: the rollout cannot be trained on (``guidance/discard_refused`` counts).
         """
         discarded = config.train_mode == "discard"
         guidance = config.guidance(taken_out=discarded)
@@ -187,9 +189,7 @@ class GuidanceHook(Closing):
         return with_prompt(trajectory, messages, self._tokens)
 
     def step_done(self, fresh: Sequence[AgentTrajectory], global_steps: int) -> dict[str, float]:
-        """Hand rollouts over to become experience; return the metrics.
-
-        Nothing is waited for.
+        """Queue rollouts for summarizing, without waiting; return the metrics.
 
         Args:
             fresh: the step's rollouts, with outcomes; not to be changed afterwards.
@@ -203,30 +203,32 @@ class GuidanceHook(Closing):
         if not self.config.is_on:
             return {}
         self._handed_over.check(global_steps, fresh)
-        guided = [Guidance.of(one) is not None for one in fresh]
+        guided = [Guidance.of(rollout) is not None for rollout in fresh]
         self.manager.update_experience_pool(fresh, global_steps)
         self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
         for name, side in (("guided", True), ("unguided", False)):
-            sided = (known_outcome(one) for one, is_guided in zip(fresh, guided, strict=True) if is_guided is side)
+            sided = (
+                known_outcome(rollout) for rollout, is_guided in zip(fresh, guided, strict=True) if is_guided is side
+            )
             if outcomes := [outcome for outcome in sided if outcome is not None]:
                 figures[f"guidance/outcome/{name}"] = sum(outcomes) / len(outcomes)
         return figures | self.metrics()
 
     def validated(self, rollouts: Sequence[AgentTrajectory]) -> None:
-        """Take validation rollouts, which become experience with ``val_summarizer_save``."""
+        """Queue validation rollouts for summarizing, with ``val_summarizer_save``."""
         if self._updates is not None and self.config.val_summarizer_save:
             self._updates.submit(rollouts)
 
     def begin(self, rollouts: Sequence[AgentTrajectory], timeout: float) -> bool:
-        """Fill the pool before the first step, with ``init_experience_before_training``: the one call that waits.
+        """Fill the pool before the first step, with ``init_experience_before_training``; waits for the summaries.
 
         Args:
-            rollouts: of the policy as it is; none are needed where it is off.
-            timeout: seconds to wait at the most.
+            rollouts: of the current policy; none are needed if this is off.
+            timeout: maximum number of seconds to wait.
 
         Returns:
-            Whether everything was summarized in that time; True where it is off.
+            Whether everything was summarized in that time; True if this is off.
         """
         seconds("timeout", timeout)
         if self._updates is None or not self.config.init_experience_before_training:
@@ -235,7 +237,7 @@ class GuidanceHook(Closing):
         return self.wait(timeout)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until rollouts handed over have become experience; for runs that are to be repeated exactly."""
+        """Wait until experiences were made of all queued rollouts; for reproducible runs."""
         seconds("timeout", timeout)
         return self._updates is None or self._updates.wait(timeout)
 
@@ -251,13 +253,13 @@ class GuidanceHook(Closing):
         return self.manager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned."""
+        """Restore a state that :meth:`state_dict` returned."""
         if state:
             self._handed_over.forget()
             self.manager.load_state_dict(state)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Wait up to ``timeout`` seconds for summaries under way, log what is left, and give the store back."""
+        """Wait up to ``timeout`` seconds for running summaries, log unfinished ones, and close the store."""
         seconds("timeout", timeout)
         if self._updates is not None:
             self._updates.close(timeout)

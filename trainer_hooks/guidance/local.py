@@ -1,4 +1,4 @@
-"""``LocalMaker``: experiences as records of a trajectory store, found by BM25. Needs no service."""
+"""``LocalMaker``: experiences in a trajectory store, retrieved by BM25. Needs no service."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ logger = logging.getLogger(__name__)
 
 
 def as_text(experiences: Sequence[Experience]) -> str:
-    """Return experiences as they go into the template, best first."""
+    """Return experiences as text for the template, best first."""
     return "\n\n".join(
-        f"Experience {number}:\n{one.when_to_use}\n{one.content}" for number, one in enumerate(experiences, 1)
+        f"Experience {number}:\n{experience.when_to_use}\n{experience.content}"
+        for number, experience in enumerate(experiences, 1)
     )
 
 
 class LocalMaker:
     """Experiences in a trajectory store, or in memory. Thread-safe.
 
-    An experience is one trajectory, named by its id. What the store holds when it is opened is found at once.
+    Each experience is one trajectory, named by its id. Existing experiences of the store are available at once.
 
     Args:
-        store: where experiences are kept; in memory if ``None``. It may hold other trajectories, which are left alone.
+        store: where experiences are kept; in memory if ``None``. Other trajectories in it are ignored.
         summarizer: makes experiences of the rollouts of one task.
-        present: makes the text for the template of the experiences found.
+        present: formats retrieved experiences for the template.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LocalMaker:
         return len(self._index)
 
     def get(self, name: str) -> Experience | None:
-        """Return an experience by its name; ``None`` if it is not kept, or cannot be read."""
+        """Return an experience by its name; ``None`` if it is not kept or cannot be read."""
         try:
             return Experience.of_trajectory(self._store.get(int(name)))
         except (TrajectoryUnavailableError, ValueError):
@@ -67,36 +68,36 @@ class LocalMaker:
             return None
 
     def retrieve(self, query: str, k: int) -> Retrieved:
-        """Return the up to ``k`` experiences most related to a query; see :class:`ExperienceMaker`."""
+        """Return up to ``k`` experiences most related to a query; see :class:`ExperienceMaker`."""
         whole("k", k, 0)
         if self._closed:
             raise MakerError("closed", "the maker of experience was closed")
         hits = self._index.search(query, k)
-        found = [(str(hit.key), self.get(str(hit.key))) for hit in hits]
-        kept = [(name, one) for name, one in found if one is not None]
+        candidates = [(str(hit.key), self.get(str(hit.key))) for hit in hits]
+        kept = [(name, experience) for name, experience in candidates if experience is not None]
         if not kept:
             return NOTHING
-        return Retrieved(self._present([one for _, one in kept]), tuple(name for name, _ in kept))
+        return Retrieved(self._present([experience for _, experience in kept]), tuple(name for name, _ in kept))
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
-        """Make experiences of rollouts, task by task, and return how many were new; see :class:`ExperienceMaker`.
+        """Make experiences of rollouts, task by task; return the number of new ones. See :class:`ExperienceMaker`.
 
-        A task whose summary fails does not keep the others from theirs: those are stored, then the error is raised.
+        If some tasks fail, the experiences of the others are stored, then the error is raised.
         """
         made: list[Experience] = []
         problems: list[str] = []
         for held in by_task(rollouts):
             try:
                 made += self._summarizer(held)
-            except Exception as error:  # a summarizer is anybody's code, and may call a service
+            except Exception as error:  # summarizers are user code, and may call a service
                 problems.append(f"task {held[0].task_id!r}: {error!r}")
-        new = self.add(made, step=max((one.policy_version or 0 for one in rollouts), default=0))
+        new = self.add(made, step=max((rollout.policy_version or 0 for rollout in rollouts), default=0))
         if problems:
             raise MakerError("failed", f"{len(problems)} tasks gave no summary: {listed(problems, 3)}")
         return new
 
     def add(self, experiences: Sequence[Experience], step: int | None = None) -> int:
-        """Store experiences, and return how many were new. Those that are there already are passed over.
+        """Store experiences and return the number of new ones. Duplicates are skipped.
 
         Args:
             experiences: in the order of their arrival.
@@ -111,17 +112,17 @@ class LocalMaker:
                 raise MakerError("closed", "the maker of experience was closed")
             ids: list[int] = []
             kept: list[Experience] = []
-            for one in experiences:
-                if one.digest in self._digests:
+            for experience in experiences:
+                if experience.digest in self._digests:
                     continue
                 try:
-                    ids += self._store.add_trajectories([one.to_trajectory(step)])
+                    ids += self._store.add_trajectories([experience.to_trajectory(step)])
                 except (InvalidTrajectoryError, StoreError) as error:
-                    problems.append(f"task {one.task_id!r}: {error}")
+                    problems.append(f"task {experience.task_id!r}: {error}")
                     continue
-                self._digests.add(one.digest)
-                kept.append(one)
-            self._index.add(ids, [one.index_text for one in kept])
+                self._digests.add(experience.digest)
+                kept.append(experience)
+            self._index.add(ids, [experience.index_text for experience in kept])
             try:
                 self._store.flush()
             except StoreError as error:
@@ -131,14 +132,14 @@ class LocalMaker:
         return len(kept)
 
     def close(self) -> None:
-        """Take nothing more, and close the summarizer if it can be. The store belongs to whoever opened it."""
+        """Refuse new calls, and close the summarizer if possible. The caller closes the store."""
         if isinstance(self._summarizer, Closing):
             self._summarizer.close()
         with self._adding:
             self._closed = True
 
     def _open(self) -> None:
-        """Read the store's experiences. One that cannot be read is left out, with a warning."""
+        """Read the store's experiences. Unreadable ones are left out, with a warning."""
         keys, texts = [], []
         for number in self._store.ids():
             experience = self.get(str(number))

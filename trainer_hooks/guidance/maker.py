@@ -1,4 +1,4 @@
-"""What a maker of experience is, and the trouble it may have."""
+"""The interface of makers of experience, and the counting of their failures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """What a maker found for a query.
+    """A maker's result for a query.
 
     Attributes:
-        text: what goes into the template; empty = nothing was found.
-        names: of the experiences in it, best first, as the maker names them.
+        text: text for the template; empty = nothing was found.
+        names: the maker's names of the experiences in it, best first.
     """
 
     text: str
@@ -32,11 +32,11 @@ NOTHING = Retrieved("")
 
 
 class MakerError(TrajstoreError):
-    """A maker could not do what it was asked.
+    """A maker failed.
 
     Attributes:
-        kind: what went wrong, in a word that metrics count by: ``timeout``, ``connection``, ``server``, ``refused``,
-            ``garbage``, ``failed``, ``store``, ``resting``, ``closed``.
+        kind: kind of failure, used in metrics: ``timeout``, ``connection``, ``server``, ``refused``, ``garbage``,
+            ``failed``, ``store``, ``resting``, ``closed``.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -45,10 +45,10 @@ class MakerError(TrajstoreError):
 
 
 class Trouble:
-    """Counts failures of one thing that is done again and again. Thread-safe.
+    """Counts failures of a repeated operation. Thread-safe.
 
     Args:
-        what: what fails, as logs say it.
+        what: the operation, for logs.
     """
 
     def __init__(self, what: str) -> None:
@@ -58,7 +58,7 @@ class Trouble:
         self._lock = locks.lock("Trouble._lock")
 
     def failed(self, error: MakerError) -> None:
-        """Count a failure; log its cause unless the same kind of trouble is going on already."""
+        """Count a failure; log it unless failures are going on already."""
         with self._lock:
             self._counts[error.kind] += 1
             first = not self._since
@@ -67,39 +67,39 @@ class Trouble:
             logger.warning("guidance: %s failed (%s), training goes on without: %s", self._what, error.kind, error)
 
     def succeeded(self) -> None:
-        """Log the end of trouble that was going on."""
+        """Log the end of a series of failures."""
         with self._lock:
             kinds, self._since = self._since, {}
         if kinds:
-            told = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-            logger.warning("guidance: %s works again, after failures: %s", self._what, told)
+            summary = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+            logger.warning("guidance: %s works again, after failures: %s", self._what, summary)
 
     def counts(self) -> dict[str, int]:
-        """Return how many failures there were, by kind."""
+        """Return the number of failures by kind."""
         with self._lock:
             return dict(self._counts)
 
 
 @runtime_checkable
 class ExperienceMaker(Protocol):
-    """Keeps experiences, finds them, and makes new ones of rollouts. Thread-safe."""
+    """Stores and finds experiences, and makes new ones of rollouts. Thread-safe."""
 
     def retrieve(self, query: str, k: int) -> Retrieved:
-        """Return the up to ``k`` experiences most related to a query.
+        """Return up to ``k`` experiences most related to a query.
 
         Raises:
-            MakerError: it could not.
+            MakerError: retrieval failed.
         """
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
-        """Make experiences of rollouts, and return how many were new. They are safe when this returns.
+        """Make experiences of rollouts, and return the number of new ones, which are then safely stored.
 
         Args:
             rollouts: their messages hold no experience.
 
         Raises:
-            MakerError: it could not.
+            MakerError: summarizing failed.
         """
 
     def close(self) -> None:
-        """Give up what it holds. A call that is under way ends soon, with an error."""
+        """Release resources. A running call ends soon, with an error."""

@@ -1,4 +1,4 @@
-"""``GuidanceManager``: which rollouts are guided, which tasks keep experience, when rollouts become experience."""
+"""``GuidanceManager``: chooses guided rollouts and tasks that keep experience; schedules summaries."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SampleExpMode = Literal["allkeep", "alldiscard", "hybrid"]
 
 @dataclass(frozen=True, slots=True)
 class TaskExpConfig:
-    """What guidance has decided for one task of a step.
+    """Guidance of one task in a step.
 
     Attributes:
-        add_exp: for each rollout that the task makes, whether it is to be guided.
-        train_mode: whether training keeps what is put into their prompts.
+        add_exp: for each rollout of the task, whether it is guided.
+        train_mode: whether training keeps the experience in their prompts.
     """
 
     add_exp: tuple[bool, ...]
@@ -35,17 +35,17 @@ class TaskExpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationRules(Settings):
-    """What is guided and what is kept.
+    """Rules for which rollouts are guided and which experience is kept.
 
     Attributes:
         train_rollout_expmode: which rollouts are guided: ``all``, none (``woexp``), or a share of each task's
-            (``mixed``): ``round(n * rollout_expratio)`` of n (halves to the even number, as Python rounds), drawn at
-            random for each task.
-        val_rollout_expmode: which rollouts of a validation are guided, by the same names.
+            (``mixed``): ``round(n * rollout_expratio)`` of n (halves to even, as in Python), drawn at random for each
+            task.
+        val_rollout_expmode: which validation rollouts are guided, by the same names.
         rollout_expratio: share of a task's rollouts that are guided, with ``mixed``.
         train_sample_expmode: whether guided rollouts are trained on with the experience in their prompt: no
-            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``):
-            ``int(tasks * train_sample_keepratio)``, drawn at random.
+            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``): ``int(tasks *
+            train_sample_keepratio)``, drawn at random.
         train_sample_keepratio: share of the tasks that keep experience in training, with ``hybrid``.
 
     Raises:
@@ -60,13 +60,13 @@ class AllocationRules(Settings):
 
 
 class GuidanceManager:
-    """Allocation by a seeded generator, and updates of the pool of experiences. Not thread-safe: the training loop's.
+    """Allocates guidance by a seeded generator and updates the pool. For the training loop's thread only.
 
     Args:
-        rules: what is guided and what is kept.
-        seed: of the generator; two managers with one seed and the same calls decide alike.
-        updates: where rollouts go to become experience; ``None`` = nowhere.
-        updated_freq: steps from one update to the next; 0 = none.
+        rules: for allocation.
+        seed: of the generator; managers with the same seed and calls decide alike.
+        updates: queue of rollouts to summarize; ``None`` = none.
+        updated_freq: steps between updates; 0 = none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GuidanceManager:
         """Return which rollouts of each task are guided.
 
         Args:
-            rollouts: number of rollouts that each task makes.
+            rollouts: number of rollouts of each task.
             mode: ``sample`` in training, ``validate`` in validation.
 
         Raises:
@@ -113,11 +113,11 @@ class GuidanceManager:
     def get_complete_exp_configs(
         self, tasks: Sequence[Any], rollouts: Sequence[int], mode: RolloutMode
     ) -> list[TaskExpConfig]:
-        """Return, for each task, train mode and guided rollouts.
+        """Return train mode and guided rollouts of each task.
 
         Args:
             tasks: of the step.
-            rollouts: number of rollouts that each of them makes.
+            rollouts: number of rollouts of each task.
             mode: ``sample`` in training, ``validate`` in validation.
         """
         if len(tasks) != len(rollouts):
@@ -127,10 +127,10 @@ class GuidanceManager:
         return [TaskExpConfig(add_exp, train_mode) for add_exp, train_mode in zip(flags, modes, strict=True)]
 
     def update_experience_pool(self, trajectories: Sequence[AgentTrajectory], global_steps: int) -> bool:
-        """Hand rollouts over to be summarized if this step is one of every ``updated_freq``; never waits.
+        """Queue rollouts for summarizing in every ``updated_freq``-th step; never waits.
 
         Returns:
-            Whether they were taken: not if it is no such step, or if too much waits already (counted and logged).
+            Whether they were queued: False in other steps, and if the queue is full (counted and logged).
         """
         whole("global_steps", global_steps, 0)
         if self._updates is None or self._updated_freq == 0 or global_steps % self._updated_freq:
@@ -142,10 +142,10 @@ class GuidanceManager:
         return {"generator": self._generator.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned.
+        """Restore a state that :meth:`state_dict` returned.
 
         Raises:
-            CorruptStoreError: this is no such state; nothing was changed.
+            CorruptStoreError: ``state`` is not such a state; nothing was changed.
         """
         try:
             self._generator.bit_generator.state = state["generator"]

@@ -1,4 +1,4 @@
-"""Experiences from the messages of rollouts, without a model: a success beside a failure of the same task. Pure."""
+"""Experiences extracted from rollouts without a model: a task's success and failure. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trajstore.core.base.arguments import finite
 from trajstore.trajectory import AgentTrajectory
 
 _MOST_CHARACTERS = 1200
-"""Of a rollout's replies in an experience."""
+"""Maximum characters of a rollout's replies in an experience."""
 
 _MOST_OF_A_QUERY = 400
-"""Characters of the task in ``when_to_use``."""
+"""Maximum characters of the task in ``when_to_use``."""
 
 
 class Summarizer(Protocol):
     """Makes experiences of the rollouts of one task."""
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        """Return what they teach; nothing is a fine answer.
+        """Return the experiences; may be empty.
 
         Args:
             rollouts: of one task, their messages without experience; at least one.
@@ -31,14 +31,14 @@ class Summarizer(Protocol):
 
 
 def unguided(rollout: AgentTrajectory, template: ExperienceTemplate | None = None) -> AgentTrajectory:
-    """Return a rollout whose messages hold no experience, so that experience does not feed on itself.
+    """Return a rollout whose messages hold no experience, so that experience is not made of experience.
 
     Args:
         rollout: not changed.
-        template: where the rollout does not say what was put in, text that looks like this goes too.
+        template: if insertions are not recorded, text that matches this template is removed too.
 
     Raises:
-        InvalidTrajectoryError: the messages are not those that its guidance speaks of.
+        InvalidTrajectoryError: the messages do not match the guidance record.
     """
     messages: list[dict[str, Any]] = [dict(message) for message in plain_messages(rollout)]
     if template is not None and Guidance.of(rollout) is None:
@@ -58,14 +58,14 @@ def unguided(rollout: AgentTrajectory, template: ExperienceTemplate | None = Non
 
 
 def query_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the messages before the model's first one say, system prompts aside."""
-    said = []
+    """Return the text before the model's first message, without system prompts."""
+    texts = []
     for message in messages:
         if message.get("role") == "assistant":
             break
         if message.get("role") != "system":
-            said.append(text_of(message))
-    return "\n".join(said)
+            texts.append(text_of(message))
+    return "\n".join(texts)
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -77,18 +77,18 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def unicode_of(text: str) -> str:
-    """Return a text that UTF-8 can hold: halves of surrogate pairs, which JSON lets through, are U+FFFD."""
+    """Return a text that UTF-8 can encode: unpaired surrogates, which JSON allows, become U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class ExtractiveSummarizer:
     """One experience for each task: the replies of its shortest success, and those of a failure to avoid.
 
-    A task without a success gives what its best failure did, as a way that did not work. A task of which no outcome is
-    known gives nothing.
+    A task without a success gives its best failure, as a way that did not work. A task without known outcomes gives
+    nothing.
 
     Args:
-        threshold: outcome from which on a rollout is a success.
+        threshold: lowest outcome of a success.
     """
 
     def __init__(self, threshold: float = 1.0) -> None:
@@ -125,18 +125,22 @@ class ExtractiveSummarizer:
 def by_task(rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
     """Return the rollouts of each task, in order of first appearance."""
     tasks: dict[str, list[AgentTrajectory]] = {}
-    for one in rollouts:
-        tasks.setdefault(one.task_id, []).append(one)
+    for rollout in rollouts:
+        tasks.setdefault(rollout.task_id, []).append(rollout)
     return list(tasks.values())
 
 
 def _replies(rollout: AgentTrajectory) -> list[str]:
-    said = [text_of(one) for one in rollout.messages if one.get("role") == "assistant" or one.get("author") == "llm"]
-    return [text for text in said if text]
+    texts = [
+        text_of(message)
+        for message in rollout.messages
+        if message.get("role") == "assistant" or message.get("author") == "llm"
+    ]
+    return [text for text in texts if text]
 
 
 def _shown(replies: Sequence[str]) -> str:
-    """Return replies as a list, each cut so that all have a place."""
+    """Return replies as a list, each shortened to an equal share of the space."""
     each = max(_MOST_CHARACTERS // len(replies), 40)
     return "\n".join(f"- {_cut(reply, each)}" for reply in replies)
 

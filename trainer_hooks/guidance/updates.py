@@ -1,4 +1,4 @@
-"""Rollouts on their way to the maker of experience, in threads of their own. Training never waits for it."""
+"""Background queue of rollouts for the maker of experience. Training never waits for it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateQueue:
-    """Hands rollouts to a maker, in the background, in batches of whole tasks.
+    """Sends rollouts to a maker in the background, in batches of whole tasks.
 
     Args:
         maker: makes experiences of them.
-        capacity: steps of which rollouts may wait; what comes when they do is dropped, counted and logged.
-        batch_size: rollouts in a call of the maker, roughly: a task's rollouts stay together.
-        workers: calls at the same time. With 1 experiences come in the order of the rollouts.
-        template: taken out of messages of which it is not recorded what was put in.
+        capacity: steps whose rollouts may wait; further ones are dropped, counted and logged.
+        batch_size: approximate rollouts in a call of the maker: a task's rollouts stay together.
+        workers: concurrent calls. With 1, experiences arrive in the order of the rollouts.
+        template: removed from messages whose insertions are not recorded.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UpdateQueue:
         self._calls = Background("guidance-updates", workers=whole("workers", workers, 1))
 
     def submit(self, rollouts: Sequence[AgentTrajectory]) -> bool:
-        """Take rollouts, to be summarized soon; return False if they were dropped because too much waits.
+        """Queue rollouts for summarizing; return False if they were dropped because the queue is full.
 
         The trajectories must not be changed afterwards.
         """
@@ -75,11 +75,11 @@ class UpdateQueue:
             return True
 
     def wait(self, timeout: float) -> bool:
-        """Return whether everything submitted was summarized, or failed, within ``timeout`` seconds."""
+        """Return whether all queued rollouts were summarized, or failed, within ``timeout`` seconds."""
         return self._calls.wait(seconds("timeout", timeout))
 
     def close(self, timeout: float = 10.0) -> None:
-        """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
+        """Refuse new rollouts, wait up to ``timeout`` seconds for running summaries, and log unfinished ones."""
         already = self._calls.closed
         left, running = self._calls.close(seconds("timeout", timeout))
         with self._lock:
@@ -94,7 +94,7 @@ class UpdateQueue:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return figures since the beginning: rollouts by what became of them, experiences made, failures by kind."""
+        """Return figures since the beginning: rollouts by fate, experiences made, failures by kind."""
         with self._lock:
             figures = {f"guidance/update/{name}": float(value) for name, value in self._figures.items()}
         for kind, count in self._trouble.counts().items():
@@ -103,11 +103,11 @@ class UpdateQueue:
 
     def _in_batches(self, rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
         plain = []
-        for one in rollouts:
+        for rollout in rollouts:
             try:
-                plain.append(unguided(one, self._template))
-            except Exception as error:  # messages are anybody's; one rollout does not cost the others their summary
-                self._trouble.failed(MakerError("garbage", f"rollout {one.rollout_id!r}: {error!r}"))
+                plain.append(unguided(rollout, self._template))
+            except Exception as error:  # messages are user data; other rollouts are still summarized
+                self._trouble.failed(MakerError("garbage", f"rollout {rollout.rollout_id!r}: {error!r}"))
         batches: list[list[AgentTrajectory]] = []
         for held in by_task(plain):
             if batches and len(batches[-1]) + len(held) <= self._batch_size:
@@ -122,7 +122,7 @@ class UpdateQueue:
         except MakerError as error:
             self._trouble.failed(error)
             return
-        except Exception as error:  # a maker is anybody's code; a thread must live on, and the cause be told
+        except Exception as error:  # makers are user code; keep the thread alive
             logger.exception("guidance: a summary failed")
             self._trouble.failed(MakerError("failed", repr(error)))
             return

@@ -1,4 +1,4 @@
-"""``ExperienceWorker``: experience into the messages of a rollout, and out of them for training."""
+"""``ExperienceWorker``: inserts experience into a rollout's messages, and removes it for training."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class TrajExpConfig:
-    """What guidance has decided for one rollout, and what it did to its messages so far.
+    """Guidance of one rollout, and the insertions made so far.
 
     Attributes:
-        add_exp: whether the rollout is to be guided.
-        train_mode: whether training keeps what is put in.
+        add_exp: whether the rollout is guided.
+        train_mode: whether training keeps the inserted experience.
         task_id: of the rollout.
-        experience_list: texts that were put in, without the template.
+        experience_list: inserted texts, without the template.
         names: names of the experiences in them.
-        insertions: what was put into the messages, in order.
+        insertions: the texts inserted into the messages, in order.
     """
 
     add_exp: bool = False
@@ -44,20 +44,20 @@ class TrajExpConfig:
         one_of("train_mode", self.train_mode, get_args(TrainMode))
 
     def guidance(self, *, taken_out: bool = False) -> Guidance | None:
-        """Return what the trajectory is to say of it; ``None`` if nothing was put in."""
+        """Return the trajectory's guidance record; ``None`` if nothing was inserted."""
         if not self.insertions:
             return None
         return Guidance(self.train_mode, tuple(self.names), tuple(self.insertions), taken_out)
 
 
 class ExperienceWorker:
-    """Puts experience into messages and takes it out. Thread-safe; every rollout has a ``TrajExpConfig`` of its own.
+    """Inserts experience into messages and removes it. Thread-safe; every rollout has its own ``TrajExpConfig``.
 
     Args:
-        maker: where experience is asked for; ``None`` = nowhere, and nothing is put in.
+        maker: source of experience; ``None`` = nothing is inserted.
         template: the text around it.
-        retrieve_top_k: experiences asked for.
-        control: tokens that must not stand in an experience; ``None`` = not known, and nothing is changed.
+        retrieve_top_k: number of experiences to retrieve.
+        control: tokens not allowed in an experience; ``None`` = unknown, nothing is changed.
     """
 
     def __init__(
@@ -80,77 +80,77 @@ class ExperienceWorker:
     def manage_rollout_context(
         self, messages: Sequence[Mapping[str, Any]], traj_config: TrajExpConfig
     ) -> list[dict[str, Any]]:
-        """Return the messages to send to the model: with experience in front of the last one if there is some for it.
+        """Return the messages to send to the model, with experience in front of the last one if there is any.
 
-        What is put in is Unicode without control tokens, whatever was found. Where nothing is found, the maker fails,
-        or what was found cannot be put in, they are as they were; that is counted and logged.
+        Inserted text is Unicode without control tokens. If nothing is found, the maker fails, or the experience cannot
+        be inserted, the messages are returned unchanged; this is counted and logged.
 
         Args:
             messages: of the conversation so far; not changed.
-            traj_config: of this rollout; told what was put in.
+            traj_config: of this rollout; records the insertion.
         """
         unchanged = [dict(message) for message in messages]
         if not traj_config.add_exp or self._maker is None:
             return unchanged
-        found = self.find(messages)
-        if not found.text:
+        retrieved = self.find(messages)
+        if not retrieved.text:
             return unchanged
         try:
-            found = self._harmless(found)
-            changed, insertion = put_in(messages, self._template.fill(found.text))
+            retrieved = self._harmless(retrieved)
+            changed, insertion = put_in(messages, self._template.fill(retrieved.text))
         except InvalidTrajectoryError as error:
             self._count("no_place")
             self._tell_of_no_place(traj_config.task_id, error)
             return unchanged
         self._count("guided")
         traj_config.insertions.append(insertion)
-        traj_config.experience_list.append(found.text)
-        traj_config.names += [name for name in found.names if name and name not in traj_config.names]
+        traj_config.experience_list.append(retrieved.text)
+        traj_config.names += [name for name in retrieved.names if name and name not in traj_config.names]
         return changed
 
     def manage_training_context(
         self, messages: Sequence[Mapping[str, Any]], traj_config: TrajExpConfig
     ) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return what was put in and is not trained on, and the messages to train on.
+        """Return the experience excluded from training, and the messages to train on.
 
-        With train mode ``discard`` they are to the byte what they would have been without; with ``keep`` they are as
+        With train mode ``discard`` these are byte for byte the messages without experience; with ``keep`` they are as
         sampled.
 
         Args:
-            messages: of the rollout, as the model got them; not changed.
+            messages: of the rollout, as sent to the model; not changed.
             traj_config: of this rollout.
 
         Raises:
-            InvalidTrajectoryError: a message does not begin with what was put in front of it.
+            InvalidTrajectoryError: a message does not begin with its insertion.
         """
         if traj_config.train_mode != "discard":
             return [], [dict(message) for message in messages]
         return list(traj_config.experience_list), take_out(messages, traj_config.insertions)
 
     def find(self, messages: Sequence[Mapping[str, Any]]) -> Retrieved:
-        """Return the experience for a conversation; nothing if there is none, or the maker fails."""
+        """Return the experience for a conversation; empty if there is none, or the maker fails."""
         if self._maker is None:
             return NOTHING
         query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
         try:
-            found = self._maker.retrieve(query, self._k)
+            retrieved = self._maker.retrieve(query, self._k)
         except MakerError as error:
             self._trouble.failed(error)
             return NOTHING
-        except Exception as error:  # a maker is anybody's code, and a rollout goes on without it
+        except Exception as error:  # makers are user code; the rollout goes on unguided
             logger.exception("guidance: retrieval failed")
             self._trouble.failed(MakerError("failed", repr(error)))
             return NOTHING
         self._trouble.succeeded()
-        if not found.text:
+        if not retrieved.text:
             self._count("nothing_found")
-        return found
+        return retrieved
 
     def _harmless(self, found: Retrieved) -> Retrieved:
-        """Return what was found without halves of characters and control tokens; both are counted.
+        """Return experience without unpaired surrogates and control tokens; counts both.
 
         Raises:
-            InvalidTrajectoryError: control tokens cannot be taken out of it.
+            InvalidTrajectoryError: control tokens cannot be removed from it.
         """
         text, apart = unicode_of(found.text), 0
         self._count("cleaned", int(text != found.text))
@@ -165,9 +165,9 @@ class ExperienceWorker:
         return Retrieved(text, tuple(map(unicode_of, found.names)))
 
     def metrics(self) -> dict[str, float]:
-        """Return figures since the beginning: rollouts guided, queries that found nothing, failures by kind.
+        """Return figures since the beginning: rollouts guided, queries without results, failures by kind.
 
-        ``cleaned`` are experiences with halves of characters, ``control_tokens`` names of control tokens in them.
+        ``cleaned`` counts experiences with unpaired surrogates, ``control_tokens`` names of control tokens in them.
         """
         with self._lock:
             figures = {
@@ -179,8 +179,8 @@ class ExperienceWorker:
         return figures
 
     def _tell_of_no_place(self, task_id: str, error: InvalidTrajectoryError) -> None:
-        """Log that a prompt has no place for experience: the first of a kind, the tenth, the hundredth, and so on."""
-        kind = re.sub(r"\d+", "", str(error))  # of the message's content, wherever the message stands
+        """Log that experience cannot be inserted into a prompt: the 1st, 10th, 100th etc. of each kind."""
+        kind = re.sub(r"\d+", "", str(error))  # the same kind whatever the message's index
         with self._lock:
             self._no_place[kind] += 1
             count = self._no_place[kind]

@@ -131,11 +131,11 @@ def draw_tasks(
     generator: np.random.Generator,
     exclude: Collection[str] = (),
 ) -> list[str]:
-    """Draw up to ``n`` tasks without replacement: a bucket by its weight, then a task of it, until there are n.
+    """Draw up to ``n`` tasks without replacement: each time a bucket by its weight, then one of its tasks.
 
     Args:
         buckets: candidate tasks per difficulty.
-        n: how many to draw; fewer come back when the buckets with any weight hold fewer.
+        n: number of tasks to draw; fewer are returned if the buckets with any weight hold fewer.
         strategy: see :func:`bucket_probabilities`; weights follow the buckets as they empty.
         n_rollout: rollouts per task.
         generator: source of all randomness.

@@ -291,10 +291,10 @@ def _prefix(messages: Sequence[Message], count: int, ask: bool, ids: Sequence[in
     place = next(
         (position for position, (own, whole_id) in enumerate(zip(part, ids, strict=False)) if own != whole_id), len(ids)
     )
-    what = "the header that asks for" if ask else "what the template makes of"
+    kind = "the header that asks for" if ask else "what the template makes of"
     upto = f"messages[{count}]" if ask else f"messages[:{count}]"
     raise InvalidTrajectoryError(
-        f"{what} {upto} is not the beginning of what it makes of all {len(messages)} messages: they part at token"
+        f"{kind} {upto} is not the beginning of what it makes of all {len(messages)} messages: they part at token"
         f" {place}, after {text[-60:]!r}. The chat template changes earlier messages when later ones come, so"
         " these have no row of their own; use context linear_think, or a template that leaves them as they are"
     )

@@ -36,7 +36,7 @@ class Exchanged:
     """Result of an export or import.
 
     Attributes:
-        source: what was read; of several ``step_N``, the chosen one.
+        source: the source; of several ``step_N``, the chosen one.
         trajectories: trajectories in the pool afterwards.
         tasks: tasks with trajectories.
         refused: trajectories that were refused, by reason (see ``Refusal``).

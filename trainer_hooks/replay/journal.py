@@ -231,7 +231,7 @@ class PoolState:
 
 
 def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> None:
-    """Warn that a record cannot be read, and name what is lost with it."""
+    """Warn that a record cannot be read, and name the loss."""
     consequence = f"a trajectory of task {task!r} is left out" if task else "what it says of the pool is left out"
     logger.warning("experience pool: record %d cannot be read, %s: %s", trajectory_id, consequence, error)
 

@@ -58,7 +58,7 @@ class PoolLedger:
         if recovered.generator is not None:
             journal.set_generator_state(generator, recovered.generator)
         self.state = recovered.state
-        """What the pool holds. Changed by this class only."""
+        """The pool's contents, changed only by this class."""
         self.generator = generator
         self.global_steps = recovered.global_steps
         """The training step that records are made at."""

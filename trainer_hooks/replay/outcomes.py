@@ -1,7 +1,7 @@
-"""What the rollouts of a task came to: which of them succeeded, and how much of it is known. Pure.
+"""Outcomes of a task's rollouts: successes, failures and unknown ones. Pure.
 
-A rollout *succeeds* if its outcome reaches the threshold. A rollout whose outcome is absent or not finite, and a
-rollout that was asked for and did not come back, is *unknown*: it is neither a success nor a failure.
+A rollout *succeeds* if its outcome reaches the threshold. It is *unknown*, neither a success nor a failure, if its
+outcome is absent or not finite, or if it was asked for and did not come back.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 REPLAY_MARK = "is_experience_replay"
-"""Key of ``metadata`` that is true on a trajectory that came out of the pool."""
+"""Key of ``metadata``, true on a trajectory that was drawn from the pool."""
 
 
 def is_success(outcome: float | None, threshold: float = 1.0) -> bool:
     """Return whether an outcome reaches the threshold; an unknown one does not.
 
-    Reward functions compute in float32, in which 0.7 is a little less than Python's 0.7. Both sides are therefore
-    compared as float32: an outcome that was given as the threshold, in either precision, reaches it.
+    Both sides are compared as float32, since reward functions compute in float32, in which 0.7 is a little less than
+    Python's 0.7. An outcome equal to the threshold in either precision reaches it.
 
     Raises:
-        ConfigurationError: the threshold is no finite number.
+        ConfigurationError: the threshold is not finite.
     """
     if not math.isfinite(threshold):
         raise ConfigurationError(f"threshold: {threshold}, must be a finite number")
@@ -41,34 +41,34 @@ def is_success(outcome: float | None, threshold: float = 1.0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """What the fresh rollouts of one task came to in one step."""
+    """Counts of one task's fresh rollouts in one step."""
 
     asked: int
-    """Rollouts that were to be made."""
+    """Rollouts that were requested."""
     observed: int
-    """Of these, rollouts that came back with a finite outcome."""
+    """Of these, rollouts that returned with a finite outcome."""
     successes: int
     """Of these, successes."""
 
     @property
     def failed(self) -> bool:
-        """Whether a failure was seen."""
+        """True if a failure was observed."""
         return self.successes < self.observed
 
     def solved(self, n_rollout: int) -> bool:
-        """Return whether the task can be taken for solved: full evidence, and every rollout succeeded.
+        """Return whether the task counts as solved: full evidence, and every rollout succeeded.
 
-        Evidence is full if every rollout that was asked for has an outcome, and these are two at the least and
-        half of ``n_rollout``: a replay task makes fewer than ``n_rollout``, and one success alone says little.
+        Evidence is full if every requested rollout has an outcome, and there are at least two of them and at least half
+        of ``n_rollout``. A replay task makes fewer than ``n_rollout``, and a single success says little.
         """
         enough = min(n_rollout, max(2, (n_rollout + 1) // 2))
         return self.observed >= max(self.asked, enough) and not self.failed
 
     def difficulty(self, n_rollout: int) -> int | None:
-        """Return the task's bucket: successes among ``n_rollout`` rollouts, estimated from those that were observed.
+        """Return the task's bucket: the estimated number of successes among ``n_rollout`` rollouts.
 
-        With all ``n_rollout`` observed it is the number of successes. Of fewer, as a replay task makes them, the
-        share counts: 3 of 4 are 6 of 8. It is ``n_rollout`` only for a solved task, and 0 only without a success.
+        If all ``n_rollout`` were observed, it is their number of successes. Otherwise, as for a replay task, the share
+        is scaled up: 3 of 4 are 6 of 8. It is ``n_rollout`` only for a solved task, and 0 only without a success.
 
         Returns:
             A number in [0, n_rollout]; ``None`` if nothing was observed.
@@ -84,10 +84,10 @@ class TaskOutcome:
 def outcome_of(trajectory: AgentTrajectory) -> float | None:
     """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one.
 
-    A whole number that no float reaches is infinite.
+    An integer too large for a float becomes infinite.
 
     Raises:
-        InvalidTrajectoryError: the outcome is no number; ``"1"`` would pass for a success.
+        InvalidTrajectoryError: the outcome is not a number; ``"1"`` would pass for a success.
     """
     outcome = None if trajectory.reward is None else trajectory.reward.outcome
     if outcome is None:
@@ -104,34 +104,34 @@ def outcome_of(trajectory: AgentTrajectory) -> float | None:
 
 
 def known_outcome(trajectory: AgentTrajectory) -> float | None:
-    """Return the trajectory's outcome; ``None`` if it says nothing: absent, or not finite."""
+    """Return the trajectory's outcome; ``None`` if it is absent or not finite."""
     outcome = outcome_of(trajectory)
     return outcome if outcome is not None and math.isfinite(outcome) else None
 
 
 def is_replayed(trajectory: AgentTrajectory) -> bool:
-    """Return whether the trajectory came out of the pool, and so says nothing about the current policy."""
+    """Return whether the trajectory was drawn from the pool, so that it says nothing about the current policy."""
     return bool(trajectory.metadata.get(REPLAY_MARK, False))
 
 
 def asked_for(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
-    """Return how many rollouts each task was to make, where a recorder said so (``metadata["task_rollouts"]``).
+    """Return the number of rollouts requested of each task, where it is recorded (``metadata["task_rollouts"]``).
 
-    A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
+    A crash may lose a part of a group; without its failures the rest would pass for a solved task.
     """
-    said = {one.task_id: one.metadata.get("task_rollouts") for one in rollouts}
-    return {task: count for task, count in said.items() if isinstance(count, int)}
+    counts = {rollout.task_id: rollout.metadata.get("task_rollouts") for rollout in rollouts}
+    return {task: count for task, count in counts.items() if isinstance(count, int)}
 
 
 def count_outcomes(
     trajectories: Iterable[AgentTrajectory], threshold: float = 1.0, asked: Mapping[str, int] | None = None
 ) -> dict[str, TaskOutcome]:
-    """Return what the rollouts of each task came to, in order of first appearance. Replayed ones are left out.
+    """Return the outcomes of each task's rollouts, in order of first appearance. Replayed ones are left out.
 
     Args:
         trajectories: the rollouts of one step.
-        threshold: outcome from which on a rollout is a success.
-        asked: rollouts that were to be made, by task; a task that it lacks was to make those that are given.
+        threshold: lowest outcome of a success.
+        asked: number of requested rollouts, by task; for absent tasks, the number of given rollouts.
 
     Raises:
         InvalidTrajectoryError: a trajectory has no ``task_id``.

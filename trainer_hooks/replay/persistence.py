@@ -8,8 +8,8 @@
                                      dtypes under ``"dtypes"``, the reward as a dict
 ==================================== ============================================================
 
-AgentEvolver writes the same three files, its pickle holding objects of its own classes; these are read too
-(:mod:`trainer_hooks.replay.agentevolver`). It cannot read ours: its code expects its own objects.
+AgentEvolver writes the same three files, but pickles objects of its own classes; these can be read too
+(:mod:`trainer_hooks.replay.agentevolver`). AgentEvolver cannot read ours, since its code expects its own objects.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ _TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 
 @dataclass(frozen=True)
 class PoolContents:
-    """What the three files say."""
+    """Contents of the three files."""
 
     difficulty2task_dict: dict[int, list[str]]
     skip_uid_set: list[str]
     task2trajectories: dict[str, list[AgentTrajectory]]
     unreadable: list[str] = dataclasses.field(default_factory=list)
-    """Of each trajectory that was left out, since it cannot be read, where it stands and why."""
+    """Location and reason for each trajectory left out as unreadable."""
 
     def renamed(self, prefix: str) -> PoolContents:
-        """Return the pool with ``prefix`` before the name of every task."""
+        """Return the pool with ``prefix`` prepended to the name of every task."""
         buckets = {number: [prefix + task for task in tasks] for number, tasks in self.difficulty2task_dict.items()}
         held = {
-            prefix + task: [dataclasses.replace(one, task_id=prefix + one.task_id) for one in several]
-            for task, several in self.task2trajectories.items()
+            prefix + task: [
+                dataclasses.replace(trajectory, task_id=prefix + trajectory.task_id) for trajectory in trajectories
+            ]
+            for task, trajectories in self.task2trajectories.items()
         }
         return PoolContents(buckets, [prefix + task for task in self.skip_uid_set], held, self.unreadable)
 
@@ -73,32 +75,32 @@ def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
 
     Args:
         base: the ``experience_pool`` folder; need not exist.
-        not_after: the step that is resumed; ``None`` = no limit.
+        not_after: the resumed step; ``None`` = no limit.
     """
-    found = saved_pools(base)
-    steps = [step for step in found if not_after is None or step <= not_after]
-    return found[max(steps)] if steps else None
+    pools = saved_pools(base)
+    steps = [step for step in pools if not_after is None or step <= not_after]
+    return pools[max(steps)] if steps else None
 
 
 def saved_pools(base: str | Path) -> dict[int, Path]:
     """Return the complete ``step_N`` below ``base`` by N, the earliest first; ``base`` need not exist."""
     base = Path(base)
-    found: list[tuple[int, Path]] = []
+    pools: list[tuple[int, Path]] = []
     for path in base.iterdir() if base.is_dir() else ():
         match = _STEP.fullmatch(path.name)
         if match is not None and all((path / name).is_file() for name in POOL_FILES):
-            found.append((int(match.group(1)), path))
-    return dict(sorted(found))
+            pools.append((int(match.group(1)), path))
+    return dict(sorted(pools))
 
 
 def write_pool(directory: Path, contents: PoolContents) -> None:
-    """Write a pool so that the directory appears whole or not at all; one that exists is replaced.
+    """Write a pool atomically; an existing directory is replaced.
 
     Raises:
         StoreWriteError: it did not reach the disk.
     """
     buckets = {str(difficulty): tasks for difficulty, tasks in sorted(contents.difficulty2task_dict.items())}
-    plain = {task: [to_plain(one) for one in held] for task, held in contents.task2trajectories.items()}
+    plain = {task: [to_plain(trajectory) for trajectory in held] for task, held in contents.task2trajectories.items()}
     files = [
         EncodedFile(BUCKETS_FILE, [orjson.dumps(buckets)]),
         EncodedFile(SKIP_FILE, [orjson.dumps(contents.skip_uid_set)]),
@@ -112,15 +114,15 @@ def write_pool(directory: Path, contents: PoolContents) -> None:
 
 
 def read_pool(directory: Path) -> PoolContents:
-    """Return a saved pool, ours or AgentEvolver's. Nothing that the pickle names is run.
+    """Return a saved pool, ours or AgentEvolver's. No code named in the pickle is run.
 
-    A trajectory that cannot be read is left out and named, unless none can.
+    Unreadable trajectories are left out and reported, unless all are unreadable.
 
     Raises:
         StoreNotFoundError: no such directory.
         IncompleteCheckpointError: a file is absent.
-        CorruptStoreError: a file is not what its name says.
-        UnsafeContentError: the pickle names something that a pool does not contain.
+        CorruptStoreError: a file has invalid contents.
+        UnsafeContentError: the pickle names an object that does not belong in a pool.
     """
     if not directory.is_dir():
         raise StoreNotFoundError(f"{directory}: no experience pool here")
@@ -140,30 +142,31 @@ def read_pool(directory: Path) -> PoolContents:
         if not isinstance(task, str) or not task or not isinstance(held, list):
             raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
         trajectories[task] = []
-        for number, one in enumerate(held):
+        for number, item in enumerate(held):
             try:
-                trajectories[task].append(_trajectory(one, task))
+                trajectories[task].append(_trajectory(item, task))
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
                 unreadable.append(f"{path}: task {task!r} has a trajectory ({number}) that cannot be read: {error!r}")
     if unreadable and not any(trajectories.values()):
-        raise CorruptStoreError(unreadable[0])  # this is no damage of one: another program's, or another version's
+        raise CorruptStoreError(unreadable[0])  # not one damaged trajectory, but another program's or version's pool
     return PoolContents(buckets, skip, trajectories, unreadable)
 
 
 def _trajectory(one: Any, task: str) -> AgentTrajectory:
-    """Return what the list of a task holds as a trajectory.
+    """Return an item of a task's list as a trajectory.
 
     Raises:
-        ValueError: it is none of that task (also AttributeError, KeyError, OverflowError, RuntimeError, TypeError).
+        ValueError: it is not a trajectory of that task (also AttributeError, KeyError, OverflowError, RuntimeError,
+            TypeError).
     """
-    found = from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
+    trajectory = from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
     for name, kind in (("rollout_id", str), ("metadata", dict), ("messages", list), ("reward", Reward | None)):
-        if not isinstance(getattr(found, name), kind):
-            raise TypeError(f"field {name}: {shown(getattr(found, name))}")
-    outcome_of(found)
-    if found.task_id != task:
+        if not isinstance(getattr(trajectory, name), kind):
+            raise TypeError(f"field {name}: {shown(getattr(trajectory, name))}")
+    outcome_of(trajectory)
+    if trajectory.task_id != task:
         raise ValueError("it says that it is of another task")
-    return found
+    return trajectory
 
 
 def _bytes(path: Path) -> bytes:
@@ -185,7 +188,7 @@ def read_buckets(directory: Path) -> dict[int, list[str]]:
 
     Raises:
         IncompleteCheckpointError: the file is absent.
-        CorruptStoreError: it is not what its name says.
+        CorruptStoreError: the file has invalid contents.
     """
     path = directory / BUCKETS_FILE
     value = _json(path)
@@ -232,10 +235,10 @@ def to_plain(trajectory: AgentTrajectory) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> AgentTrajectory:
-    """Return the trajectory that :func:`to_plain` described. Fields of newer versions are left out.
+    """Return the trajectory that :func:`to_plain` encoded. Fields of newer versions are ignored.
 
     Raises:
-        TypeError: ``plain`` is not such a description (also KeyError, ValueError).
+        TypeError: ``plain`` is not an encoded trajectory (also KeyError, ValueError).
     """
     if not isinstance(plain, Mapping):
         raise TypeError(f"a trajectory must be a dict, is a {type(plain).__name__}")

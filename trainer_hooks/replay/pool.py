@@ -1,6 +1,6 @@
 """``ExperienceManager``: the pool of replayable trajectories, its buckets and its skip set.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_TOLD = 3
-"""Trajectories of files that cannot be read and are logged each; all of them are counted."""
+"""Number of unreadable trajectories of files that are logged individually; all are counted."""
 
 
 CurrentEntropy = Callable[[Sequence[AgentTrajectory]], Sequence[float]]
@@ -66,25 +66,25 @@ CurrentEntropy = Callable[[Sequence[AgentTrajectory]], Sequence[float]]
 
 
 class ExperienceManager:
-    """Keeps successful rollouts of partly solved tasks, and gives them back as histories.
+    """Keeps successful rollouts of partly solved tasks, and replays them as histories.
 
     Not thread-safe; one training loop owns it. Set :attr:`global_steps` when a step begins.
 
     Args:
-        rules: what enters, what comes out.
-        store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
-        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown, nothing is checked
-            until the first trajectory that names its own.
-        tokenizer: makes rows of what has messages only, which is refused without it.
-        current_entropy: entropy under the current policy; without it the entropy saved with the trajectory counts.
+        rules: for admission and selection.
+        store: where records are kept, with the pool that it already has; in memory if ``None``.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown: that of the first trajectory
+            that has one.
+        tokenizer: makes rows of trajectories that have messages only; without it these are refused.
+        current_entropy: entropy under the current policy; without it the saved entropy is used.
         reward_fingerprint: name and version of the reward function; empty = unknown. It is kept with each trajectory,
-            and where it differs there is a warning.
-        rows: what the rows of the training data ask; histories that answer something else do not come out.
+            and a different one gives a warning.
+        rows: prompts of the training data's rows; histories that answer another prompt are not replayed.
 
     Raises:
-        ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that could never
-            come out under these rules.
-        CorruptStoreError: the store's pool cannot be understood.
+        ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that these rules
+            would never replay.
+        CorruptStoreError: the store's pool cannot be decoded.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class ExperienceManager:
     ) -> None:
         self.rules = rules
         self.tokenized = Tokenized([])
-        """What was made of trajectories that had messages only, so far."""
+        """Total of trajectories that had messages only and were tokenized."""
         self._tokenizer = tokenizer
         if tokenizer is not None:
             check_same(tokenizer.fingerprint, tokenizer_fingerprint, "tokenizer")
             tokenizer_fingerprint = tokenizer.fingerprint
         self.reward_fingerprint = reward_fingerprint
         self.refused: Counter[str] = Counter()
-        """How many trajectories were refused so far, by reason (see ``Refusal``)."""
+        """Number of refused trajectories so far, by reason (see ``Refusal``)."""
         self.draws: Draws = []
-        """What the newest steps drew, as a figure needs it; the pool's cut has it."""
+        """Draws of the newest steps, for a figure; kept in the pool's cut."""
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
         self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
         check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
@@ -127,15 +127,15 @@ class ExperienceManager:
     def update_difficulty2task_dict(
         self, trajectories: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None
     ) -> None:
-        """Put every task of this step's rollouts into the bucket of its difficulty (``TaskOutcome.difficulty``).
+        """Put every task of this step's rollouts into its bucket (``TaskOutcome.difficulty``).
 
-        Replayed trajectories do not count. A failure takes a task out of the skip set; a task that is in the skip
-        set and of which no failure was seen stays without a bucket, so the order of the two updates does not matter.
-        A task of which nothing is known, since no rollout of it has an outcome, stays where it is.
+        Replayed trajectories do not count. A failure removes a task from the skip set. A skipped task without an
+        observed failure stays without a bucket, so the order of the two updates does not matter. A task whose rollouts
+        have no outcomes stays where it is.
 
         Args:
             trajectories: the step's rollouts.
-            asked: rollouts that were to be made, by task, where some did not come back; those are unknown.
+            asked: number of requested rollouts, by task, if some did not come back; those are unknown.
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``.
@@ -152,32 +152,32 @@ class ExperienceManager:
         *,
         n_rollout: int | None = None,
     ) -> list[AgentTrajectory]:
-        """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
+        """Retire the tasks that this step solved, and return the rollouts worth keeping.
 
         A task is solved on full evidence only (``TaskOutcome.solved``).
 
         Args:
             trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
-            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``. ``None``: what the
-                trajectories themselves tell (``entry.own_entropy``).
+            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``. ``None``: computed
+                from the trajectories (``entry.own_entropy``).
             response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
             asked: as for :meth:`update_difficulty2task_dict`.
-            n_rollout: rollouts that each task was asked for, in the place of ``asked``.
+            n_rollout: number of rollouts requested of every task, instead of ``asked``.
 
         Returns:
-            Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass
-            the bounds and ``save_filter``, task by task. The trajectories handed in are not changed; tensors
-            are shared with them.
+            Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass the
+            bounds and ``save_filter``, task by task. The given trajectories are not changed; tensors are shared with
+            them.
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
-            ConfigurationError: both ``asked`` and ``n_rollout``.
+            ConfigurationError: both ``asked`` and ``n_rollout`` are given.
         """
         if n_rollout is not None:
             whole("n_rollout", n_rollout, 1)
             if asked is not None:
                 raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
-            asked = {one.task_id: n_rollout for one in trajectories}
+            asked = {trajectory.task_id: n_rollout for trajectory in trajectories}
         means: list[float | None] | None = None
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
@@ -189,7 +189,7 @@ class ExperienceManager:
         return self._keep(trajectories, means, count_outcomes(trajectories, self.rules.success_threshold, asked))
 
     def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
-        """Let rollouts that shall not be replayed say what they say of their tasks: both updates, and no more.
+        """Update buckets and skip set from rollouts that will not be replayed.
 
         None of them enters the pool, and none is refused: a trainer that drops groups has no log-probs of them.
 
@@ -212,25 +212,25 @@ class ExperienceManager:
         *,
         left_out: MutableMapping[LeftOut, int] | None = None,
     ) -> tuple[int, int]:
-        """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
+        """Admit the rollouts of one step: both updates, then save those that pass.
 
-        It is also the way for rollouts that exist already, such as those of a store: step by step. They need no
-        ``entropys`` (``entry.own_entropy``). Those without a ``policy_version`` get :attr:`global_steps`, so set it
-        first; those of an earlier run (``of_earlier_run``) stay without.
+        Existing rollouts, such as those of a store, enter in the same way, step by step. They need no ``entropys``
+        (``entry.own_entropy``). Those without a ``policy_version`` get :attr:`global_steps`, so set it first; those of
+        an earlier run (``of_earlier_run``) stay without.
 
         Args:
             rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
             asked: as for :meth:`update_difficulty2task_dict`.
-            left_out: by reason, a number to which those are added that are neither offered nor refused.
+            left_out: increased by the number of rollouts neither offered nor refused, by reason.
 
         Returns:
-            How many were offered (successes of tasks that may enter, and rollouts without a finite outcome; by
-            ``save_filter: best`` one success for each task, beside those that are refused), and how many of them were
+            The number offered (successes of tasks that may enter, and rollouts without a finite outcome; with
+            ``save_filter: best`` one success for each task, besides those that are refused), and how many of them were
             refused.
 
         Raises:
-            ConfigurationError: a success was made with another tokenizer; nothing was noted or taken.
-            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was noted or taken.
+            ConfigurationError: a success was made with another tokenizer; nothing was changed.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was changed.
             StoreWriteError: the store could not write.
         """
         before = self.refused.total()
@@ -246,22 +246,22 @@ class ExperienceManager:
         return offered, self.refused.total() - before
 
     def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
-        """Take trajectories into the pool and return how many of them it holds now.
+        """Add trajectories to the pool and return how many of them it now holds.
 
-        The store has its own copies. What cannot be replayed, is there already, or is no improvement for a
-        full task is refused and counted in :attr:`refused`.
+        The store has its own copies. Trajectories that cannot be replayed, are duplicates, or are no improvement for a
+        full task are refused and counted in :attr:`refused`.
 
         Raises:
-            ConfigurationError: a trajectory was made with another tokenizer, or is a demonstration that could never
-                come out under the rules; nothing was taken.
-            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
+            ConfigurationError: a trajectory was made with another tokenizer, or is a demonstration that the rules would
+                never replay; nothing was added.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was added.
         """
         return self._take(self._with_tokens(trajectories, "experience pool"))
 
     def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> int:
         fingerprint = check_trajectories(trajectories, self._fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
-        marked = [with_reward_fingerprint(one, self.reward_fingerprint) for one in trajectories]
+        marked = [with_reward_fingerprint(trajectory, self.reward_fingerprint) for trajectory in trajectories]
         plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked)
         self._ledger.add(plan)
         self._refuse(plan.refused, trajectories)
@@ -269,29 +269,33 @@ class ExperienceManager:
         return len(plan.accepted)
 
     def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
-        """Take demonstrations in: trajectories that no policy of this run sampled, without log-probs.
+        """Add demonstrations: trajectories without log-probs that no policy of this run sampled.
 
-        Each has ``metadata["demonstration"]`` true and token ids. Its task comes into the bucket of difficulty 0, where
-        no success of the policy is known, unless rollouts of the task have said more; so it can be drawn at once. What
-        the pool has already is refused as a duplicate: taking the same ones in again changes nothing. A rollout with
-        log-probs is no demonstration, and enters as :meth:`save_trajectories_to_memory` takes it.
+        Each has ``metadata["demonstration"]`` true and token ids. Its task is put into the bucket of difficulty 0,
+        unless its difficulty is known from rollouts, so that it can be drawn at once. Duplicates are refused, so adding
+        the same demonstrations again changes nothing. A rollout with log-probs is no demonstration, and is added as by
+        :meth:`save_trajectories_to_memory`.
 
         Returns:
-            How many were refused, by reason; failures (by ``save_filter``) as ``not_worth_keeping``.
+            The number refused, by reason; failures (by ``save_filter``) as ``not_worth_keeping``.
 
         Raises:
             ConfigurationError: as for :meth:`save_trajectories_to_memory`.
-            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was added.
             StoreWriteError: the store could not write.
         """
         before = Counter(self.refused)
-        worthy = [one for one in demonstrations if is_worth_keeping(one, self.rules)]
+        worthy = [demonstration for demonstration in demonstrations if is_worth_keeping(demonstration, self.rules)]
         self.save_trajectories_to_memory(worthy)
-        for one in demonstrations:
-            if not is_worth_keeping(one, self.rules):
-                self.refused[(outcome_refusal(one) or Refusal.NOT_WORTH_KEEPING).value] += 1
+        for demonstration in demonstrations:
+            if not is_worth_keeping(demonstration, self.rules):
+                self.refused[(outcome_refusal(demonstration) or Refusal.NOT_WORTH_KEEPING).value] += 1
         state = self._state
-        unplaced = [one.task_id for one in worthy if one.task_id not in state.buckets and one.task_id not in state.skip]
+        unplaced = [
+            demonstration.task_id
+            for demonstration in worthy
+            if demonstration.task_id not in state.buckets and demonstration.task_id not in state.skip
+        ]
         held = [task for task in dict.fromkeys(unplaced) if task in state.entries]
         self._ledger.change({task: journal.TaskChange(0, skip=False) for task in held})
         return self.refused - before
@@ -299,7 +303,7 @@ class ExperienceManager:
     # ---- before a step ----
 
     def get_valid_replay_task_ids(self) -> list[str]:
-        """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
+        """Return the tasks that are in a bucket, not skipped, and have a trajectory that may be drawn now."""
         return [task for tasks in self._state.valid_buckets(self.rules, self.global_steps).values() for task in tasks]
 
     def drawable_task_ids(self) -> list[str]:
@@ -340,12 +344,12 @@ class ExperienceManager:
         )
 
     def has_succeeded(self, task_id: str) -> bool:
-        """Return whether the pool knows of a success: the task is solved, partly solved, or has a trajectory."""
+        """Return whether a success is known: the task is solved, partly solved, or has a trajectory."""
         state = self._state
         return task_id in state.skip or task_id in state.entries or bool(state.buckets.difficulty(task_id))
 
     def sample_unsolved_tasks(self, num_tasks: int, exclude: Collection[str] = ()) -> list[str]:
-        """Draw up to ``num_tasks`` tasks evenly, without replacement, from all that were rolled out and are not solved.
+        """Draw up to ``num_tasks`` unsolved tasks uniformly, without replacement, from all that were rolled out.
 
         Args:
             num_tasks: how many.
@@ -360,16 +364,16 @@ class ExperienceManager:
         return self.get_offpolicy_batch([task_id], num_trajectories)
 
     def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
-        """Return up to ``num_trajectories_per_task`` histories of each task, task by task, best first, none twice.
+        """Return up to ``num_trajectories_per_task`` different histories of each task, task by task, best first.
 
-        The best by ``exp_select_mode`` come (with ``in_turns`` of those that came least often), by the entropy under
-        the current policy if the rules want it and :attr:`current_entropy` gives it, else by the saved one. Only those
-        that nothing else decides about are scored (``undecided``): those of a task that has more than come. Each
-        call counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
+        They are the best by ``exp_select_mode`` (with ``in_turns``, among the least often drawn). Entropy is that under
+        the current policy, if the rules and :attr:`current_entropy` provide it, else the saved one. Only histories
+        whose choice depends on entropy are scored (``undecided``). Each call counts as one use of every returned
+        history. Returns copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
             tasks: task ids, or objects with a ``task_id``.
-            num_trajectories_per_task: histories per task at the most.
+            num_trajectories_per_task: maximum number of histories per task.
         """
         whole("num_trajectories_per_task", num_trajectories_per_task, 0)
         names = task_ids_of(tasks)
@@ -378,17 +382,17 @@ class ExperienceManager:
         chosen: list[AgentTrajectory] = []
         for task in names:
             wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
-            while len(found := self._ledger.read(wanted)) < len(wanted):  # some have left the pool: others come instead
+            while len(records := self._ledger.read(wanted)) < len(wanted):  # replace those that have left the pool
                 wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
             self._ledger.note_used(wanted)
             versions.update(entry.policy_version for entry in wanted)
-            chosen.extend(journal.replayed_copy(record) for _, record in found)
+            chosen.extend(journal.replayed_copy(record) for _, record in records)
         return chosen
 
     def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
-        """Return how many histories :meth:`get_offpolicy_batch` will find of each task that has any.
+        """Return, for each task that has any, how many histories :meth:`get_offpolicy_batch` will find.
 
-        Nothing is drawn, scored or read; a record that turns out to be damaged makes it fewer.
+        Nothing is drawn, scored or read; damaged records reduce the number later.
         """
         whole("n", n, 0)
         names = task_ids_of(tasks)
@@ -396,18 +400,22 @@ class ExperienceManager:
         return {task: len(order) for task, order in orders.items() if order}
 
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
-        """Return, per task that has any, all histories that may come out now, oldest first, as marked copies."""
+        """Return, for each task that has any, all histories that may be drawn now, oldest first, as marked copies."""
         names = task_ids_of(tasks)
-        found = {one: self._ledger.read(self._state.eligible(one, self.rules, self.global_steps)) for one in names}
-        return {task: [journal.replayed_copy(record) for _, record in held] for task, held in found.items() if held}
+        candidates = {
+            name: self._ledger.read(self._state.eligible(name, self.rules, self.global_steps)) for name in names
+        }
+        return {
+            task: [journal.replayed_copy(record) for _, record in held] for task, held in candidates.items() if held
+        }
 
-    # ---- what the pool holds ----
+    # ---- contents ----
 
     @property
     def global_steps(self) -> int:
-        """The training step that is going on; the age of policies is measured against it.
+        """The current training step; policy ages are measured against it.
 
-        With a new step the pool goes by the outcomes that its trajectories were given late since (``annotate``).
+        Setting it applies outcomes that were corrected since (``annotate``).
         """
         return self._ledger.global_steps
 
@@ -436,13 +444,13 @@ class ExperienceManager:
         return copy.deepcopy(self._held())
 
     def query(self, relation: str = "trajectories") -> Query:
-        """Ask about the histories that the pool holds; see :meth:`TrajectoryReplayBuffer.query`.
+        """Return a query over the pool's histories; see :meth:`TrajectoryReplayBuffer.query`.
 
-        Facts besides: ``difficulty`` of the task (null where it has none), ``pool_entropy`` (of the history when it
-        entered, in nats), ``uses`` (how often it was drawn), ``demonstration``. Needs Polars (extra ``query``).
+        Additional facts: ``difficulty`` of the task (null where it has none), ``pool_entropy`` (of the history at
+        entry, in nats), ``uses`` (number of draws), ``demonstration``. Needs Polars (extra ``query``).
 
         Args:
-            relation: what a row is: ``"trajectories"``, ``"messages"``, ``"tokens"``.
+            relation: kind of the rows: ``"trajectories"``, ``"messages"``, ``"tokens"``.
 
         Raises:
             ConfigurationError: the pool is in memory; or there is no such relation.
@@ -457,7 +465,7 @@ class ExperienceManager:
 
     @property
     def left(self) -> Counter[str]:
-        """How many trajectories that had entered have left since the pool was opened, by reason; a copy.
+        """Number of trajectories that have left the pool since it was opened, by reason; a copy.
 
         ``task_solved``: every rollout of a later step of their task succeeded. ``replaced``: a better one took the
         place in a full task. ``unavailable``: the store evicted it. ``unreadable``: it is damaged.
@@ -484,32 +492,32 @@ class ExperienceManager:
         return result
 
     def get_task_ids(self) -> list[str]:
-        """Return the tasks of which the pool has trajectories."""
+        """Return the tasks with trajectories in the pool."""
         return list(self._state.entries)
 
     @property
     def waiting_tasks(self) -> dict[str, None]:
-        """Training tasks that gave way to tasks with history and wait for their turn, the first one longest.
+        """Training tasks displaced by tasks with history, longest waiting first.
 
-        The mixing's own; here because it goes with the pool into checkpoints.
+        Managed by the mixing; stored here because it goes into checkpoints with the pool.
         """
         return self._state.waiting
 
     def tell_prompt(self, task_id: str, prompt: Prompt) -> None:
-        """Say what the row of a task asks, where nothing else told the pool."""
+        """Set the prompt of a task's row, if no other source provides it."""
         self._state.rows.tell(task_id, prompt)
 
     def of_other_rows(self) -> list[PoolEntry]:
-        """Return what never comes out, since it answers another prompt than that of its task's row."""
+        """Return the entries that answer another prompt than their task's row, and are never drawn."""
         return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
 
-    # ---- keeping it ----
+    # ---- changes and persistence ----
 
     def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
-        """Give every trajectory a new outcome, after the reward function has changed; return how many stay.
+        """Give every trajectory a new outcome after a change of the reward function; return how many stay.
 
-        What is no longer worth keeping by ``save_filter`` leaves the pool. Buckets and skip set stay as they are:
-        they are of the steps that were, and the next step of a task corrects them.
+        Trajectories that are no longer worth keeping by ``save_filter`` leave the pool. Buckets and skip set stay as
+        they are; the next step of a task corrects them.
 
         Args:
             outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
@@ -519,21 +527,23 @@ class ExperienceManager:
         """
         rated = []
         for held in self.task2trajectories.values():
-            for one in held:
-                reward = replace(one.reward or Reward(), outcome=outcome(one))
-                metadata = {**one.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
-                rated.append(replace(one, reward=reward, metadata=metadata))
+            for trajectory in held:
+                reward = replace(trajectory.reward or Reward(), outcome=outcome(trajectory))
+                metadata = {**trajectory.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
+                rated.append(replace(trajectory, reward=reward, metadata=metadata))
         state = self._state
         fresh = journal.PoolState(
             DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
         )
-        plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
+        plan = plan_admissions(
+            {}, [trajectory for trajectory in rated if is_worth_keeping(trajectory, self.rules)], self.rules
+        )
         self._ledger.replace(fresh, plan, self.global_steps, self._generator)
         self._refuse(plan.refused, rated)
         return len(self)
 
     def flush(self) -> None:
-        """Return when every change so far is in the store as durably as the store can make it.
+        """Block until every change so far is as durable as the store can make it.
 
         Raises:
             StoreWriteError: the store could not write.
@@ -541,18 +551,18 @@ class ExperienceManager:
         self._ledger.store.flush()
 
     def compact(self) -> None:
-        """Write the whole state as one record, and give up the records that no longer matter.
+        """Write the whole state as one record, and evict obsolete records.
 
         Raises:
-            StoreWriteError: the store could not write; nothing was given up.
+            StoreWriteError: the store could not write; nothing was evicted.
         """
         self._ledger.compact()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the pool's cut for a checkpoint: plain containers.
 
-        With a durable store it names trajectories by id (:meth:`hold` keeps them there), and they are flushed.
-        Without one it contains them.
+        With a durable store it has the ids of trajectories (:meth:`hold` keeps them there), which are flushed. Without
+        one it contains the trajectories.
         """
         self.flush()
         durable = self._ledger.store.durable
@@ -573,32 +583,33 @@ class ExperienceManager:
         ).to_dict()
 
     def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the trajectories of these cuts in the store although they leave the pool, until the next call.
+        """Keep the trajectories of these cuts in the store even if they leave the pool, until the next call.
 
-        So that a run can go back to any checkpoint that it may resume from. The store's own capacity counts all
-        the same.
+        A run can then go back to any checkpoint that it may resume from. The store's own capacity still applies.
 
         Args:
-            cuts: what :meth:`state_dict` returned at each of those checkpoints.
+            cuts: the results of :meth:`state_dict` at those checkpoints.
 
         Raises:
-            CorruptStoreError: one is no such state; nothing was changed.
+            CorruptStoreError: one is not a cut; nothing was changed.
         """
         known = [PoolCut.from_dict(cut) for cut in cuts]
         named = [cut.entries for cut in known if cut.store_id == self._ledger.store.store_id]
         self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state that :meth:`state_dict` returned. Trajectories the store does not keep are left out.
+        """Restore a state that :meth:`state_dict` returned. Trajectories no longer in the store are left out.
 
         Raises:
-            ConfigurationError: the state's pool was made with another tokenizer, or has demonstrations that could
-                never come out; nothing was changed.
-            CorruptStoreError: this is no such state; nothing was changed.
+            ConfigurationError: the state's pool was made with another tokenizer, or has demonstrations that the rules
+                would never replay; nothing was changed.
+            CorruptStoreError: ``state`` is not a cut; nothing was changed.
         """
         cut = PoolCut.from_dict(state)
         check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
-        held = self._with_tokens([one for several in cut.trajectories.values() for one in several], "the saved pool")
+        held = self._with_tokens(
+            [trajectory for trajectories in cut.trajectories.values() for trajectory in trajectories], "the saved pool"
+        )
         fresh = cut.state()
         if cut.store_id == self._ledger.store.store_id:
             self._ledger.adopt(fresh, cut.entries)
@@ -613,11 +624,11 @@ class ExperienceManager:
     def save_experience_pool_to_disk(self, directory: str | Path) -> None:
         """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.
 
-        The directory appears whole or not at all; one that exists is replaced. The pickle holds plain
-        containers only and needs neither trajstore nor torch to be read.
+        The write is atomic; an existing directory is replaced. The pickle holds plain containers only and can be read
+        without trajstore or torch.
 
         Raises:
-            StoreWriteError: it did not reach the disk; what was there before still is.
+            StoreWriteError: it did not reach the disk; earlier files are unchanged.
         """
         contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
         persistence.write_pool(Path(directory), contents)
@@ -625,49 +636,52 @@ class ExperienceManager:
     def load_experience_pool_from_disk(
         self, directory: str | Path, *, same_run: bool = True, global_steps: int | None = None, task_prefix: str = ""
     ) -> int:
-        """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
+        """Replace the pool by a saved one, ours or AgentEvolver's. No code named in the pickle is run.
 
         Trajectories that the rules do not admit, or that cannot be read, are refused and counted. The random generator
-        goes on as it is.
+        is not changed.
 
         Args:
             directory: with the three files.
-            same_run: whether policy versions are of the run that goes on; else they are unknown (``of_earlier_run``).
-            global_steps: the training step to which the run goes back with the files; ``None`` = it stays at its own.
-            task_prefix: comes before the name of every task.
+            same_run: whether policy versions are of the run that goes on; otherwise they are unknown
+                (``of_earlier_run``).
+            global_steps: the training step that the run goes back to; ``None`` = it stays at its own.
+            task_prefix: prepended to the name of every task.
 
         Returns:
-            How many trajectories the files hold.
+            The number of trajectories in the files.
 
         Raises:
             StoreNotFoundError: no such directory.
-            CorruptStoreError: files are absent or not what their names say, or not one trajectory can be read.
-            UnsafeContentError: the pickle names something that a pool does not contain.
+            CorruptStoreError: files are absent or have invalid contents, or no trajectory can be read.
+            UnsafeContentError: the pickle names an object that does not belong in a pool.
             ConfigurationError: the pool was made with another tokenizer, has messages only and there is no tokenizer,
-                or has demonstrations that could never come out; nothing was changed.
+                or has demonstrations that the rules would never replay; nothing was changed.
         """
         contents = persistence.read_pool(Path(directory)).renamed(task_prefix)
-        held = self._with_tokens([one for held in contents.task2trajectories.values() for one in held], directory)
-        if held and all(one.input_ids is None for one in held):
+        held = self._with_tokens(
+            [trajectory for held in contents.task2trajectories.values() for trajectory in held], directory
+        )
+        if held and all(trajectory.input_ids is None for trajectory in held):
             raise ConfigurationError(
                 f"{directory}: not one of its {len(held)} trajectories has token ids, and their messages cannot become"
                 f" tokens: {self._why_no_tokens()}"
             )
         if not truth("same_run", same_run):
-            held = [of_earlier_run(one) for one in held]
+            held = [of_earlier_run(trajectory) for trajectory in held]
         fingerprint = check_trajectories(held, self._fingerprint)
         fresh = journal.PoolState(
             DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
         )
         step = self.global_steps if global_steps is None else global_steps
         self._go_on_with(fresh, held, directory, step, self._generator, unreadable=contents.unreadable)
-        if global_steps is not None:  # not before: the pool that the files replace is no longer of interest
+        if global_steps is not None:  # not before, so that the replaced pool gives no warning
             self._counting = True
             self._notices.ages(self._state.all_entries(), self.rules, global_steps)
         self._fingerprint = fingerprint
         return len(held) + len(contents.unreadable)
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _go_on_with(
         self,
@@ -680,18 +694,18 @@ class ExperienceManager:
         refused: Mapping[str, int] | None = None,
         unreadable: Sequence[str] = (),
     ) -> None:
-        """Make a state with some trajectories the pool; tell which of them, and of those not readable, are not in it.
+        """Replace the pool by a state and some trajectories; warn of refused and unreadable ones.
 
         Raises:
-            ConfigurationError: demonstrations among them could never come out; nothing was changed.
+            ConfigurationError: the rules would never replay its demonstrations; nothing was changed.
         """
         plan = plan_admissions(fresh.entries, held, self.rules)
-        found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
-        check_demonstrations(found, self.rules)
+        demonstrations = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
+        check_demonstrations(demonstrations, self.rules)
         self._ledger.replace(fresh, plan, global_steps, generator)
         self.refused = self.refused if refused is None else Counter(refused)
-        for told in unreadable[:MOST_TOLD]:
-            logger.warning("experience pool: refused as malformed: %s", told)
+        for problem in unreadable[:MOST_TOLD]:
+            logger.warning("experience pool: refused as malformed: %s", problem)
         lost = plan.refused + Counter({Refusal.MALFORMED.value: len(unreadable)})
         self._refuse(lost, held)
         warn_of_refusals(source, lost, len(held) + len(unreadable))
@@ -704,7 +718,7 @@ class ExperienceManager:
         outcomes: Mapping[str, TaskOutcome],
         left_out: MutableMapping[LeftOut, int] | None = None,
     ) -> list[AgentTrajectory]:
-        """Return the rollouts that are worth keeping, with entropy and version; retire the tasks that are solved."""
+        """Return the rollouts worth keeping, with entropy and version; retire solved tasks."""
         kept, refused, others = rollouts_to_keep(
             trajectories,
             entropies,
@@ -720,36 +734,36 @@ class ExperienceManager:
         return kept
 
     def _current_entropies(self, tasks: Sequence[str], n: int) -> dict[int, float]:
-        """Return entropies under the current policy by trajectory id; empty where the saved ones are to be used.
+        """Return entropies under the current policy by trajectory id; empty if the saved ones are to be used.
 
-        All of an answer is used or nothing, since current and saved ones do not compare. The first failure is told.
+        All of them are used or none, since current and saved entropies do not compare. The first failure is logged.
         """
         if self.current_entropy is None or not self.rules.use_current_policy_entropy:
             return {}
         wanted = self._undecided(tasks, n)
-        while len(found := self._ledger.read(wanted)) < len(wanted):  # some have left the pool
+        while len(records := self._ledger.read(wanted)) < len(wanted):  # some have left the pool
             wanted = self._undecided(tasks, n)
-        if not found:
+        if not records:
             return {}
         try:
-            values = list(map(float, self.current_entropy([journal.replayed_copy(record) for _, record in found])))
-            if len(values) != len(found) or not np.isfinite(values).all():
-                raise ValueError(f"{len(values)} values for {len(found)} trajectories, or not finite")
-        except Exception as error:  # the trainer's code may fail in any way; training goes on with saved entropies
+            values = list(map(float, self.current_entropy([journal.replayed_copy(record) for _, record in records])))
+            if len(values) != len(records) or not np.isfinite(values).all():
+                raise ValueError(f"{len(values)} values for {len(records)} trajectories, or not finite")
+        except Exception as error:  # trainer code may raise anything; saved entropies are used
             if not self._scoring_failed:
                 self._scoring_failed = True
                 logger.warning("entropy under the current policy failed (%r): using the saved entropy", error)
             return {}
-        return {entry.trajectory_id: value for (entry, _), value in zip(found, values, strict=True)}
+        return {entry.trajectory_id: value for (entry, _), value in zip(records, values, strict=True)}
 
     def _undecided(self, tasks: Sequence[str], n: int) -> list[PoolEntry]:
-        """Return the entries of which their entropy alone says whether they are among the ``n`` of their task."""
-        found: list[PoolEntry] = []
+        """Return the entries whose entropy decides whether they are among the ``n`` of their task."""
+        result: list[PoolEntry] = []
         for task in tasks:
             entries = self._state.eligible(task, self.rules, self.global_steps)
             places = undecided(entries, n, self.rules, self._state.uses_of(entries))
-            found += [entries[place] for place in places]
-        return found
+            result += [entries[place] for place in places]
+        return result
 
     def _order(
         self,
@@ -763,9 +777,9 @@ class ExperienceManager:
 
         Args:
             task: its id.
-            n: how many at the most.
-            generator: of draws.
-            scores: entropies by trajectory id, in the place of the saved ones.
+            n: the maximum.
+            generator: for random choices.
+            scores: entropies by trajectory id, instead of the saved ones.
             versions: see ``choose_histories``.
         """
         entries = self._state.eligible(task, self.rules, self.global_steps)
@@ -783,7 +797,7 @@ class ExperienceManager:
         return [entries[place] for place in order]
 
     def _refuse(self, refused: Counter[str], among: Sequence[AgentTrajectory]) -> None:
-        """Count what was not taken, and tell what is wrong with what is malformed."""
+        """Count refused trajectories, and log the problems of malformed ones."""
         self.refused.update(refused)
         if refused[Refusal.MALFORMED.value]:
             self._notices.malformed(among)
@@ -791,16 +805,20 @@ class ExperienceManager:
     def _held(self) -> dict[str, list[AgentTrajectory]]:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""
         held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
-        return {task: [journal.trajectory_of_entry(one) for _, one in found] for task, found in held.items() if found}
+        return {
+            task: [journal.trajectory_of_entry(record) for _, record in records]
+            for task, records in held.items()
+            if records
+        }
 
     def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
-        """Return trajectories with tokens where messages can become some; tell what was made of which."""
-        if self._tokenizer is None or all(one.input_ids is not None for one in trajectories):
+        """Return trajectories with tokens made of their messages where possible; log a summary."""
+        if self._tokenizer is None or all(trajectory.input_ids is not None for trajectory in trajectories):
             return trajectories
-        done = tokenized(trajectories, self._tokenizer)
-        done.tell(source)
-        self.tokenized += done
-        return done.histories
+        result = tokenized(trajectories, self._tokenizer)
+        result.tell(source)
+        self.tokenized += result
+        return result.histories
 
     def _why_no_tokens(self) -> str:
         if self._tokenizer is None:

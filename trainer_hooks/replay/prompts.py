@@ -1,8 +1,7 @@
-"""What a history answers: the identity of its prompt, by content. Pure.
+"""The identity of prompts, by content. Pure.
 
-A task's name says little: data that are shuffled or filtered anew may give it to another row. So a history is compared
-with the row of its task by what both ask: by the token ids before the first one that the model wrote where both have
-ids, else by the messages.
+Shuffling or filtering the data anew may give a task's name to another row. So a history is compared with its task's row
+by prompt: by the token ids before the model's first token if both have ids, else by the messages.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What tells prompts apart.
+    """The identity of a prompt.
 
     Attributes:
-        tokens: of the token ids; ``None`` = unknown.
-        messages: of the messages: a history may have several beginnings that can be its prompt, one before each turn of
-            an assistant, since examples in a prompt look like turns. Empty = unknown.
+        tokens: digest of the token ids; ``None`` = unknown.
+        messages: digests of the messages. A history may have several possible prompts, one before each turn of an
+            assistant, since examples in a prompt look like turns. Empty = unknown.
     """
 
     tokens: bytes | None = None
     messages: frozenset[bytes] = frozenset()
 
     def differs(self, row: Prompt) -> bool:
-        """Return whether a history with this prompt belongs to another row; not where nothing can be compared."""
+        """Return whether a history with this prompt belongs to another row; False if nothing can be compared."""
         if self.tokens is not None and row.tokens is not None:
             return self.tokens != row.tokens
         return bool(self.messages and row.messages) and self.messages.isdisjoint(row.messages)
@@ -50,8 +49,8 @@ def prompt_of_row(row: Sequence[Message] | torch.Tensor) -> Prompt:
     """Return the prompt of a row of the training data.
 
     Args:
-        row: its messages, or the token ids ``[P]`` that the model reads, the header of its turn included. Without any
-            message nothing is known of it.
+        row: its messages, or the token ids ``[P]`` that the model reads, including the header of its turn. Without
+            messages it is unknown.
     """
     if isinstance(row, torch.Tensor):
         return Prompt(tokens=_of_ids(row))
@@ -61,25 +60,25 @@ def prompt_of_row(row: Sequence[Message] | torch.Tensor) -> Prompt:
 def prompt_of(trajectory: AgentTrajectory) -> Prompt:
     """Return the prompt of a rollout.
 
-    One that was shown experience, and still holds it, is known by its messages without that.
+    A guided rollout that still has experience in its messages is identified by its messages without it.
     """
     messages: Sequence[Message] = trajectory.messages
     shown = trajectory.metadata.get("guidance")
     tokens = _tokens(trajectory)
     if isinstance(shown, Mapping) and not shown.get("taken_out"):
         messages, tokens = _without(messages, shown.get("insertions", ())), None
-    by_model = [one.get("role") == "assistant" or one.get("author") == "llm" for one in messages]
-    ends = {place for place, on in enumerate(by_model) if on} | {len(messages)}
+    by_model = [message.get("role") == "assistant" or message.get("author") == "llm" for message in messages]
+    ends = {place for place, flag in enumerate(by_model) if flag} | {len(messages)}
     return Prompt(tokens, frozenset(_beginnings(messages, ends)) if messages else frozenset())
 
 
 class RowPrompts:
-    """The prompts of the training data's rows, as far as they are known.
+    """The known prompts of the training data's rows.
 
     Args:
         get_task: returns the task of an id; ``None`` if the data have no such task.
-        row_of: returns what a task's row asks, as for :func:`prompt_of_row`. Without it only what :meth:`tell` said is
-            known.
+        row_of: returns the prompt of a task's row, as for :func:`prompt_of_row`. Without it, prompts are set by
+            :meth:`tell`.
     """
 
     def __init__(
@@ -92,15 +91,15 @@ class RowPrompts:
         self._known: dict[str, Prompt | None] = {}
 
     def tell(self, task: str, prompt: Prompt) -> None:
-        """Say what a task's row asks, where the data do not."""
+        """Set the prompt of a task's row, if the data do not provide it."""
         if self._row_of is None:
             self._known[task] = prompt
 
     def differs(self, task: str, prompt: Prompt) -> bool:
-        """Return whether the prompt of a history is another one than that of its task's row."""
+        """Return whether a history's prompt differs from that of its task's row."""
         if task not in self._known and self._row_of is not None:
-            found = self._get_task(task)
-            self._known[task] = None if found is None else prompt_of_row(self._row_of(found))
+            known_task = self._get_task(task)
+            self._known[task] = None if known_task is None else prompt_of_row(self._row_of(known_task))
         row = self._known.get(task)
         return row is not None and prompt.differs(row)
 
@@ -121,8 +120,8 @@ def _tokens(trajectory: AgentTrajectory) -> bytes | None:
 
 
 def _first_written(mask: torch.Tensor) -> int | None:
-    """Return the first place of a mask that is not 0; ``None`` if there is none."""
-    written = (mask != 0).to(torch.uint8)  # a tenth of the time that the places of all would take
+    """Return the first position of a mask that is not 0; ``None`` if there is none."""
+    written = (mask != 0).to(torch.uint8)  # ten times as fast as computing all positions
     place = int(written.argmax()) if len(written) else 0
     return place if len(written) and written[place] else None
 
@@ -133,7 +132,7 @@ def _of_ids(ids: torch.Tensor) -> bytes:
 
 
 def _beginnings(messages: Sequence[Message], ends: set[int]) -> Iterator[bytes]:
-    """Yield the digest of the first n messages for each n of ``ends``: of who says what."""
+    """Yield, for each n of ``ends``, the digest of roles and contents of the first n messages."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for number in range(max(ends) + 1):
         if number in ends:
@@ -143,7 +142,7 @@ def _beginnings(messages: Sequence[Message], ends: set[int]) -> Iterator[bytes]:
 
 
 def _without(messages: Sequence[Message], insertions: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
-    plain = [dict(one) for one in messages]
+    plain = [dict(message) for message in messages]
     for number, text in insertions:
         if number < len(plain) and isinstance(plain[number].get("content"), str):
             plain[number]["content"] = plain[number]["content"].replace(text, "", 1)
@@ -151,8 +150,8 @@ def _without(messages: Sequence[Message], insertions: Iterable[tuple[int, str]])
 
 
 def plain_json(said: list[Any]) -> bytes:
-    """Return what messages say as JSON, the same as when they are read back."""
+    """Return JSON that is the same before and after storage."""
     try:
         return orjson.dumps(said)
-    except TypeError:  # numpy's numbers, say, which a store keeps as plain ones
+    except TypeError:  # such as numpy's numbers, which a store keeps as plain ones
         return orjson.dumps(orjson.loads(encode_document({"said": said}))["said"])

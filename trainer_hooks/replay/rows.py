@@ -1,13 +1,13 @@
-"""A rollout of several rows as one trajectory. Pure.
+"""Several rows of one rollout as one trajectory. Pure.
 
-An agent whose context is cut, summarized or rid of earlier thoughts is trained on several rows: each is a prompt and a
-response of its own. They are one rollout: one reward, stored, drawn, replaced and evicted together. So they are one
-trajectory, whose tokens are those of the rows one after the other; ``metadata["rows"]`` says where they part::
+An agent whose context is cut, summarized or rid of earlier thoughts is trained on several rows, each with its own
+prompt and response. They are one rollout with one reward, and are stored, drawn, replaced and evicted together. So they
+form one trajectory whose tokens are those of the rows, concatenated; ``metadata["rows"]`` has the lengths::
 
     row 0: prompt, response | row 1: prompt, response | ...        input_ids, loss_mask       [L]
            response         |         prompt, response | ...       columns of the response    [L - first prompt]
 
-Prompts of later rows are no response: their masks are 0, and so are log-probs and entropies there, which no row has.
+Prompts of later rows are no response: masks, log-probs and entropies are 0 there.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _RESPONSE = ("old_log_probs", "entropys", "rollout_log_probs", "response_mask")
 
 
 def over_rows(column: torch.Tensor, masks: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return each row's part of a column that was recorded for all rows, one after the other; ``None`` if it fits none.
+    """Split a column that was recorded for all rows into each row's part; ``None`` if its length does not fit.
 
-    It fits with a value for each token of the responses, or with one for each token that the model wrote: then the
-    others get 0.
+    It fits with one value for each token of the responses, or with one for each token that the model wrote; then the
+    other tokens get 0.
 
     Args:
         column: ``[N]``.
-        masks: ``[R]`` of each row, 1 on what the model wrote.
+        masks: ``[R]`` of each row, 1 on the model's tokens.
     """
     if len(column) == sum(map(len, masks)):
         return list(torch.split(column, [len(mask) for mask in masks]))
@@ -49,16 +49,16 @@ def over_rows(column: torch.Tensor, masks: Sequence[torch.Tensor]) -> list[torch
 
 
 def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> AgentTrajectory:
-    """Return the rows of one rollout as one trajectory; a single row as it is.
+    """Return the rows of one rollout as one trajectory; a single row unchanged.
 
     Args:
-        rows: in the order in which they came to be; the first one gives what they share (task, reward, metadata).
-            Each has ``input_ids``, ``loss_mask`` and ``response_start``; a column of the response that one of them
-            lacks is left out.
+        rows: in order of creation; the first one provides the shared fields (task, reward, metadata). Each has
+            ``input_ids``, ``loss_mask`` and ``response_start``; a column of the response that any row lacks is left
+            out.
         per_row: keys of ``metadata`` that each row keeps for itself.
 
     Raises:
-        InvalidTrajectoryError: there are none, or one lacks its tokens.
+        InvalidTrajectoryError: there are no rows, or one lacks its tokens.
     """
     if not rows:
         raise InvalidTrajectoryError("rows: none, a rollout has at least one")
@@ -71,34 +71,42 @@ def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> A
         columns = [getattr(row, name) for row in rows]
         whole = all(column is not None for column in columns)
         setattr(packed, name, _joined(columns, prompts) if whole else None)
-    said = [
-        {"tokens": len(one), "prompt": prompt, **{name: row.metadata[name] for name in per_row if name in row.metadata}}
-        for row, one, prompt in zip(rows, ids, prompts, strict=True)
+    descriptions = [
+        {
+            "tokens": len(row_ids),
+            "prompt": prompt,
+            **{name: row.metadata[name] for name in per_row if name in row.metadata},
+        }
+        for row, row_ids, prompt in zip(rows, ids, prompts, strict=True)
     ]
-    packed.metadata = {name: value for name, value in first.metadata.items() if name not in per_row} | {ROWS: said}
+    packed.metadata = {name: value for name, value in first.metadata.items() if name not in per_row} | {
+        ROWS: descriptions
+    }
     return packed
 
 
 def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
-    """Return the rows of a rollout, of which most have one; tensors are shared with it.
+    """Return the rows of a rollout, usually one; tensors are shared with it.
 
     Raises:
-        InvalidTrajectoryError: what ``metadata["rows"]`` says does not fit the tokens.
+        InvalidTrajectoryError: ``metadata["rows"]`` does not fit the tokens.
     """
-    said = _said(trajectory)
-    if said is None:
+    descriptions = _said(trajectory)
+    if descriptions is None:
         return [trajectory]
     ids, mask, before = _tokens(trajectory)
-    places = [(row["tokens"], row["prompt"]) for row in said]
-    fits = all(0 <= prompt <= length for length, prompt in places) and sum(row["tokens"] for row in said) == len(ids)
-    if not places or not fits or places[0][1] != before:
+    lengths = [(row["tokens"], row["prompt"]) for row in descriptions]
+    fits = all(0 <= prompt <= length for length, prompt in lengths) and sum(
+        row["tokens"] for row in descriptions
+    ) == len(ids)
+    if not lengths or not fits or lengths[0][1] != before:
         raise InvalidTrajectoryError(
             f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] does not fit its {len(ids)} tokens"
         )
     shared = {name: value for name, value in trajectory.metadata.items() if name != ROWS}
     rows, start = [], 0
-    for told, (length, prompt) in zip(said, places, strict=True):
-        of_row = {name: value for name, value in told.items() if name not in ("tokens", "prompt")}
+    for description, (length, prompt) in zip(descriptions, lengths, strict=True):
+        of_row = {name: value for name, value in description.items() if name not in ("tokens", "prompt")}
         row = dataclasses.replace(trajectory, metadata={**shared, **of_row}, response_start=prompt)
         row.input_ids, row.loss_mask = ids[start : start + length], mask[start : start + length]
         if trajectory.attention_mask is not None:
@@ -112,51 +120,53 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
 
 
 def row_count(trajectory: AgentTrajectory) -> int:
-    """Return how many rows a rollout has.
+    """Return the number of rows of a rollout.
 
     Raises:
-        InvalidTrajectoryError: what ``metadata["rows"]`` says are no rows.
+        InvalidTrajectoryError: ``metadata["rows"]`` is not a list of rows.
     """
-    said = _said(trajectory)
-    return 1 if said is None else len(said)
+    descriptions = _said(trajectory)
+    return 1 if descriptions is None else len(descriptions)
 
 
 def response_length(trajectory: AgentTrajectory) -> int | None:
     """Return the number of response tokens of all rows; ``None`` if the trajectory has neither log-probs nor a mask."""
-    said = _said(trajectory)
-    if said is None:
+    descriptions = _said(trajectory)
+    if descriptions is None:
         column = trajectory.response_mask if trajectory.old_log_probs is None else trajectory.old_log_probs
         return None if column is None else column.numel()
-    return sum(int(row["tokens"] - row["prompt"]) for row in said)
+    return sum(int(row["tokens"] - row["prompt"]) for row in descriptions)
 
 
 def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
-    """Return what ``metadata["rows"]`` says; ``None`` if the rollout is one row."""
-    said = trajectory.metadata.get(ROWS)
-    if said is None:
+    """Return ``metadata["rows"]``; ``None`` if the rollout is one row."""
+    descriptions = trajectory.metadata.get(ROWS)
+    if descriptions is None:
         return None
-    if not isinstance(said, list) or not all(
+    if not isinstance(descriptions, list) or not all(
         isinstance(row, dict) and isinstance(row.get("tokens"), int) and isinstance(row.get("prompt"), int)
-        for row in said
+        for row in descriptions
     ):
         raise InvalidTrajectoryError(
             f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}]: not the rows of a rollout: a list with the numbers"
             " of their tokens and of those of the prompt"
         )
-    return said
+    return descriptions
 
 
 def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:
-    """Return a rollout with a row for each of the model's turns: all that was said up to there, that turn trained on.
+    """Return a rollout with one row for each of the model's turns: the conversation so far, and that turn trained on.
 
-    These are the rows of ``linear_think`` where no turn has thoughts that are left out later.
+    These are the rows of ``linear_think`` if no turn has thoughts.
 
     Raises:
         InvalidTrajectoryError: it lacks its tokens.
     """
     ids, mask, before = _tokens(trajectory)
     written = (mask != 0).tolist()
-    starts = [place for place, on in enumerate(written) if on and (place == 0 or not written[place - 1])]
+    starts = [
+        place for place, is_written in enumerate(written) if is_written and (place == 0 or not written[place - 1])
+    ]
     rows = []
     for start in starts:
         end = next((place for place in range(start, len(written)) if not written[place]), len(written))

@@ -1,4 +1,4 @@
-"""The rules of a pool, and what is wrong with them."""
+"""The rules of a pool, and their validation."""
 
 from __future__ import annotations
 
@@ -19,30 +19,27 @@ class PoolOptions(Settings):
     """The rules of a pool that do not depend on the size of a batch. ``None`` switches a bound off.
 
     Attributes:
-        success_threshold: outcome from which on a rollout is a success; see
-            :func:`~trainer_hooks.replay.outcomes.is_success`.
+        success_threshold: lowest outcome of a success; see :func:`~trainer_hooks.replay.outcomes.is_success`.
         experience_lbound: a task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this.
         experience_rbound: they enter if its difficulty is below this. (ExGRPO's upper bound is inclusive: its 7 is 8
             here.)
         save_filter: ``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every
-            rollout with an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they
-            are replayed.
-        exp_select_mode: what is best, both when entering a full task and when coming out: the lowest entropy
-            (``argmin``), the highest (``argmax``), the highest outcome (``reward``), or nothing (``random``). Where
-            two are equally good, the older one comes out.
-        policy_versions: ``spread``: histories of several policy versions on purpose. Each is of the version of which
-            the batch has fewest so far; of those of one version the best comes. An unknown version counts as
-            one of its own.
-        in_turns: whether all of a task's trajectories take turns: those that came less often come first, and of equally
-            often drawn ones the best.
-        max_uses: how often a trajectory comes out at the most; ``None`` = any number.
-        max_trajectories_per_task: trajectories that are kept of a task; ``exp_select_mode`` says which.
-        max_policy_age: training steps after which a trajectory no longer comes out. One whose version is unknown, or
-            newer than the step that is going on, has no known age and does not come out either.
-        min_reward: outcome that a trajectory must have at the least to come out.
-        use_current_policy_entropy: whether ``exp_select_mode`` goes by the entropy under the current policy, if the
-            trainer gives it.
-        replay_difficulty: the one bucket from which tasks are drawn.
+            rollout with an outcome above 0, as in AgentEvolver. With partial rewards, ``positive`` admits and replays
+            failures too.
+        exp_select_mode: the criterion for the best trajectory, both when entering a full task and when being drawn:
+            lowest entropy (``argmin``), highest entropy (``argmax``), highest outcome (``reward``), or none
+            (``random``). Of two equal ones the older is drawn.
+        policy_versions: ``spread``: histories are drawn from different policy versions. Each is the best of the version
+            that the batch has fewest of so far. All unknown versions count as one.
+        in_turns: whether a task's trajectories take turns: the least often drawn come first, and the best among these.
+        max_uses: maximum number of draws of a trajectory; ``None`` = no limit.
+        max_trajectories_per_task: trajectories kept per task, chosen by ``exp_select_mode``.
+        max_policy_age: training steps after which a trajectory is no longer drawn. A trajectory whose version is
+            unknown, or newer than the current step, has no known age and is not drawn either.
+        min_reward: lowest outcome of a trajectory that may be drawn.
+        use_current_policy_entropy: whether ``exp_select_mode`` uses the entropy under the current policy, if the
+            trainer provides it.
+        replay_difficulty: the only bucket from which tasks are drawn.
         task_sampling: how tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``,
             ``linear``, ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch.
         seed: of the generator that draws tasks and trajectories.
@@ -76,10 +73,10 @@ class PoolOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRules(PoolOptions):
-    """The rules of a pool: :class:`PoolOptions`, and how large a task's group is.
+    """The rules of a pool: :class:`PoolOptions`, and the size of a task's group.
 
     Attributes:
-        n_rollout: rows that each task has in a batch.
+        n_rollout: rows of each task in a batch.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them.

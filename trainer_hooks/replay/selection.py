@@ -1,4 +1,4 @@
-"""What enters the pool, what it replaces there, and what comes out. Pure; the generator is passed in."""
+"""Admission, replacement and selection of trajectories. Pure; the generator is passed in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_hooks.replay.wellformed import as_recorded, field_problem
 from trajstore.trajectory import AgentTrajectory
 
 LeftOut = Literal["replayed", "not_worth_keeping", "solved", "out_of_bounds", "not_best"]
-"""Why a rollout of a step was never to enter the pool, and so is not refused either."""
+"""Why a rollout of a step could never enter the pool, without being refused."""
 
 
 def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:
@@ -30,7 +30,7 @@ def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:
 
 
 def is_worth_keeping(trajectory: AgentTrajectory, rules: PoolRules) -> bool:
-    """Return whether a rollout's outcome lets it enter: a success or, by ``save_filter: positive``, any above 0."""
+    """Return whether a rollout's outcome lets it enter: a success, or any above 0 with ``save_filter: positive``."""
     return _deserves_keeping(outcome_of(trajectory), rules)
 
 
@@ -41,7 +41,7 @@ def _deserves_keeping(outcome: float | None, rules: PoolRules) -> bool:
 
 
 def outcome_refusal(trajectory: AgentTrajectory) -> Refusal | None:
-    """Return why a rollout's outcome says nothing; ``None`` if it does."""
+    """Return why a rollout's outcome is unusable; ``None`` if it is usable."""
     outcome = outcome_of(trajectory)
     if outcome is None:
         return Refusal.NO_OUTCOME
@@ -51,12 +51,12 @@ def outcome_refusal(trajectory: AgentTrajectory) -> Refusal | None:
 def choose_to_save(
     candidates: Sequence[AgentTrajectory], rules: PoolRules, generator: np.random.Generator
 ) -> list[AgentTrajectory]:
-    """Return which rollouts of one task are kept, by ``save_filter``.
+    """Return the rollouts of one task that are kept, by ``save_filter``.
 
     Args:
         candidates: rollouts of a task that is in bounds; each has its ``entropy``.
         rules: the pool's rules.
-        generator: used by ``save_filter="best"`` with ``exp_select_mode="random"`` only.
+        generator: used only by ``save_filter="best"`` with ``exp_select_mode="random"``.
     """
     worthy = [trajectory for trajectory in candidates if is_worth_keeping(trajectory, rules)]
     if rules.save_filter != "best" or not worthy:
@@ -71,16 +71,16 @@ def choose_to_save(
 def worthy(
     trajectories: Sequence[AgentTrajectory], outcomes: Mapping[str, TaskOutcome], rules: PoolRules
 ) -> list[AgentTrajectory]:
-    """Return the rollouts of one step whose task and outcome let them enter, whatever else they lack.
+    """Return the rollouts of one step whose task and outcome let them enter, ignoring other defects.
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
         outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
     """
-    tasks = {task for task, one in outcomes.items() if in_bounds(one, rules)}
-    fresh = [one for one in trajectories if one.task_id in tasks and not is_replayed(one)]
-    return [one for one in fresh if is_worth_keeping(one, rules)]
+    tasks = {task for task, trajectory in outcomes.items() if in_bounds(trajectory, rules)}
+    fresh = [trajectory for trajectory in trajectories if trajectory.task_id in tasks and not is_replayed(trajectory)]
+    return [trajectory for trajectory in fresh if is_worth_keeping(trajectory, rules)]
 
 
 def rollouts_to_keep(
@@ -92,18 +92,18 @@ def rollouts_to_keep(
     global_steps: int,
     generator: np.random.Generator,
 ) -> tuple[list[AgentTrajectory], Counter[str], Counter[LeftOut]]:
-    """Return which rollouts of one step are kept, task by task; how many were refused, and how many left out, and why.
+    """Return the kept rollouts of one step, task by task, and the numbers refused and left out, by reason.
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
-        entropies: mean entropy in nats of each of them; ``None`` = unknown. Without them, what each tells of itself.
+        entropies: mean entropy in nats of each of them; ``None`` = unknown. Without them, each rollout's own.
         outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
-        global_steps: policy version of rollouts that tell none, and are of no earlier run.
+        global_steps: policy version of rollouts that have none, unless they are of an earlier run.
         generator: see :func:`choose_to_save`.
 
     Returns:
-        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals, of
+        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals: of
         rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
@@ -126,12 +126,12 @@ def rollouts_to_keep(
         if not enters:
             left_out["out_of_bounds" if task in outcomes else "solved"] += 1
             continue
-        # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
+        # Refused ones are removed first: save_filter="best" might choose one, and nothing of its task would enter.
         malformed, entropy = bool(field_problem(trajectory)), None
         if not malformed:
             entropy = own_entropy(trajectory) if entropies is None else entropies[number]
         refusal = Refusal.MALFORMED if malformed else refusal_of(trajectory, entropy)
-        # A demonstration is no rollout of a step, and enters by itself (``seed``).
+        # A demonstration is no rollout of a step; it enters by `seed`.
         refusal = refusal or (Refusal.NO_ENTROPY if entropy is None else None)
         if refusal is not None:
             refused[refusal.value] += 1
@@ -140,7 +140,7 @@ def rollouts_to_keep(
         if version is None and EARLIER_RUN not in trajectory.metadata:
             version = global_steps
         held.append(replace(trajectory, entropy=entropy, policy_version=version))
-    kept = [one for rollouts in candidates.values() for one in choose_to_save(rollouts, rules, generator)]
+    kept = [rollout for rollouts in candidates.values() for rollout in choose_to_save(rollouts, rules, generator)]
     left_out["not_best"] = sum(map(len, candidates.values())) - len(kept)
     return kept, refused, left_out
 
@@ -148,17 +148,16 @@ def rollouts_to_keep(
 def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
     """Return whether the age of the policy that sampled is known.
 
-    A version newer than the step that is going on comes from another count of steps: a run that began anew on the
-    pool of an earlier one.
+    A version newer than the current step comes from another count of steps: a new run on the pool of an earlier one.
     """
     return entry.policy_version is not None and entry.policy_version <= global_steps
 
 
 def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
-    """Return whether an entry may come out at this step: young enough and rewarded enough.
+    """Return whether an entry may be drawn at this step: young enough and rewarded enough.
 
-    An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``. One that was given late
-    must be such that the entry could enter with it.
+    An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``. A corrected outcome
+    must also be one with which the entry could enter.
     """
     if entry.is_corrected and not _deserves_keeping(entry.outcome, rules):
         return False
@@ -174,23 +173,22 @@ def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
 def admit(
     entries: Sequence[PoolEntry], new: PoolEntry, rules: PoolRules
 ) -> tuple[tuple[PoolEntry, ...], PoolEntry | None] | Refusal:
-    """Put an entry among those of its task.
+    """Add an entry to those of its task.
 
-    A full task gives up its highest entropy for a lower one (``argmin``), its lowest for a higher one
-    (``argmax``), its lowest outcome for one that is as high or higher (``reward``), or its oldest (``random``); by
-    entropy, demonstrations, which have none, go before all others. A rollout with the tokens of a demonstration takes
-    its place, since it has log-probs; so does a rollout that of a history with another prompt, which never comes out.
-    Entries stay in order of arrival. Adding the survivors of some additions again, in the same order, gives the same
-    entries: this is what makes recovery exact.
+    A full task gives up its highest entropy for a lower one (``argmin``), its lowest for a higher one (``argmax``), its
+    lowest outcome for one that is as high or higher (``reward``), or its oldest (``random``). By entropy,
+    demonstrations, which have none, go first. A rollout replaces a demonstration with the same tokens, since it has
+    log-probs. It also replaces a history with another prompt, which is never drawn. Entries stay in order of arrival.
+    Recovery is exact because adding the survivors of some additions again, in the same order, gives the same entries.
 
     Returns:
-        The task's entries afterwards and the one that was replaced, if any; or why the new one is refused.
+        The task's entries afterwards and the replaced one, if any; or why the new one is refused.
     """
     same = next((entry for entry in entries if entry.digest == new.digest), None)
     if same is not None:
         if not same.is_demonstration or new.is_demonstration:
             return Refusal.DUPLICATE
-        return (*(entry for entry in entries if entry is not same), new), same  # its tokens, now with log-probs
+        return (*(entry for entry in entries if entry is not same), new), same  # the same tokens, now with log-probs
     if len(entries) < rules.max_trajectories_per_task:
         return (*entries, new), None
     others = [] if new.is_demonstration else [entry for entry in entries if entry.prompt.differs(new.prompt)]
@@ -205,7 +203,7 @@ def admit(
 
 
 def _place(entry: PoolEntry, rules: PoolRules) -> tuple[int, float]:
-    """Return what an entry of a full task is compared by; the highest goes first, what is not known before all."""
+    """Return the sort key for replacement in a full task; the highest is replaced first, unknown values before all."""
     if rules.exp_select_mode == "random":
         return 0, 0.0
     if rules.exp_select_mode == "reward":
@@ -217,26 +215,28 @@ def _place(entry: PoolEntry, rules: PoolRules) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class AdmissionPlan:
-    """What taking some trajectories into a pool will do, before anything is stored.
+    """The effect of adding some trajectories to a pool, before anything is stored.
 
-    Trajectories that will stay have placeholder ids below zero in ``entries``; ``accepted`` has them in that
-    order. One that a later one of the same call replaces is not stored at all.
+    Trajectories that will stay have placeholder ids below zero in ``entries``; ``accepted`` has them in that order. A
+    trajectory that a later one of the same call replaces is not stored at all.
     """
 
     entries: dict[str, tuple[PoolEntry, ...]]
-    """The entries of each task that changes."""
+    """The entries of each changed task."""
     accepted: dict[int, AgentTrajectory]
     replaces: dict[int, int]
-    """Placeholder id of an accepted one -> id of the stored trajectory that leaves the pool for it."""
+    """Placeholder id of an accepted trajectory -> id of the stored trajectory that it replaces."""
     refused: Counter[str]
     displaced: int
-    """How many gave up their place: the stored ones, and those of the same call that are not stored."""
+    """Number of replaced trajectories: stored ones, and those of the same call that are not stored."""
 
     def with_ids(self, ids: Sequence[int]) -> dict[str, tuple[PoolEntry, ...]]:
-        """Return ``entries`` under the ids that the store gave the ``accepted``."""
+        """Return ``entries`` with the ids that the store gave to the ``accepted``."""
         given = dict(zip(self.accepted, ids, strict=True))
         return {
-            task: tuple(replace(one, trajectory_id=given.get(one.trajectory_id, one.trajectory_id)) for one in entries)
+            task: tuple(
+                replace(entry, trajectory_id=given.get(entry.trajectory_id, entry.trajectory_id)) for entry in entries
+            )
             for task, entries in self.entries.items()
         }
 
@@ -248,13 +248,13 @@ def plan_admissions(
     *,
     are_checked: bool = False,
 ) -> AdmissionPlan:
-    """Return what taking ``trajectories``, in this order, into a pool that holds ``held`` will do.
+    """Return the effect of adding ``trajectories``, in this order, to a pool that holds ``held``.
 
     Args:
-        held: what the pool has.
-        trajectories: what is to enter.
+        held: the pool's entries.
+        trajectories: the candidates.
         rules: the pool's.
-        are_checked: whether they are what :func:`rollouts_to_keep` returned, by what they tell of themselves.
+        are_checked: whether :func:`rollouts_to_keep` returned them, without given ``entropies``.
     """
     entries: dict[str, tuple[PoolEntry, ...]] = {}
     accepted: dict[int, AgentTrajectory] = {}
@@ -278,7 +278,7 @@ def plan_admissions(
         left += 1
         if accepted.pop(displaced.trajectory_id, None) is None:
             replaces[entry.trajectory_id] = displaced.trajectory_id
-        elif displaced.trajectory_id in replaces:  # it is not stored, so what it took the place of leaves for this one
+        elif displaced.trajectory_id in replaces:  # not stored: this one replaces its target instead
             replaces[entry.trajectory_id] = replaces.pop(displaced.trajectory_id)
     return AdmissionPlan(entries, accepted, replaces, refused, left)
 
@@ -293,19 +293,19 @@ def choose_histories(
     generator: np.random.Generator,
     versions_drawn: Counter[int | None] | None = None,
 ) -> list[int]:
-    """Return the places of up to ``n`` entries of one task, best first, none twice.
+    """Return the indices of up to ``n`` entries of one task, best first, without repetition.
 
-    How many come back depends on neither ``entropies`` nor ``generator``.
+    Their number depends on neither ``entropies`` nor ``generator``.
 
     Args:
-        entries: those that may come out, oldest first; of equally good ones the older comes.
-        n: how many at the most.
-        rules: say what is best.
-        uses: how often each was drawn; counts with ``in_turns``.
-        entropies: of each, in nats: the value by which they are told apart, unless the rules go by outcome. ``None`` =
-            unknown, behind all others. Those of :func:`undecided` are compared with one another, and with no others.
-        generator: of ``exp_select_mode: random``; else it is not touched.
-        versions_drawn: how many histories of each policy version the batch has so far, for ``policy_versions: spread``.
+        entries: those that may be drawn, oldest first; of equally good ones the older is chosen.
+        n: the maximum.
+        rules: define the best.
+        uses: number of draws of each; used with ``in_turns``.
+        entropies: of each, in nats: the sort key, unless the rules use the outcome. ``None`` = unknown, after all
+            others. Those of :func:`undecided` are compared only with one another.
+        generator: of ``exp_select_mode: random``; otherwise unused.
+        versions_drawn: number of histories of each policy version in the batch so far, for ``policy_versions: spread``.
     """
     if n < 1 or not entries:
         return []
@@ -313,7 +313,7 @@ def choose_histories(
         order: list[int] = generator.permutation(len(entries)).tolist()
     else:
         sign = 1.0 if rules.exp_select_mode == "argmin" else -1.0
-        values = [one.known_outcome for one in entries] if rules.exp_select_mode == "reward" else entropies
+        values = [entry.known_outcome for entry in entries] if rules.exp_select_mode == "reward" else entropies
         ranks = [(1, 0.0) if value is None else (0, sign * value) for value in values]
         order = sorted(range(len(entries)), key=ranks.__getitem__)
     if rules.in_turns:
@@ -324,16 +324,16 @@ def choose_histories(
 
 
 def undecided(entries: Sequence[PoolEntry], n: int, rules: PoolRules, uses: Sequence[int]) -> list[int]:
-    """Return the places of entries of which their entropy alone says whether they are among the ``n`` that come out.
+    """Return the indices of entries whose entropy alone decides whether they are among the ``n`` chosen.
 
-    None where there are no more than ``n``, or where how often each was drawn, outcome or chance decides. The
-    arguments are those of :func:`choose_histories`.
+    Empty if there are no more than ``n``, or if number of draws, outcome or chance decides. The arguments are those of
+    :func:`choose_histories`.
     """
     if rules.exp_select_mode not in ("argmin", "argmax") or not 0 < n < len(entries):
         return []
     counts = uses if rules.in_turns else [0] * len(entries)
     alike = Counter(counts)
-    if rules.policy_versions == "spread":  # the versions in the batch say how far down the order it goes
+    if rules.policy_versions == "spread":  # any entry may be chosen, depending on the versions in the batch
         return [place for place, count in enumerate(counts) if alike[count] > 1]
     last = sorted(counts)[n - 1]
     if sum(count <= last for count in counts) == n:
@@ -342,11 +342,11 @@ def undecided(entries: Sequence[PoolEntry], n: int, rules: PoolRules, uses: Sequ
 
 
 def _spread(order: Sequence[int], n: int, entries: Sequence[PoolEntry], drawn: Counter[int | None]) -> list[int]:
-    """Return the places of up to ``n`` entries, each of the version that was drawn least so far; counts them."""
+    """Return the indices of up to ``n`` entries, each of the version drawn least so far; updates ``drawn``."""
     left = list(order)
     chosen: list[int] = []
     while left and len(chosen) < n:
-        place = min(left, key=lambda at: drawn[entries[at].policy_version])  # the first of the order among equals
+        place = min(left, key=lambda at: drawn[entries[at].policy_version])  # the first among equals
         left.remove(place)
         chosen.append(place)
         drawn[entries[place].policy_version] += 1

@@ -1,6 +1,6 @@
-"""Where the pool keeps its records: what it needs of a trajectory store, and two stores that give it.
+"""Storage of the pool's records: the required interface, and two implementations.
 
-Takes no lock: the one training loop that owns the pool is the one caller.
+Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
@@ -26,50 +26,49 @@ if TYPE_CHECKING:
     from trajstore.query import Query
 
 LEAST_CAPACITY = 256
-"""Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
+"""Smallest capacity of a pool's store, so that it never evicts the newest snapshot."""
 
 
 class PoolRecords(Protocol):
-    """Agent trajectories under ascending ids, that may be read."""
+    """Agent trajectories under ascending ids, read-only."""
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        """Return a trajectory; the caller does not change it.
+        """Return a trajectory; the caller must not change it.
 
         Raises:
             TrajectoryUnavailableError: no such id, or no longer kept.
         """
 
     def ids(self) -> list[int]:
-        """Return the ids that are kept, ascending."""
+        """Return the ids of kept trajectories, ascending."""
 
 
 @runtime_checkable
 class PoolStore(PoolRecords, Protocol):
     """A store of agent trajectories under ascending ids.
 
-    What a crash leaves is what was there after some number of additions: never a later one without the
-    earlier ones.
+    A crash preserves a prefix of the additions: never a later one without the earlier ones.
     """
 
     @property
     def durable(self) -> bool:
-        """Whether the records outlive the process."""
+        """Whether the records survive the process."""
 
     @property
     def store_id(self) -> str:
-        """Tells stores apart whose ids may be the same; empty if the records are in this process only."""
+        """Identifies the store; empty if the records are in this process only."""
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        """Take private copies and return their ids, ascending and above all earlier ones. All or none."""
+        """Store private copies and return their ids, ascending and above all earlier ones. All or none."""
 
     def outcomes_given(self) -> Mapping[int, float]:
-        """Return the outcomes that records were given after they were added, by id; :meth:`get` has them too."""
+        """Return outcomes that were corrected after addition, by id; :meth:`get` has them too."""
 
     def flush(self) -> None:
-        """Return when every addition is as durable as the store can make it."""
+        """Block until every addition is as durable as the store can make it."""
 
     def evict(self, ids: Sequence[int], /) -> None:
-        """Give up trajectories. Ids that are not kept are no error."""
+        """Evict trajectories. Unknown ids are ignored."""
 
 
 class MemoryStore:
@@ -86,8 +85,10 @@ class MemoryStore:
         """As :meth:`PoolStore.add_trajectories`."""
         for trajectory in trajectories:
             columns = [value for value in vars(trajectory).values() if isinstance(value, torch.Tensor)]
-            # What is copied already is not copied by deepcopy, which would take the whole storage of a slice.
-            self._kept[self._next] = copy.deepcopy(trajectory, {id(one): one.detach().clone() for one in columns})
+            # Tensors in the memo are not copied again: deepcopy would copy the whole storage of a slice.
+            self._kept[self._next] = copy.deepcopy(
+                trajectory, {id(column): column.detach().clone() for column in columns}
+            )
             self._next += 1
         return list(range(self._next - len(trajectories), self._next))
 
@@ -103,11 +104,11 @@ class MemoryStore:
         return list(self._kept)
 
     def outcomes_given(self) -> Mapping[int, float]:
-        """As :meth:`PoolStore.outcomes_given`: nobody can give them to what is in memory."""
+        """As :meth:`PoolStore.outcomes_given`: always empty, since trajectories in memory cannot be annotated."""
         return {}
 
     def flush(self) -> None:
-        """Do nothing: memory has nothing to wait for."""
+        """Do nothing."""
 
     def evict(self, ids: Sequence[int], /) -> None:
         """As :meth:`PoolStore.evict`."""
@@ -116,16 +117,16 @@ class MemoryStore:
 
 
 class BufferStore(Closing):
-    """The pool's records in a trajectory buffer that writes what it is given.
+    """The pool's records in a trajectory buffer that writes to disk.
 
-    The buffer belongs to the pool. Its retention may have a capacity of 256 trajectories or more: then the pool's
-    oldest trajectories go first. A smaller one would evict the pool's journal.
+    The buffer belongs to the pool. Its retention may have a capacity of at least 256 trajectories; then the pool's
+    oldest trajectories are evicted first. A smaller capacity would evict the pool's journal.
 
     Args:
         buffer: a buffer with ``auto_save=True``.
 
     Raises:
-        ConfigurationError: the buffer keeps its trajectories in memory, or too few of them.
+        ConfigurationError: the buffer is in memory only, or its capacity is too small.
     """
 
     durable = True
@@ -141,22 +142,22 @@ class BufferStore(Closing):
 
     @classmethod
     def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
-        """Open the pool's store at a directory or URL, or begin one there.
+        """Open the pool's store at a directory or URL, or create it.
 
         Args:
             path: ``auto_save_path`` of the buffer.
             format: ``trajectory_format`` of the buffer.
-            capacity: trajectories to keep, the pool's own few records included; ``None`` = no limit.
+            capacity: number of trajectories to keep, including the pool's own few records; ``None`` = no limit.
 
         Raises:
             StoreLockedError: another process writes there.
-            CorruptStoreError: what lies there cannot be continued.
+            CorruptStoreError: the existing store cannot be continued.
             ConfigurationError: an argument is out of range.
         """
         from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
         from trajstore.core.buffer.retention import Retention
 
-        _check_capacity(capacity)  # before a directory is made and locked
+        _check_capacity(capacity)  # before a directory is created and locked
         retention = Retention(max_trajectories=capacity)
         return cls(
             TrajectoryReplayBuffer(
@@ -195,7 +196,7 @@ class BufferStore(Closing):
 
     def outcomes_given(self) -> Mapping[int, float]:
         """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
-        from trajstore.core.reading.late import outcomes_given  # a pool in memory needs none of it
+        from trajstore.core.reading.late import outcomes_given  # not needed by a pool in memory
 
         def look(contents: Contents) -> dict[int, float]:
             index = contents.index
@@ -206,7 +207,7 @@ class BufferStore(Closing):
         return self._buffer.live.locked(look)
 
     def query(self, relation: str) -> Query:
-        """Ask about all that is stored, the pool's own records and what has left the pool included."""
+        """Return a query over all records, including the pool's own and trajectories that left the pool."""
         return self._buffer.query(relation)
 
     def flush(self) -> None:
@@ -230,7 +231,7 @@ def store_options(name: str, value: Any) -> Mapping[str, Any] | None:
     """Return options of :meth:`BufferStore.open`; None for a store in memory.
 
     Raises:
-        ConfigurationError: they are none; the message names the first that is wrong.
+        ConfigurationError: an option is invalid; the message names the first such option.
     """
     if value is None:
         return None

@@ -1,19 +1,19 @@
-"""Conversations of other programs as demonstrations: lines of JSON, one conversation each, into an experience pool.
+"""Conversations of other programs as demonstrations: JSON lines, one conversation each, for an experience pool.
 
-A line in OpenAI's chat format, and what of it the pool needs::
+A line is in OpenAI's chat format with a few additions::
 
     {"task_id": "gsm8k:12", "messages": [{"role": "user", "content": "..."}, ...], "reward": 1.0}
 
-``task_id`` and ``messages`` are needed; ``reward`` (a number) or ``success`` (true or false) says what it came to, and
-``tools`` goes to the chat template. ``rollout_id`` and ``query`` are kept by these names, all other keys in
-``metadata["transcript"]``. A message may have ``token_ids``, the tokens that it added to the conversation, header
-included, and ``loss_mask``, 1 on those that the model wrote: if all messages up to the model's last one have ids, they
-count, and nothing is tokenized. OpenAI's ``weight`` 0 keeps a message of the model out of the training,
-``function_call`` is a tool call, and ``refusal`` what the model said.
+``task_id`` and ``messages`` are required. ``reward`` (a number) or ``success`` (true or false) is the outcome, and
+``tools`` goes to the chat template. ``rollout_id`` and ``query`` are kept under these names, all other keys in
+``metadata["transcript"]``. A message may have ``token_ids``, the tokens that it added to the conversation including its
+header, and ``loss_mask``, 1 on the model's tokens. If all messages up to the model's last one have ids, these are used
+and nothing is tokenized. A message with OpenAI's ``weight`` 0 is not trained on, ``function_call`` is a tool call, and
+``refusal`` is the model's text.
 
-Texts that are tokenized are rid of control tokens first (:mod:`trainer_hooks.replay.control_tokens`).
+Control tokens are removed from texts before tokenization (:mod:`trainer_hooks.replay.control_tokens`).
 
-A demonstration has no log-probs. It is replayed with those that the current policy gives.
+A demonstration has no log-probs. It is replayed with those of the current policy.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import AgentTrajectory, Reward
 
 AT_ONCE = 64
-"""Conversations that enter the pool together."""
+"""Number of conversations added to the pool together."""
 
 TRANSCRIPT = "transcript"
-"""Key of ``metadata``: file and line from which a demonstration came, and what else the line said."""
+"""Key of ``metadata``: file and line of a demonstration, and other fields of the line."""
 
 CONTROL_TOKENS = "control_tokens"
-"""Key beside these: names of control tokens in the line's texts, which have a space in them now; absent = none."""
+"""Key beside these: number of control-token names in the line's texts that got a space; absent = none."""
 
 TOKEN_IDS, LOSS_MASK = "token_ids", "loss_mask"
-"""Keys of a message that brings its tokens."""
+"""Keys of a message with its own tokens."""
 
 _OWN = ("messages", "task_id", "reward", "success", "rollout_id", "query")
 
@@ -74,11 +74,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no conversation for the pool.
+    """A line that is not a valid conversation.
 
     Attributes:
         line: counted from 1.
-        reason: what is wrong with it, in words.
+        reason: the problem in words.
     """
 
     line: int
@@ -93,9 +93,9 @@ class TranscriptReader:
         tokenizer: of Hugging Face, with the chat template of the run that will replay them.
         context: ``linear``, a conversation is one row; or ``linear_think``, a row for each turn of the model.
         think_hint: ``linear_think``: see :func:`~trainer_hooks.replay.conversation.rows_of_messages`.
-        outcome: of lines that say neither ``reward`` nor ``success``; ``None`` = such a line is bad.
-        success_threshold: outcome from which on a line's conversation is a success.
-        messages: makes the tokens; made of the others.
+        outcome: of lines with neither ``reward`` nor ``success``; ``None`` = such a line is bad.
+        success_threshold: lowest outcome of a success.
+        messages: makes the tokens; derived from the other attributes.
 
     Raises:
         ConfigurationError: no tokenizer, no such context, or an option that has no effect in it.
@@ -117,15 +117,15 @@ class TranscriptReader:
 
     @property
     def fingerprint(self) -> str:
-        """Tells tokenizers and chat templates apart."""
+        """Identifies tokenizer and chat template."""
         return self.messages.fingerprint
 
     def read(self, path: str | Path, progress: Progress | None = None) -> Iterator[AgentTrajectory | BadLine]:
-        """Yield what each line of a file holds, in order; empty lines are passed over.
+        """Yield the demonstration or problem of each line of a file, in order; skips empty lines.
 
         Args:
             path: a file of UTF-8 text.
-            progress: told (bytes read, bytes of the file) after each line.
+            progress: called with (bytes read, bytes of the file) after each line.
 
         Raises:
             OSError: the file cannot be read.
@@ -149,44 +149,46 @@ class TranscriptReader:
         """Return the demonstration of a line.
 
         Raises:
-            InvalidTrajectoryError: there is none.
+            InvalidTrajectoryError: the line is not a valid conversation.
         """
         try:
-            said = orjson.loads(line)
+            fields = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise InvalidTrajectoryError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
-        if not isinstance(said, dict):
-            raise InvalidTrajectoryError(f"a {type(said).__name__}, must be an object with messages and task_id")
-        messages = _messages_of(said.get("messages"))
+        if not isinstance(fields, dict):
+            raise InvalidTrajectoryError(f"a {type(fields).__name__}, must be an object with messages and task_id")
+        messages = _messages_of(fields.get("messages"))
         if all(message.get(TOKEN_IDS) is None for message in messages):
-            texts = {"messages": messages} | {name: said[name] for name in ("tools",) if name in said}
-            changed, apart = self.messages.control.taken_out_of(texts)
-            said |= changed
+            texts = {"messages": messages} | {name: fields[name] for name in ("tools",) if name in fields}
+            changed, change_count = self.messages.control.taken_out_of(texts)
+            fields |= changed
             messages = changed["messages"]
-            place |= {CONTROL_TOKENS: apart} if apart else {}
-        outcome = self._outcome(said)
-        one = AgentTrajectory(
+            place |= {CONTROL_TOKENS: change_count} if change_count else {}
+        outcome = self._outcome(fields)
+        trajectory = AgentTrajectory(
             messages=[
                 {name: value for name, value in message.items() if name not in (TOKEN_IDS, LOSS_MASK)}
                 for message in messages
             ],
             reward=Reward(outcome=outcome, metadata={"score": outcome}),
-            task_id=_text_at(said, "task_id"),
-            rollout_id=_text_at(said, "rollout_id", f"{place['file']}:{place['line']}"),
-            query=_text_at(said, "query", _first_query(messages)),
+            task_id=_text_at(fields, "task_id"),
+            rollout_id=_text_at(fields, "rollout_id", f"{place['file']}:{place['line']}"),
+            query=_text_at(fields, "query", _first_query(messages)),
             tokenizer_fingerprint=self.fingerprint,
             metadata={
                 DEMONSTRATION: True,
-                TRANSCRIPT: {**{name: value for name, value in said.items() if name not in _OWN}, **place},
+                TRANSCRIPT: {**{name: value for name, value in fields.items() if name not in _OWN}, **place},
             },
         )
-        options = {} if said.get("tools") is None else {"tools": said["tools"]}
+        options = {} if fields.get("tools") is None else {"tools": fields["tools"]}
         template = ChatTemplate.of(self.tokenizer, **options)
-        one = self._with_ids(one, messages, template) or with_tokens(one, template, self.context, self.think_hint)
-        refusal = token_refusal(one)
+        trajectory = self._with_ids(trajectory, messages, template) or with_tokens(
+            trajectory, template, self.context, self.think_hint
+        )
+        refusal = token_refusal(trajectory)
         if refusal is not None:
             raise InvalidTrajectoryError(f"cannot be replayed: {refusal.value}")
-        return one
+        return trajectory
 
     def _outcome(self, said: Mapping[str, Any]) -> float:
         reward, success = said.get("reward"), said.get("success")
@@ -211,7 +213,7 @@ class TranscriptReader:
     def _with_ids(
         self, one: AgentTrajectory, messages: Sequence[Mapping[str, Any]], template: ChatTemplate
     ) -> AgentTrajectory | None:
-        """Return the demonstration with the ids that its messages bring; ``None`` if they bring none."""
+        """Return the demonstration with its messages' own ids; ``None`` if they have none."""
         turns = [number for number, message in enumerate(messages) if is_trained(message)]
         used = messages[: turns[-1] + 1] if turns else []
         given = [number for number, message in enumerate(used) if message.get(TOKEN_IDS) is not None]
@@ -240,11 +242,11 @@ class TranscriptReader:
 
 @dataclass(frozen=True)
 class Imported(Exchanged):
-    """What an import of transcripts did: ``read`` are lines, empty ones left out, ``entered`` new demonstrations.
+    """Result of an import of transcripts: ``read`` counts lines without empty ones, ``entered`` new demonstrations.
 
     Attributes:
-        bad: lines that are no conversation for the pool: read, and neither ``entered`` nor ``refused``.
-        control_tokens: names of control tokens in texts of lines; each has a space behind its first character now.
+        bad: lines that are no valid conversations; neither ``entered`` nor ``refused``.
+        control_tokens: number of control-token names in texts that got a space after the first character.
         highest_failure: highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none.
     """
 
@@ -256,23 +258,22 @@ class Imported(Exchanged):
 def import_transcripts(
     store: str | Path, source: str | Path, rules: PoolRules, reader: TranscriptReader, progress: Progress | None = None
 ) -> Imported:
-    """Take the conversations of a file into the pool of a store, which is made if there is none.
+    """Add the conversations of a file to the pool of a store, which is created if there is none.
 
-    What the pool has already is left as it is, so the same file can be imported again, after an interruption too.
+    Known conversations are skipped, so the same file can be imported again, also after an interruption.
 
     Args:
         store: directory or URL of the pool's store.
-        source: the file, as this module says.
-        rules: of the run that will replay them, as far as they say what a task keeps.
+        source: the file, in this module's format.
+        rules: of the run that will replay them; only its limits per task matter.
         reader: makes demonstrations of lines.
-        progress: told (bytes read, bytes of the file) after each line.
+        progress: called with (bytes read, bytes of the file) after each line.
 
     Raises:
-        ConfigurationError: what lies at ``store`` is no pool; or the pool is of another tokenizer, or its rules never
-            let demonstrations out.
+        ConfigurationError: ``store`` is not a pool, or of another tokenizer, or its rules never replay demonstrations.
         StoreNotFoundError: there is no such file.
         StoreLockedError: a run is using the store.
-        StoreWriteError: the store could not write; what was taken in before is there.
+        StoreWriteError: the store could not write; earlier additions are kept.
     """
     if not Path(source).is_file():
         raise StoreNotFoundError(f"{source}: no such file")
@@ -282,16 +283,16 @@ def import_transcripts(
         before = len(manager)
         refused: Counter[str] = Counter()
         bad: list[BadLine] = []
-        apart = 0
+        control_tokens = 0
         outcomes: list[float] = []
-        found = reader.read(source, progress)
+        items = reader.read(source, progress)
         lines = 0
-        while several := list(islice(found, AT_ONCE)):
-            lines += len(several)
-            bad += [one for one in several if isinstance(one, BadLine)]
-            demonstrations = [one for one in several if isinstance(one, AgentTrajectory)]
-            apart += sum(one.metadata[TRANSCRIPT].get(CONTROL_TOKENS, 0) for one in demonstrations)
-            outcomes += [outcome_of(one) or 0.0 for one in demonstrations if not is_worth_keeping(one, rules)]
+        while chunk := list(islice(items, AT_ONCE)):
+            lines += len(chunk)
+            bad += [item for item in chunk if isinstance(item, BadLine)]
+            demonstrations = [item for item in chunk if isinstance(item, AgentTrajectory)]
+            control_tokens += sum(item.metadata[TRANSCRIPT].get(CONTROL_TOKENS, 0) for item in demonstrations)
+            outcomes += [outcome_of(item) or 0.0 for item in demonstrations if not is_worth_keeping(item, rules)]
             refused += manager.seed(demonstrations)
         manager.flush()
         return Imported(
@@ -304,13 +305,13 @@ def import_transcripts(
             entered=lines - len(bad) - refused.total(),
             left=manager.left,
             bad=bad,
-            control_tokens=apart,
+            control_tokens=control_tokens,
             highest_failure=max(outcomes, default=None),
         )
 
 
 def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
-    """Return a Hugging Face tokenizer, with a chat template of a file if one is given.
+    """Return a Hugging Face tokenizer, optionally with the chat template in a file.
 
     Args:
         path: folder, or name in the cache of a model hub on this machine.
@@ -332,7 +333,7 @@ def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
 
 
 def _text_at(said: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return a text of a line; the default where there is none."""
+    """Return a string field of a line, or the default if absent."""
     value = said.get(name)
     if value is None and default is not None:
         return default
@@ -342,7 +343,7 @@ def _text_at(said: Mapping[str, Any], name: str, default: str | None = None) -> 
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return messages with texts as content, and the arguments of tool calls as objects."""
+    """Return messages with strings as content, and the arguments of tool calls as objects."""
     if not isinstance(value, list) or not value:
         raise InvalidTrajectoryError("messages: must be a list of messages, at least one")
     return [_message(message, number) for number, message in enumerate(value)]
@@ -354,14 +355,14 @@ def _message(value: Any, number: int) -> dict[str, Any]:
     message = dict(value)
     if message.get("weight") not in (None, 0, 1):
         raise InvalidTrajectoryError(f"messages[{number}].weight: {message['weight']!r}, must be 0 or 1")
-    if (call := message.pop("function_call", None)) is not None:  # what OpenAI had before tool_calls
+    if (call := message.pop("function_call", None)) is not None:  # OpenAI's predecessor of tool_calls
         message["tool_calls"] = [{"type": "function", "function": call}]
     if message["role"] == "function":
         message["role"] = "tool"
     content = message.get("content")
     calls = message.get("tool_calls")
     if content is None and isinstance(message.get("refusal"), str):
-        content = message.pop("refusal")  # what the model said in the place of an answer
+        content = message.pop("refusal")  # the model's text instead of an answer
     if content is None and calls:
         content = ""
     elif isinstance(content, list):
@@ -385,26 +386,26 @@ def _message(value: Any, number: int) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object: OpenAI has them as JSON, chat templates as an object."""
+    """Return a tool call with its arguments as an object: OpenAI has JSON text, chat templates an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:  # the model wrote no JSON; templates print it as it is
+    except orjson.JSONDecodeError:  # the model's invalid JSON; templates print it unchanged
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _first_query(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the first message of a user says; empty if there is none."""
-    return next((str(one["content"]) for one in messages if one["role"] == "user"), "")
+    """Return the content of the first user message; empty if there is none."""
+    return next((str(message["content"]) for message in messages if message["role"] == "user"), "")
 
 
 def _ids_of(value: Any, number: int, vocabulary: int) -> list[int]:
-    """Return the ids that a message brings."""
-    fine = isinstance(value, list) and all(type(one) is int and 0 <= one < vocabulary for one in value)
-    if not fine:
+    """Return the token ids of a message."""
+    is_valid = isinstance(value, list) and all(type(token) is int and 0 <= token < vocabulary for token in value)
+    if not is_valid:
         raise InvalidTrajectoryError(f"messages[{number}].{TOKEN_IDS}: must be a list of ids in [0, {vocabulary})")
     ids: list[int] = value
     return ids
@@ -413,11 +414,11 @@ def _ids_of(value: Any, number: int, vocabulary: int) -> list[int]:
 def _mask_of(
     messages: Sequence[Mapping[str, Any]], number: int, tokens: Sequence[int], template: ChatTemplate
 ) -> list[int]:
-    """Return 1 on the tokens of a message that the model wrote: as it says, else from its header to its end mark."""
+    """Return 1 on a message's tokens by the model: its own mask, else from its header to its end mark."""
     message = messages[number]
     given = message.get(LOSS_MASK)
     if given is not None:
-        if not isinstance(given, list) or len(given) != len(tokens) or any(one not in (0, 1) for one in given):
+        if not isinstance(given, list) or len(given) != len(tokens) or any(value not in (0, 1) for value in given):
             raise InvalidTrajectoryError(
                 f"messages[{number}].{LOSS_MASK}: must be 0 or 1 for each of {len(tokens)} {TOKEN_IDS}"
             )
@@ -425,10 +426,10 @@ def _mask_of(
             raise InvalidTrajectoryError(
                 f"messages[{number}].{LOSS_MASK}: 1 on a message that is not the model's, or has weight 0"
             )
-        return [int(one) for one in given]
+        return [int(value) for value in given]
     if not is_trained(message):
         return [0] * len(tokens)
-    asked = list(template.header(messages[:number]))
-    first = len(asked) if asked and list(tokens[: len(asked)]) == asked else 0
+    header = list(template.header(messages[:number]))
+    first = len(header) if header and list(tokens[: len(header)]) == header else 0
     stop = template.end_of_turn(tokens, first, len(tokens))
     return [int(first <= place < stop) for place in range(len(tokens))]

@@ -1,7 +1,7 @@
-"""Whether the fields of a rollout fit together and can be kept, by one measure whatever store a pool has. Pure.
+"""Validation of a rollout's fields, the same for every store of a pool. Pure.
 
-A pool in memory takes what a pool on disk takes, and nothing else: what a store of trajectories would refuse is told
-here first, of one rollout, so that the others of its step are kept.
+Pools in memory and on disk accept the same rollouts. Rollouts that a trajectory store would refuse are found here one
+by one, so that the others of their step are kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _OF_ALL_TOKENS = ("input_ids", "attention_mask", "loss_mask")
 
 
 def field_problem(trajectory: AgentTrajectory) -> str:
-    """Return which field of a rollout holds what it cannot hold; empty if none does.
+    """Return the problem of a rollout's first invalid field; empty if there is none.
 
-    A column is a dense tensor of one dimension, token ids are whole numbers, log-probs and entropies floating point,
-    masks real; ``response_start`` is a place among the tokens, ``entropy`` a number. What holds so can be compared and
-    counted: look at this before anything else.
+    A column is a dense tensor of one dimension, token ids are integers, log-probs and entropies floating point, masks
+    real; ``response_start`` is a token position, ``entropy`` a number. Check this first: such fields can be compared
+    and counted.
     """
     try:
         for name in ("input_ids", *_MASKS, *_NUMBERS):
@@ -46,9 +46,10 @@ def field_problem(trajectory: AgentTrajectory) -> str:
 
 
 def record_problem(trajectory: AgentTrajectory) -> str:
-    """Return why no store could keep a rollout, or why its rows cannot be told apart; empty if there is no reason.
+    """Return why no store could keep a rollout, or why its rows cannot be separated; empty if neither applies.
 
-    Columns of different lengths, numbers of more than 64 bits, metadata or messages that JSON has no equal of.
+    Reasons are columns of different lengths, numbers of more than 64 bits, and metadata or messages that JSON cannot
+    represent.
 
     Args:
         trajectory: without a :func:`field_problem`.
@@ -63,15 +64,14 @@ def record_problem(trajectory: AgentTrajectory) -> str:
 
 
 def as_recorded(trajectory: AgentTrajectory, entropy: float | None) -> AgentTrajectory:
-    """Return a rollout with the entropy that it has in the pool; tensors are shared.
+    """Return a rollout with its entropy in the pool; tensors are shared.
 
     Args:
-        trajectory: what is to enter.
-        entropy: its mean entropy in nats; ``None`` of a demonstration, which keeps the one that it says, if it is a
-            finite number.
+        trajectory: the candidate.
+        entropy: its mean entropy in nats; ``None`` for a demonstration, which keeps its own finite ``entropy``.
     """
-    said = trajectory.entropy
-    if said == entropy or (entropy is None and said is not None and math.isfinite(said)):
+    own = trajectory.entropy
+    if own == entropy or (entropy is None and own is not None and math.isfinite(own)):
         return trajectory
     return dataclasses.replace(trajectory, entropy=entropy)
 

@@ -1,8 +1,8 @@
-"""Histories on their way into a batch: from their choice until their rows stand beside the rollouts of their prompt.
+"""Adds the chosen histories as rows to the batches that verl samples.
 
-verl fills a batch up to a multiple of ``ppo_mini_batch_size * n`` rows with rows that count for nothing, and cuts it
-into mini-batches in the order of its rows. A history too many would make a mini-batch, and an optimizer step, of
-padding; histories that stand together would make one of themselves (:func:`surplus`, :func:`spread`).
+verl pads a batch to a multiple of ``ppo_mini_batch_size * n`` rows, and splits it into mini-batches in row order. One
+history too many would add a mini-batch of padding, and an optimizer step (:func:`surplus`). Adjacent histories would
+form a mini-batch of their own (:func:`spread`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 TRAINING = "train"
-"""Partition of the data plane that holds what is trained on."""
+"""Partition of the data plane with the training rows."""
 
 REPLAYED_TAG = "replayed_history"
-"""Tag of a replayed row: the number of its history among those of the prompt."""
+"""Tag of a replayed row: number of its history within the prompt."""
 
 SCORE_METRIC = "reward"
-"""Name by which verl's group filtering means the score itself."""
+"""verl's name for the score in group filtering."""
 
 
 class Histories:
-    """Which histories join which prompt, and which rows of the sampled batch they became.
+    """The histories of each prompt, and their rows in the sampled batch.
 
-    Rows join when a batch is sampled; where groups are filtered, before verl judges them (:meth:`join_finished`).
+    Rows are added when a batch is sampled, or with group filtering before verl evaluates groups
+    (:meth:`join_finished`).
 
     Args:
-        n_rollout: sessions that a prompt may have, if it does not say so itself.
-        own_group: each replayed row is a group of its own.
+        n_rollout: sessions of a prompt that has no number of its own.
+        own_group: each replayed row is its own group.
         max_prompt_length: tokens; longer histories are refused; ``None`` = any.
-        max_response_length: tokens; ``None`` = any.
+        max_response_length: tokens; longer histories are refused; ``None`` = any.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class Histories:
         max_response_length: int | None = None,
     ) -> None:
         self.expected: dict[str, Sequence[AgentTrajectory]] = {}
-        """By ``uid`` of the prompt, until the prompt is sampled or dropped."""
+        """Histories by ``uid`` of the prompt, until the prompt is sampled or dropped."""
         self.joined: dict[str, AgentTrajectory] = {}
-        """Row of a history by key of the row, of the batch sampled last."""
+        """Rows of histories in the last sampled batch, by key."""
         self.whole: dict[str, AgentTrajectory] = {}
-        """History by session, of the batch sampled last."""
+        """Histories in the last sampled batch, by session."""
         self.asked: dict[str, int] = {}
-        """Rollouts that were to be made, by ``uid``, of the batch sampled last."""
+        """Requested rollouts of the last sampled batch, by ``uid``."""
         self.wanted: dict[str, int] = {}
-        """Sessions of prompts that say so themselves, with histories, by ``uid``; until sampled or dropped."""
+        """Sessions, including histories, of prompts with their own number, by ``uid``; until sampled or dropped."""
         self.without_room = 0
-        """Histories that were expected, and left out of the batch sampled last."""
+        """Expected histories left out of the last sampled batch."""
         self._n_rollout = n_rollout
         self._own_group = own_group
         self._max_prompt_length = max_prompt_length
@@ -77,9 +78,9 @@ class Histories:
         self._without_metric = FirstTold(logger)
 
     def fitting(self, histories: Sequence[AgentTrajectory]) -> tuple[AgentTrajectory, ...]:
-        """Return the histories that may stand beside the rollouts of their task, in their order."""
-        fits = [not self._is_too_long(one) for one in histories]
-        long = [one for one, fit in zip(histories, fits, strict=True) if not fit]
+        """Return the histories that are not too long, in their order."""
+        fits = [not self._is_too_long(history) for history in histories]
+        long = [history for history, fit in zip(histories, fits, strict=True) if not fit]
         if long:
             self._too_long.add(
                 len(long),
@@ -88,17 +89,17 @@ class Histories:
                 long[0].rollout_id,
                 long[0].task_id,
             )
-        return tuple(one for one, fit in zip(histories, fits, strict=True) if fit)
+        return tuple(history for history, fit in zip(histories, fits, strict=True) if fit)
 
     def take_refused(self) -> dict[str, float]:
-        """Return how many were too long since the last call."""
+        """Return the number of histories refused as too long since the last call, as a metric."""
         return {"experience_replay/histories_refused/too_long": float(self._too_long.take())}
 
     def _is_too_long(self, history: AgentTrajectory) -> bool:
         for number, row in enumerate(rows_of(history)):
             start = row.response_start or 0
             length = 0 if row.input_ids is None else row.input_ids.numel()
-            # The prompts of later outputs are what the agent loop makes of its context.
+            # The prompts of later outputs are made by the agent loop, so their length is not limited.
             if self._max_prompt_length is not None and not number and start > self._max_prompt_length:
                 return True
             if self._max_response_length is not None and length - start > self._max_response_length:
@@ -108,16 +109,16 @@ class Histories:
     def expect(
         self, histories: Mapping[str, Sequence[AgentTrajectory]], wanted: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """Remember which histories are to join the rollouts of which prompt, by ``uid``.
+        """Register the histories of new prompts, by ``uid``, before their rollouts start.
 
-        To be called before the prompts are under way. Histories of prompts that were dropped since are forgotten.
+        Also forgets the histories of dropped prompts.
 
         Args:
-            histories: of prompts; of each as many as leave it a fresh rollout.
-            wanted: sessions that each prompt is to have, its histories among them; n where absent.
+            histories: histories by prompt; surplus ones are cut, so that each prompt has a fresh rollout.
+            wanted: sessions of each prompt, including its histories; ``n_rollout`` where absent.
 
         Returns:
-            How many histories are to join each prompt that has any.
+            The number of histories of each prompt that has any.
         """
         if self.expected or self.wanted:
             alive = dataplane.prompts_under_way(TRAINING)
@@ -127,19 +128,19 @@ class Histories:
         joining = {}
         for uid, held in histories.items():
             room = max(self._wanted(uid) - 1, 0)
-            kept = held if len(held) <= room else held[:room]  # a slice waits for those that a thread draws
+            kept = held if len(held) <= room else held[:room]  # slicing waits for histories drawn in a thread
             if kept:
                 self.expected[uid] = kept
                 joining[uid] = len(kept)
         return joining
 
     def join_finished(self, uids: Iterable[str], tags: dict[str, dict[str, Any]], metric: str) -> None:
-        """Put the histories of finished prompts into the data plane, before their groups are judged.
+        """Add the histories of finished prompts to the data plane, before verl filters groups.
 
         Args:
-            uids: prompts all of whose rollouts are there.
-            tags: rows of the partition with their tags, as the sampler has them; gets the new rows.
-            metric: what groups are judged by; a history whose reward had no such figure stays out, told once.
+            uids: prompts with all rollouts finished.
+            tags: the sampler's rows of the partition, with tags; the new rows are added.
+            metric: metric of the filter; histories whose reward lacks it are left out, with one warning.
         """
         waiting = [uid for uid in uids if uid in self.expected]
         if not waiting:
@@ -160,26 +161,25 @@ class Histories:
     def sampled(
         self, batch: KVBatchMeta, exchanged: Container[str] = frozenset(), multiple: int | None = None
     ) -> KVBatchMeta:
-        """Return a sampled batch with the replayed rows in it, each beside the rollouts of its prompt.
+        """Add the replayed rows to a sampled batch, and ``exp_mask`` to every row; return the batch.
 
-        Every row gets ``exp_mask``. No prompt has more sessions than it wanted. Prompts that came back without any
-        rollout get no history either. Histories for which verl would make another mini-batch are left out, those first
-        that were drawn last for their prompt.
+        No prompt exceeds its number of sessions. Prompts without any rollout get no histories. Histories that would
+        cause another mini-batch are left out, beginning with those drawn last for their prompt.
 
         Args:
-            batch: as verl samples it.
-            exchanged: keys of rows whose experience was taken out of the prompt.
-            multiple: verl fills the batch up to a multiple of it; ``None``: it may have any number of rows.
+            batch: batch sampled by verl.
+            exchanged: keys of rows whose experience was removed from the prompt.
+            multiple: verl pads the batch to a multiple of this number of rows; ``None`` = no padding.
 
         Raises:
-            ConfigurationError: a row's key or columns do not allow it.
+            ConfigurationError: a row's key or columns do not support replay.
         """
         sessions = Counter(session.rpartition("_")[0] for session in {session_of(key) for key in batch.keys})
         self.joined, self.whole = {}, {}
         tags = dict(zip(batch.keys, batch.tags, strict=True))
         first: dict[str, str] = {}
         held: dict[tuple[str, int], list[str]] = {}
-        """Keys of the rows of each history, by ``uid`` and its number among those of the prompt."""
+        """Row keys of each history, by ``uid`` and number of the history within the prompt."""
         for key, tag in tags.items():
             uid, session = key.split("_")[:2]
             if int(session) < FIRST_REPLAYED_SESSION:
@@ -228,24 +228,24 @@ class Histories:
     def _left_out(
         self, held: Mapping[tuple[str, int], list[str]], fresh: int, planned: int, multiple: int
     ) -> list[str]:
-        """Return the keys of the rows of the histories that do not fit."""
-        order = {uid: place for place, uid in enumerate(self.expected)}  # of the plan: rows come in any
+        """Return the row keys of histories that do not fit."""
+        order = {uid: place for place, uid in enumerate(self.expected)}  # order of the plan: rows arrive in any order
         names = sorted(held, key=lambda one: (one[1], order[one[0]]))
         count = surplus([len(held[name]) for name in names], fresh, planned, multiple)
         return [key for name in names[len(names) - count :] for key in held[name]]
 
     def take(self, uid: str) -> int:
-        """Forget the histories of a prompt that is dropped; return how many rollouts it was to make."""
+        """Forget the histories of a prompt; return its number of requested rollouts."""
         count = self._wanted(uid) - len(self.expected.pop(uid, ()))
         self.wanted.pop(uid, None)
         return count
 
     def _wanted(self, uid: str) -> int:
-        """Return how many sessions a prompt is to have, its histories among them."""
+        """Return the number of sessions of a prompt, including its histories."""
         return self.wanted.get(uid, self._n_rollout)
 
     def _rows(self, uid: str, key: str, tag: dict[str, Any], partition_id: str, sessions: int) -> list[Row]:
-        """Return rows for the histories of a prompt, as many as there is room for beside its sessions."""
+        """Return rows for the histories of a prompt, as far as its number of sessions allows."""
         room = max(0, self._wanted(uid) - sessions)
         if not room or not self.expected.get(uid):
             return []
@@ -271,7 +271,7 @@ class Histories:
     def _with_metric(self, held: Sequence[AgentTrajectory], metric: str) -> Sequence[AgentTrajectory]:
         if metric == SCORE_METRIC:
             return held
-        has = [one.reward is not None and metric in one.reward.metadata.get("extra", {}) for one in held]
+        has = [history.reward is not None and metric in history.reward.metadata.get("extra", {}) for history in held]
         if not all(has):
             self._without_metric.add(
                 has.count(False),
@@ -280,17 +280,17 @@ class Histories:
                 metric,
                 held[has.index(False)].rollout_id,
             )
-        return tuple(one for one, known in zip(held, has, strict=True) if known)
+        return tuple(history for history, known in zip(held, has, strict=True) if known)
 
 
 def surplus(rows_of_histories: Sequence[int], fresh: int, planned: int, multiple: int) -> int:
-    """Return how many histories, the last first, have to go so that verl makes no mini-batch for them.
+    """Return the number of histories to remove, from the end, so that verl adds no mini-batch for them.
 
     Args:
-        rows_of_histories: rows that each history has.
-        fresh: rows of the rollouts that were made.
-        planned: rows that the batch has if each rollout, made or replayed, has one.
-        multiple: verl's multiple.
+        rows_of_histories: number of rows of each history.
+        fresh: rows of fresh rollouts.
+        planned: rows of the batch if each rollout, fresh or replayed, has one row.
+        multiple: verl pads the batch to a multiple of this number of rows.
     """
     room = math.ceil(max(fresh, planned) / multiple) * multiple - fresh
     kept, rows = 0, 0
@@ -303,19 +303,19 @@ def surplus(rows_of_histories: Sequence[int], fresh: int, planned: int, multiple
 
 
 def spread(kinds: Sequence[int], ranks: int, mini_batches: int) -> list[int]:
-    """Return an order of rows in which each mini-batch has its share of each kind.
+    """Return a row order that distributes each kind of row evenly over the mini-batches.
 
-    Each rank keeps its rows. The number of rows of kind 0 differs by one between two mini-batches at the most, that of
-    another kind by one on each rank.
+    Rows stay on their rank. Mini-batches differ by at most one row of kind 0 in total, and by at most one row per rank
+    of any other kind.
 
     Args:
-        kinds: of each row, 0 for those that count most; the first ``len(kinds) / ranks`` rows are those of the first
-            rank, and so on.
-        ranks: divide the rows.
-        mini_batches: divide the rows of a rank; verl cuts these in their order.
+        kinds: kind of each row, 0 for the one to balance best; consecutive blocks of ``len(kinds) / ranks`` rows belong
+            to the ranks in order.
+        ranks: number of ranks; divides the number of rows.
+        mini_batches: number of mini-batches; divides the number of rows of a rank. verl splits them in order.
 
     Returns:
-        Places in ``kinds``; within a rank's part of a mini-batch, rows keep their order.
+        Positions in ``kinds``; within a rank's part of a mini-batch, rows keep their order.
     """
     each = len(kinds) // ranks
     order: list[int] = []
@@ -329,10 +329,10 @@ def spread(kinds: Sequence[int], ranks: int, mini_batches: int) -> list[int]:
 
 
 class FirstTold:
-    """Counts what was found; the log is told once.
+    """Counts events and logs only the first.
 
     Args:
-        logger: of the module that finds it.
+        logger: logger of the calling module.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -341,13 +341,13 @@ class FirstTold:
         self._told = False
 
     def add(self, count: int, message: str, *values: object) -> None:
-        """Count more; of the first ones there is a warning, made of message and values as ``logging`` does."""
+        """Add to the count; the first time, log a warning with ``logging``'s message and values."""
         self._count += count
         if count and not self._told:
             self._told = True
             self._logger.warning(message, *values)
 
     def take(self) -> int:
-        """Return how many there were since the last call."""
+        """Return the count since the last call."""
         count, self._count = self._count, 0
         return count

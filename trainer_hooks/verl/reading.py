@@ -1,4 +1,4 @@
-"""What people read of a recorded rollout: its conversation as messages, its query, the name of its tokenizer."""
+"""Readable parts of a recorded rollout: its conversation as messages, its query, the name of its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,76 +18,75 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 _DECODING = ("batch_decode", "decode", "_decode")
-"""Methods of transformers' tokenizers that make text."""
+"""Methods of transformers' tokenizers that decode text."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTokenizer:
-    """The tokenizer of a run, as far as recording needs it."""
+    """The parts of a run's tokenizer that recording needs."""
 
     fingerprint: str
-    """Tells tokenizers and chat templates apart."""
+    """Identifies tokenizer and chat template."""
     name: str = ""
     """Folder, or name in a model hub; empty = unknown."""
     decoder: Any = None
-    """Has transformers' ``batch_decode``; ``None``: no text is recorded."""
+    """Object with transformers' ``batch_decode``; ``None``: no text is recorded."""
     messages: MessageTokenizer | None = None
-    """Makes rows of histories that have messages only, which are refused without it."""
+    """Tokenizes histories that have only messages; without it they are refused."""
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return from where a tokenizer was loaded: an absolute path if it is a folder here."""
+    """Return the name or path of a tokenizer; the path of a local folder is absolute."""
     name = str(getattr(tokenizer, "name_or_path", "") or "")
     return str(Path(name).absolute()) if name and Path(name).is_dir() else name
 
 
 class Scribe:
-    """Adds to rollouts what people read.
+    """Adds text to rollouts.
 
-    Text is decoded beside the training, and a tokenizer must not be used by two threads at once, so the scribe has a
-    copy of it.
+    Text is decoded in parallel with training, and tokenizers are not thread-safe, so the scribe has its own copy.
 
     Args:
-        tokenizer: of the run.
-        text: whether the response's turns are decoded.
+        tokenizer: tokenizer of the run.
+        text: decode the response's turns.
     """
 
     def __init__(self, tokenizer: RunTokenizer, *, text: bool) -> None:
         self._name = tokenizer.name
         self._decode: Callable[..., Sequence[Any]] | None = None
         self.without_text = 0
-        """Rollouts whose tokens the tokenizer could not decode."""
+        """Number of rollouts that the tokenizer could not decode."""
         if not text:
             return
         try:
             self._decode = _decoding(copy.deepcopy(tokenizer.decoder))
-        except Exception as error:  # a tokenizer's own code may fail in any way, and tokens are recorded without it
+        except Exception as error:  # custom tokenizers may raise anything; tokens are recorded without text
             logger.warning("rollouts are recorded without text: the tokenizer cannot be copied: %r", error)
 
     def introduce(self, made: Sequence[AgentTrajectory]) -> None:
-        """Set ``query`` and ``metadata["tokenizer"]`` of rollouts that have the prompt's messages, in place."""
-        for one in made:
-            one.query = _query(one.messages)
+        """Set ``query`` and ``metadata["tokenizer"]`` of rollouts with the prompt's messages, in place."""
+        for rollout in made:
+            rollout.query = _query(rollout.messages)
             if self._name:
-                one.metadata[TOKENIZER_KEY] = self._name
+                rollout.metadata[TOKENIZER_KEY] = self._name
 
     def write(self, made: Sequence[AgentTrajectory]) -> None:
-        """Add a message for each turn behind the prompt's ``messages``, in place. Not for two threads at once.
+        """Append a message per turn to the prompt's ``messages``, in place. Not thread-safe.
 
-        A turn is a run of response tokens that the model wrote (role ``assistant``, author ``llm``; special tokens
-        left out) or that it was told (role ``environment``, author ``env``; special tokens shown, since they part
-        what several speakers said). Tokens are what is trained on; the text is for reading. A rollout that the
-        tokenizer cannot decode stays without text, is counted, and the first one told of; those beside it have theirs.
+        A turn is a run of response tokens by the model (role ``assistant``, author ``llm``, without special tokens) or
+        by the environment (role ``environment``, author ``env``, with special tokens, as they separate speakers). The
+        text is for reading; training uses the tokens. Rollouts that the tokenizer cannot decode get no text and are
+        counted; the first one is logged.
         """
         decode = self._decode
         if decode is None or not made:
             return
         try:
             _write_turns(made, decode)
-        except BaseException as error:  # as above; what compiled code throws when it gives up is no Exception
+        except BaseException as error:  # as above; a panic of compiled code is not an Exception
             if len(made) > 1:
-                for one in made:
-                    self.write([one])
+                for rollout in made:
+                    self.write([rollout])
                 return
             if not self.without_text:
                 logger.warning(
@@ -100,10 +99,10 @@ class Scribe:
 
 
 def _decoding(decoder: Any) -> Callable[..., Sequence[Any]] | None:
-    """Return what makes texts of lists of ids: ``decode(ids, skip_special_tokens=...)``; ``None`` without a decoder.
+    """Return a batch function ``decode(ids, skip_special_tokens=...)``; ``None`` without a decoder.
 
-    transformers' own ``batch_decode`` keeps the interpreter's lock, so that the training would get a turn every few
-    milliseconds; what it calls for a fast tokenizer can do without. A tokenizer with more to it decodes itself.
+    transformers' ``batch_decode`` holds the GIL and would slow down training. So the backend of a fast tokenizer is
+    used directly, unless the tokenizer overrides decoding or cleans up spaces.
     """
     if decoder is None:
         return None
@@ -131,13 +130,13 @@ def _write_turns(made: Sequence[AgentTrajectory], decode: Callable[..., Sequence
 
 
 def _query(messages: Sequence[dict[str, Any]]) -> str:
-    """Return what the user asked last; empty if nobody did in words."""
-    asked = [one.get("content") for one in messages if one.get("role") == "user"]
-    return asked[-1] if asked and isinstance(asked[-1], str) else ""
+    """Return the last user message; empty if there is none, or it is not text."""
+    queries = [message.get("content") for message in messages if message.get("role") == "user"]
+    return queries[-1] if queries and isinstance(queries[-1], str) else ""
 
 
 def _turns(one: AgentTrajectory) -> list[tuple[bool, list[int]]]:
-    """Return the runs of a response that one side wrote: whether it was the model, and the token ids."""
+    """Return the turns of a response as (written by the model, token ids)."""
     if one.input_ids is None or one.response_start is None or one.response_mask is None:
         return []
     ids, written = one.input_ids[one.response_start :].tolist(), one.response_mask != 0

@@ -20,31 +20,30 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 WARN_EVERY = 100
-"""Failures for which a warning that rollouts are lost is not repeated."""
+"""Number of failures between two warnings about lost rollouts."""
 
 _AT_ONCE = 64
-"""Rollouts that get their text and are added together. Meanwhile their tokens are Python's numbers, eight times the
-size of a tensor's."""
+"""Rollouts decoded and added together. Limited because their tokens become Python ints, eight times as large."""
 
 _WAITING_TOKENS = 1 << 25
-"""Tokens of rollouts that may wait for their text, about a gigabyte with masks and log-probs."""
+"""Maximum number of tokens waiting for decoding, about 1 GB with masks and log-probs."""
 
 
 class RolloutRecorder:
-    """Writes rollouts to a store in the background: one thread adds text and hands them on to the store's own threads.
+    """Writes rollouts to a store in the background: one thread adds text and passes them to the store's threads.
 
-    Until :meth:`close`, also the end of the interpreter waits for them. In a forked child nothing can be recorded.
+    Interpreter exit waits for pending rollouts. A forked child cannot record.
 
     Args:
-        path: directory or URL of the store; one that holds rollouts is continued.
-        trajectory_format: of new shards.
-        capacity: trajectories to keep, the oldest go first; None = all.
-        on_error: whether a rollout that cannot be written is raised, or only counted and logged.
+        path: directory or URL of the store; an existing store is continued.
+        trajectory_format: format of new shards.
+        capacity: number of trajectories to keep, deleting the oldest; None = all.
+        on_error: raise errors of failed writes, or only count and log them.
         scribe: adds the text.
 
     Raises:
-        StoreLockedError: another process writes there.
-        StoreWriteError, CorruptStoreError: it cannot be continued.
+        StoreLockedError: another process writes to the store.
+        StoreWriteError, CorruptStoreError: the store cannot be continued.
     """
 
     def __init__(
@@ -58,9 +57,9 @@ class RolloutRecorder:
             retention=Retention(max_trajectories=capacity),
         )
         self.lost = 0
-        """Rollouts that could not be written."""
+        """Number of rollouts that could not be written."""
         self._unread: deque[list[AgentTrajectory]] = deque()
-        """Rollouts that the thread has not added to the store yet; it removes them as it goes."""
+        """Rollouts that the thread has not added to the store yet; the thread removes them."""
         self._on_error = on_error
         self._scribe = scribe
         self._failures = 0
@@ -73,30 +72,30 @@ class RolloutRecorder:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is left to be written here: closed, or the parent's."""
+        """True once closed, and always in a forked child."""
         return self._background.closed
 
     def record(self, trajectories: Sequence[AgentTrajectory]) -> dict[str, float]:
-        """Take rollouts, to be written soon; return figures. Waits only if the memory for them is full.
+        """Queue rollouts for writing; return metrics. Waits only if the queue is full.
 
-        Their tensors must not be changed afterwards.
+        The tensors must not be changed afterwards.
 
-        Figures: ``recording/rollouts`` taken now, ``recording/waiting`` (of all taken, how many are not on disk yet),
-        ``recording/lost`` so far, ``recording/seconds`` spent here.
+        Metrics: ``recording/rollouts`` queued now, ``recording/waiting`` for the disk in total, ``recording/lost`` so
+        far, ``recording/seconds`` spent in this call.
 
         Raises:
-            StoreError, InvalidTrajectoryError: of earlier rollouts, some could not be written (``on_error="raise"``);
-                these ones are taken nevertheless.
-            StoreClosedError: closed, or this is a forked child.
+            StoreError, InvalidTrajectoryError: earlier rollouts could not be written (``on_error="raise"``); the new
+                ones are queued nevertheless.
+            StoreClosedError: closed, or in a forked child.
         """
         start = time.perf_counter()
-        # Others go on with the same trajectories, without their text.
-        made = [copy.copy(one) for one in trajectories]
-        for one in made:
-            one.messages = [*one.messages]
+        # Copies, as callers use the same trajectories without text.
+        made = [copy.copy(rollout) for rollout in trajectories]
+        for rollout in made:
+            rollout.messages = [*rollout.messages]
         if made:
             self._unread.append(made)
-            tokens = sum(0 if one.input_ids is None else one.input_ids.numel() for one in made)
+            tokens = sum(0 if rollout.input_ids is None else rollout.input_ids.numel() for rollout in made)
             self._background.submit(self._write, tokens)
         return {
             "recording/rollouts": float(len(trajectories)),
@@ -107,13 +106,13 @@ class RolloutRecorder:
 
     @property
     def waiting(self) -> int:
-        """Rollouts taken that are not on disk yet."""
-        # Ids are given in order: those above the newest durable one are not on disk.
+        """Number of queued rollouts that are not on disk yet."""
+        # Ids are ascending: those above the newest committed id are not on disk.
         unwritten = self.buffer.trajectory_counter - 1 - self.buffer.points.committed
         return self._without_text() + max(unwritten, 0)
 
     def recorded_after(self, newest: int) -> Iterator[AgentTrajectory]:
-        """Yield the rollouts with ids above ``newest`` that were in the store when it was opened or came since."""
+        """Yield the stored rollouts with ids above ``newest``."""
         self._background.wait()
         for number in self.buffer.trajectory_ids.tolist():
             if number > newest:
@@ -122,7 +121,7 @@ class RolloutRecorder:
                     yield trajectory
 
     def flush(self) -> None:
-        """Return when everything taken so far survives a crash.
+        """Wait until everything queued so far survives a crash.
 
         Raises:
             StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error="raise"``).
@@ -132,7 +131,7 @@ class RolloutRecorder:
             self.buffer.flush()
 
     def close(self) -> None:
-        """Flush and close the store. An interrupt while it waits leaves out what has no text yet, and says so.
+        """Flush and close the store. An interrupt drops rollouts that have no text yet, with an error log.
 
         Raises:
             StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error="raise"``).
@@ -152,7 +151,7 @@ class RolloutRecorder:
 
     @contextmanager
     def _told(self, kind: type[StoreError]) -> Iterator[None]:
-        """Count and log an error of the store; it is raised only with ``on_error="raise"``."""
+        """Count and log an error of the store; re-raise it only with ``on_error="raise"``."""
         try:
             yield
         except kind as error:
@@ -161,10 +160,10 @@ class RolloutRecorder:
                 raise
 
     def _write(self) -> None:
-        """Give the oldest rollouts taken together their text and add them to the store, in order. The thread's part.
+        """Decode the oldest queued list of rollouts and add it to the store, in order. Runs in the thread.
 
         Raises:
-            StoreError, InvalidTrajectoryError: the first that some could not be added for (``on_error="raise"``).
+            StoreError, InvalidTrajectoryError: the first error of adding (``on_error="raise"``).
         """
         errors: list[StoreError | InvalidTrajectoryError] = []
         made = self._unread[0]
@@ -180,28 +179,28 @@ class RolloutRecorder:
             raise errors[0]
 
     def _without_text(self) -> int:
-        """Return how many rollouts the thread has not added to the store yet."""
+        """Return the number of rollouts that the thread has not added to the store yet."""
         return sum(map(len, [*self._unread]))
 
     def _add(self, some: Sequence[AgentTrajectory]) -> list[StoreError | InvalidTrajectoryError]:
-        """Add rollouts; return why some of them, or earlier ones, cannot be written."""
+        """Add rollouts; return the errors of these or of earlier ones."""
         before = self.buffer.trajectory_counter
         try:
             self.buffer.add_trajectories(some)
             return []
-        except StoreClosedError as error:  # closing was interrupted, which told of them
+        except StoreClosedError as error:  # an interrupted close has logged these rollouts
             self.lost += len(some)
             return [error]
         except (StoreError, InvalidTrajectoryError) as error:
-            # An add tells of writes that failed before it, once; the store goes on trying those by itself. And one
-            # rollout that cannot be stored has the whole list refused.
+            # The error may be of an earlier write, reported once and retried by the store. Or one invalid rollout
+            # made the store refuse the whole list.
             errors = [error]
         rest = some[self.buffer.trajectory_counter - before :]
         if not isinstance(errors[0], InvalidTrajectoryError):
             self._failed(errors[0], 0)
-        for one in rest:
+        for rollout in rest:
             try:
-                self.buffer.add_trajectories([one])
+                self.buffer.add_trajectories([rollout])
             except (StoreError, InvalidTrajectoryError) as error:
                 self._failed(error, 1)
                 errors.append(error)

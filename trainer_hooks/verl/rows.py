@@ -1,7 +1,7 @@
-"""Between the rows of verl's data plane and trajectories. Pure: no data plane, no disk.
+"""Conversion between rows of verl's data plane and trajectories. Pure: no data plane, no disk.
 
-A row is one output of one session of a prompt; its key is ``{uid}_{session}_{index}``. A session with more than one
-output (an agent loop that summarises its context, say) has several rows and is one trajectory
+A row is one output of one session of a prompt; its key is ``{uid}_{session}_{index}``. A session with several outputs
+(for example of an agent loop that summarises its context) has several rows and is one trajectory
 (``trainer_hooks.replay.rows``).
 """
 
@@ -32,50 +32,50 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
-"""Sessions from here on are replayed rows; verl numbers those it generates from 0 to n - 1."""
+"""First session number of replayed rows; verl numbers generated sessions from 0 to n - 1."""
 
 NEEDED_UNRATED = ("index", "data_source", "prompts", "responses", "response_mask")
-"""Columns that every row must have to be recorded."""
+"""Required columns of recorded rows."""
 
 NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
-"""Columns that every row of a batch must have that is trained on."""
+"""Required columns of rows that are trained on."""
 
 WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
-"""Columns that are recorded where rows have them."""
+"""Optional columns, recorded if present."""
 
 _KNOWN_EXTRA = frozenset(
     ("reward_extra_info", "min_global_steps", "max_global_steps", "turn_scores", "tool_rewards", "raw_prompt", OFFER)
 )
-"""Extra fields of verl's agent loop that are recorded in places of their own."""
+"""Extra fields of verl's agent loop that are recorded separately."""
 
 NOT_GUIDED = "not_guided"
-"""Key of ``metadata``: why a rollout was not shown the experience that there was for it."""
+"""Key of ``metadata``: reason why a rollout was not shown its experience."""
 
 _LEAST, _MOST = -(2**63), 2**64 - 1
-"""Integers that the store has."""
+"""Range of integers in the store."""
 
 _OF_ONE_OUTPUT = ("token_scores",)
-"""Keys of ``metadata`` that each output of a session has for itself."""
+"""Keys of ``metadata`` with a value per output of a session."""
 
 _OF_THIS_SAMPLE = ("routed_experts", "teacher_ids", "teacher_logprobs")
-"""Columns that say something of each token and are not recorded, so that a row which has one cannot be replayed."""
+"""Per-token columns that are not recorded, so rows with one of them cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as the data plane holds it."""
+    """One row of the data plane."""
 
     key: str
     tag: Mapping[str, Any]
     columns: Mapping[str, Any]
-    """By name; token columns are tensors of this row's own length."""
+    """Columns by name; token columns are tensors of the row's length."""
 
 
 def session_of(key: str) -> str:
     """Return ``{uid}_{session}`` of a row's key.
 
     Raises:
-        ConfigurationError: the key has not three parts, as when a uid has an underscore in it.
+        ConfigurationError: the key does not have three parts, for example because a uid contains an underscore.
     """
     parts = key.split("_")
     if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
@@ -86,37 +86,38 @@ def session_of(key: str) -> str:
 
 
 def output_of(key: str) -> int:
-    """Return the number of an output in its session, by a row's key."""
+    """Return the number of an output in its session, from a row's key."""
     return int(key.rpartition("_")[2])
 
 
 def trajectories_of(
     rows: Sequence[Row], outcome: OutcomeRule, *, step: int, run: str, fingerprint: str, trained: bool = True
 ) -> list[AgentTrajectory]:
-    """Return the rows that were generated in a step as trajectories, one for each session, in order of arrival.
+    """Return the generated rows of a step as trajectories, one per session, in order of arrival.
 
-    Tensors are not shared with the rows. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
-    weights that sampled (``min_global_steps``, ``max_global_steps``) and ``token_scores``: what the reward gave,
-    ``[[position in the response, score], ...]``, of each row by itself where a session has several ``outputs``.
-    ``task_rollouts``, the task's sessions of this step, tells a reader whether it has all of a group, of which a crash
-    may have taken a part. ``trained`` is false for rows of a group that the sampler dropped; they
-    have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
-    ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt. Ids and
-    masks are in few bytes (``trainer_hooks.replay.compact``). ``guidance`` says what a rollout was shown,
-    ``not_guided`` why it was not, where something was offered; the engine's log-probs are left out where the row has
-    another prompt than it was sampled with.
-    A rollout whose reward gave no outcome has none: its ``reward.outcome`` is ``None``.
+    Tensors are not shared with the rows; ids and masks use small dtypes (``trainer_hooks.replay.compact``).
+    ``messages`` is the prompt. ``reward.outcome`` is ``None`` if the reward gave none. The engine's log-probs are left
+    out if the row's prompt differs from the one it was sampled with. ``metadata`` has:
+
+    - ``run``, ``step``, and ``uid`` of the group;
+    - ``min_global_steps``, ``max_global_steps``: the weights that sampled;
+    - ``token_scores``: ``[[position in the response, score], ...]``, per row if a session has several ``outputs``;
+    - ``task_rollouts``: the task's number of sessions in this step, as a crash may lose part of a group;
+    - ``trained``: False for groups that the sampler dropped, which have no log-probs of the actor;
+    - if present: ``ground_truth``, ``num_turns``, ``turn_scores``, ``tool_rewards``, and ``extra_fields`` with all
+      other fields of the agent loop;
+    - after an offer: ``guidance``, the experience shown, or ``not_guided``, the reason for showing none.
 
     Args:
-        rows: all of the step, with the columns of :data:`NEEDED`.
-        outcome: says what a success is.
+        rows: all rows of the step, with the columns of :data:`NEEDED`.
+        outcome: rule of the outcome.
         step: number of the training step; the policy version of the trajectories.
         run: identifies the process that made them.
-        fingerprint: tokenizer and chat template.
-        trained: whether they are trained on.
+        fingerprint: fingerprint of tokenizer and chat template.
+        trained: True if the rows are trained on.
 
     Raises:
-        ConfigurationError: a row's key is none of verl's.
+        ConfigurationError: a row's key is not in verl's format.
     """
     sessions: dict[str, list[Row]] = {}
     for row in rows:
@@ -133,33 +134,31 @@ def trajectories_of(
             for row, tokens in itertools.islice(parted, len(outputs))
         ]
         made.append(parts[0] if len(parts) == 1 else _session(parts))
-    count = Counter(one.task_id for one in made)
-    for one, outputs in zip(made, sessions.values(), strict=True):
-        one.metadata |= {"outputs": len(outputs), "task_rollouts": count[one.task_id], "trained": trained}
+    count = Counter(trajectory.task_id for trajectory in made)
+    for trajectory, outputs in zip(made, sessions.values(), strict=True):
+        trajectory.metadata |= {"outputs": len(outputs), "task_rollouts": count[trajectory.task_id], "trained": trained}
     return made
 
 
 def _session(outputs: Sequence[AgentTrajectory]) -> AgentTrajectory:
     """Return the outputs of a session as one rollout.
 
-    verl scores a session by its last output, and counts that one in the group; what is known of the whole session
-    stands there too.
+    verl scores a session by its last output, which also has the facts of the whole session.
     """
     first, last = outputs[0], outputs[-1]
     first.metadata = last.metadata | {name: first.metadata[name] for name in (*_OF_ONE_OUTPUT, "min_global_steps")}
-    one = pack_rows(outputs, per_row=_OF_ONE_OUTPUT)
-    one.reward = last.reward
-    if one.entropys is not None and one.response_mask is not None:
-        one.entropy = mean_entropy(one.entropys, one.response_mask)
-    return one
+    session = pack_rows(outputs, per_row=_OF_ONE_OUTPUT)
+    session.reward = last.reward
+    if session.entropys is not None and session.response_mask is not None:
+        session.entropy = mean_entropy(session.entropys, session.response_mask)
+    return session
 
 
 def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
-    """Return the rollouts of one step that can be replayed, in an order that is not that of their arrival.
+    """Return the replayable rollouts of one step, in a reproducible order.
 
-    Earlier versions recorded each output of a session by itself; where there were several, these stay out. What the
-    pool makes of them, and which it draws later, shall be the same in two equal runs. A uid is another one in every
-    run, so they are ordered by task and session.
+    Excludes single outputs of multi-output sessions, which earlier versions recorded separately. Sorted by task and
+    session, so that the pool is the same in two equal runs: uids and the order of arrival differ between runs.
     """
     chosen = [one for one in made if one.metadata.get("outputs", 1) == row_count(one)]
     return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
@@ -180,7 +179,7 @@ def _trajectory_of(
         entropys=tokens.entropys,
         entropy=tokens.entropy,
         response_mask=tokens.response_mask,
-        # Of another prompt, where experience was taken out of it.
+        # After an exchange they belong to another prompt.
         rollout_log_probs=None if is_exchanged(extra) else tokens.rollout_log_probs,
         reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
         task_id=task_name(columns["data_source"], columns["index"]),
@@ -205,37 +204,39 @@ def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward
     try:
         outcome: float | None = rule.of(score, extra)
     except InvalidTrajectoryError:
-        outcome = None  # one such reward must not end the run; the session tells of it
+        outcome = None  # one such reward must not end the run; the session logs it
     if outcome is not None and not math.isfinite(outcome):
         outcome = None
     return Reward(outcome=outcome, metadata={"score": plain(score), "extra": extra})
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
-    """Return the prompt's messages as JSON; nothing if it is no list of messages."""
-    found = plain(prompt)
-    if not isinstance(found, list) or not all(isinstance(one, dict) and "role" in one for one in found):
+    """Return the prompt's messages as JSON values; empty if it is not a list of messages."""
+    messages = plain(prompt)
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and "role" in message for message in messages
+    ):
         return []
-    return found
+    return messages
 
 
 def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the data set and the agent loop tell of a rollout beyond its tokens, for ``metadata``."""
-    told: dict[str, Any] = {}
+    """Return the facts from the data set and the agent loop for a rollout's ``metadata``."""
+    facts: dict[str, Any] = {}
     truth = columns.get("reward_model")
     if isinstance(truth, Mapping) and truth.get("ground_truth") is not None:
-        told["ground_truth"] = plain(truth["ground_truth"])
+        facts["ground_truth"] = plain(truth["ground_truth"])
     if columns.get("num_turns") is not None:
-        told["num_turns"] = plain(columns["num_turns"])
+        facts["num_turns"] = plain(columns["num_turns"])
     for name in ("turn_scores", "tool_rewards"):
         if extra.get(name) is not None and extra[name] != []:
-            told[name] = plain(extra[name])
+            facts[name] = plain(extra[name])
     rest = {name: plain(value) for name, value in extra.items() if name not in _KNOWN_EXTRA and value is not None}
-    return told | ({"extra_fields": rest} if rest else {})
+    return facts | ({"extra_fields": rest} if rest else {})
 
 
 def _told_of_guidance(report: Report | None) -> dict[str, Any]:
-    """Return what a rollout was shown, or why nothing was, for ``metadata``."""
+    """Return the shown experience, or the reason for showing none, for ``metadata``."""
     if report is None:
         return {}
     if report.guidance is not None:
@@ -244,22 +245,22 @@ def _told_of_guidance(report: Report | None) -> dict[str, Any]:
 
 
 def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool, output: int = 0) -> Row:
-    """Return the row by which a recorded trajectory joins the group of a row that was generated in this step.
+    """Return a recorded trajectory as a row for the group of a row generated in this step.
 
-    It has every column that the template has: a column that one row lacks would vanish from all of them. What
-    the dataset says of the task is the template's; tokens, masks, scores and versions are the trajectory's.
+    The row has all columns of the template, as a column that one row lacks would be dropped for all rows. Task columns
+    come from the template; tokens, masks, scores and versions from the trajectory.
 
     Args:
         template: a row of the same prompt.
-        trajectory: as :func:`trajectories_of` made it, or another program's, whose outcome is its score, or a
-            demonstration, whose log-probs the actor's pass will give; of several rows, one of them.
-        number: counts the histories of the prompt from 0.
+        trajectory: one row of a history. From :func:`trajectories_of`; from another program, with its outcome as score;
+            or a demonstration, whose log-probs the actor computes later.
+        number: number of the history within the prompt, from 0.
         output: number of the row in its history.
-        own_group: it shall be a group of GRPO of its own.
+        own_group: make the row its own GRPO group.
 
     Raises:
-        ConfigurationError: the rows have columns that a replayed row cannot have.
-        InvalidTrajectoryError: the trajectory lacks its tokens.
+        ConfigurationError: the rows have columns that cannot be replayed.
+        InvalidTrajectoryError: the trajectory lacks tokens, mask or log-probs.
     """
     present = [name for name in _OF_THIS_SAMPLE if template.columns.get(name) is not None]
     if template.columns.get("multi_modal_inputs"):
@@ -279,7 +280,7 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
     uid = str(template.columns["uid"])
     oldest, newest = _versions(trajectory)
     if demonstration or EARLIER_RUN in trajectory.metadata:
-        # No weights of this run sampled it: verl's figures of lag shall not speak of it.
+        # Not sampled by weights of this run: exclude it from verl's lag metrics.
         oldest, newest = (int(template.tag[name]) for name in ("min_global_steps", "max_global_steps"))
     columns: dict[str, Any] = {
         **template.columns,
@@ -300,7 +301,7 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         columns["attention_mask"] = torch.ones_like(ids)
     if "rollout_log_probs" in template.columns:
         recorded = trajectory.old_log_probs if trajectory.rollout_log_probs is None else trajectory.rollout_log_probs
-        # A demonstration's are written when the actor has given it some: rollout correction then weighs it 1.
+        # A demonstration gets the actor's log-probs later, so that rollout correction weighs it 1.
         columns["rollout_log_probs"] = torch.zeros(response.numel()) if recorded is None else recorded.float()
     tag = {
         **template.tag,
@@ -314,12 +315,12 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
 
 def _extra_fields(template: Mapping[str, Any], trajectory: AgentTrajectory, oldest: int, newest: int) -> dict[str, Any]:
-    """Return the extra fields of a replayed row: the trajectory's own. Names that it has none for are ``None``."""
+    """Return the trajectory's extra fields for a replayed row; absent ones of the template are ``None``."""
     of_rollout = {**trajectory.metadata.get("extra_fields", {})}
     of_rollout |= {
         name: trajectory.metadata.get(name, []) for name in ("turn_scores", "tool_rewards") if name in template
     }
-    if "raw_prompt" in template:  # of the task, which is the template's too
+    if "raw_prompt" in template:  # same task, same prompt
         of_rollout["raw_prompt"] = template["raw_prompt"]
     return {
         **dict.fromkeys(template),
@@ -331,7 +332,7 @@ def _extra_fields(template: Mapping[str, Any], trajectory: AgentTrajectory, olde
 
 
 def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor, Tensor]:
-    """Return the log-probs that a trajectory holds for its response, [length], and where it holds one."""
+    """Return the recorded log-probs of a trajectory's response and their presence mask, both [length]."""
     recorded = torch.zeros(length, dtype=torch.float32)
     held = trajectory.old_log_probs
     if held is not None:
@@ -343,16 +344,16 @@ def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor
 
 
 def plain(value: Any) -> Any:
-    """Return a value as the store has it: numbers of numpy and torch as Python's, what it has no equal of as its text.
+    """Convert a value to JSON-like types that the store accepts.
 
-    Those are objects, numbers that are not finite, and integers beyond 64 bits. Half of a surrogate pair, which no
-    file can hold, is told by its escape. What is told of a rollout is for reading, and must not cost the rollout.
+    numpy and torch values become Python's. Other objects, non-finite numbers and integers beyond 64 bits become text;
+    lone surrogates are escaped. Never fails, as metadata must not cost the rollout.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict | Mapping):  # most are dicts, which is seen much faster
+    if isinstance(value, dict | Mapping):  # the check for dict is much faster
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
@@ -366,11 +367,11 @@ def plain(value: Any) -> Any:
 
 
 def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:
-    """Return the weights that sampled, oldest and newest, as verl's tags have them: one below the step's number."""
+    """Return the oldest and newest weights that sampled, as in verl's tags: the step's number minus 1."""
     step = trajectory.policy_version
     before = 0 if step is None else step - 1
-    found = [trajectory.metadata.get(name) for name in ("min_global_steps", "max_global_steps")]
-    oldest, newest = (before if value is None else int(value) for value in found)
+    versions = [trajectory.metadata.get(name) for name in ("min_global_steps", "max_global_steps")]
+    oldest, newest = (before if value is None else int(value) for value in versions)
     return oldest, newest
 
 
@@ -380,17 +381,17 @@ def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     if placed is None:  # another program's rollout, or a demonstration
         placed = [] if (score := score_of(trajectory)) is None else [(-1, score)]
     for place, score in placed:
-        scores[place] = torch.nan if score is None else float(score)  # JSON has no NaN: it is the text "nan"
+        scores[place] = torch.nan if score is None else float(score)  # NaN is stored as the text "nan"
     return scores
 
 
 def has_outcome(trajectory: AgentTrajectory) -> bool:
-    """Return whether a rollout's reward told whether it succeeded."""
+    """Return whether a rollout has an outcome."""
     return trajectory.reward is not None and trajectory.reward.outcome is not None
 
 
 def why_no_outcome(trajectory: AgentTrajectory, rule: OutcomeRule) -> str:
-    """Return why a rollout has no outcome, in a clause that names the option."""
+    """Return the reason why a rollout has no outcome, as a clause that names the option."""
     if trajectory.reward is None:
         return "it was dropped before it had a reward"
     extra = trajectory.reward.metadata.get("extra", {})

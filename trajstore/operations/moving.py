@@ -1,7 +1,7 @@
-"""New stores of the trajectories of others: several merged, one split, one in another format.
+"""Merge, split and convert stores.
 
-All three show what is whole of the sources under the ids of one run, and save snapshots of it as checkpoints. A shard
-is linked or copied as it is wherever it can be, and what is written appears whole or not at all.
+All three open the intact part of the sources as one run and save snapshots of it as checkpoints. Shards are linked or
+copied unchanged where possible. The target appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _Part = tuple[ReadSnapshot, CheckpointState]
 
 
 def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress | None = None) -> Copied:
-    """Make one store of the trajectories of several, in the order of the times of their commits.
+    """Merge the trajectories of several stores into one, in commit order.
 
-    UUIDs stay, and of several trajectories with the same UUID the one that was committed first is taken. Ids stay
-    where there is one store, else they are given anew, from 0. What is damaged is left out, and told.
+    UUIDs are kept; of trajectories with the same UUID, the first committed is taken. Ids are kept if there is only one
+    store, else reassigned from 0. Damaged trajectories are left out and reported.
 
     Args:
-        sources: paths or URLs of stores, checkpoints, run directories and directories of RLinf; others may write there.
-        target: path or URL; absent, empty, or what an earlier call with the same sources has made.
-        progress: told (done, total) shards that were verified.
+        sources: paths or URLs of stores, checkpoints, run directories and directories of RLinf; may have writers.
+        target: path or URL; absent, empty, or the result of an earlier call with the same sources.
+        progress: called with (done, total) verified shards.
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: a source is no store, or the target holds something else, or lies in a source.
-        CorruptStoreError: nothing can be read of the sources.
-        StoreWriteError: it could not be written.
+        ConfigurationError: a source is not a store, or the target has other contents or overlaps a source.
+        CorruptStoreError: nothing in the sources is readable.
+        StoreWriteError: the target cannot be written.
     """
     places = _places(sources, target)
     result = _result(places, target)
@@ -69,21 +69,22 @@ def split(
     count: int | None = None,
     where: str | None = None,
 ) -> Copied:
-    """Make several stores of the trajectories of one, or of a run, in folders of the target.
+    """Split the trajectories of a store or run into several stores in folders of the target.
 
-    UUIDs stay, ids too; those of a run are given anew, from 0. What is damaged is left out, and told.
+    UUIDs are kept, and so are ids, except for a run, where they are reassigned from 0. Damaged trajectories are left
+    out and reported.
 
     Args:
-        source: path or URL of a store, a checkpoint, a run directory, or a directory of RLinf; others may write there.
-        target: path or URL; absent, empty, or what an earlier call has made of the same trajectories.
-        progress: told (done, total) shards that were verified.
-        ranks: into a run of so many ranks, ``rank_0`` and so on, which have the shares that ``load_checkpoint`` gives.
-        count: into ``part_0`` and so on, of so many trajectories each, the oldest first.
-        where: into ``matching``, of which this condition on facts holds, and ``rest``. Needs Polars (extra ``query``).
+        source: path or URL of a store, checkpoint, run directory or directory of RLinf; may have a writer.
+        target: path or URL; absent, empty, or the result of an earlier call with the same trajectories.
+        progress: called with (done, total) verified shards.
+        ranks: split into a run of this many ranks, ``rank_0`` etc., with the shares that ``load_checkpoint`` assigns.
+        count: split into ``part_0`` etc. of this many trajectories each, oldest first.
+        where: split by this condition on facts into ``matching`` and ``rest``. Needs Polars (extra ``query``).
 
     Raises:
-        ConfigurationError: not one of ``ranks``, ``count`` and ``where`` is given, or it is wrong; or as by
-            :func:`merge`, as are the other errors.
+        ConfigurationError: not exactly one of ``ranks``, ``count`` and ``where`` is given, or its value is invalid.
+            Also for the reasons listed at :func:`merge`, which applies to the other errors too.
     """
 
     def select(reader: Reader, snapshot: ReadSnapshot) -> Mapping[str, npt.NDArray[np.intp]]:
@@ -105,7 +106,7 @@ def split(
     with _shown(_stores(places, result), result, progress) as reader:
         snapshot = _snapshot(reader)
         parts = {
-            name: (snapshot.only(entries), _state(reader, Draws(number)))  # no two draw alike
+            name: (snapshot.only(entries), _state(reader, Draws(number)))  # no two stores draw alike
             for number, (name, entries) in enumerate(select(reader, snapshot).items())
         }
         if not parts:
@@ -114,19 +115,20 @@ def split(
 
 
 def convert(source: str | Path, target: str | Path, trajectory_format: str, progress: Progress | None = None) -> Copied:
-    """Make a store whose shards are of another format, or a run of such stores.
+    """Copy a store or a run into another shard format.
 
-    Ids and UUIDs stay, and the state of the draws. Shards that are of the format already are linked or copied. What is
-    damaged is left out, and told.
+    Ids, UUIDs and the state of the draws are kept. Shards already in the format are linked or copied. Damaged
+    trajectories are left out and reported.
 
     Args:
-        source: path or URL of a store, a checkpoint, a run directory, or a directory of RLinf; others may write there.
-        target: path or URL; absent, empty, or what an earlier call has made of the same trajectories.
+        source: path or URL of a store, checkpoint, run directory or directory of RLinf; may have a writer.
+        target: path or URL; absent, empty, or the result of an earlier call with the same trajectories.
         trajectory_format: ``"pt"``, ``"pkl"`` or ``"zarr"``.
-        progress: told (done, total) shards that were verified.
+        progress: called with (done, total) verified shards.
 
     Raises:
-        ConfigurationError: there is no such format; or as by :func:`merge`, as are the other errors.
+        ConfigurationError: the format is unknown. Also for the reasons listed at :func:`merge`, which applies to the
+            other errors too.
     """
     one_of("trajectory_format", trajectory_format, list(FORMATS))
     places = _places([source], target)
@@ -140,7 +142,7 @@ def convert(source: str | Path, target: str | Path, trajectory_format: str, prog
         return _write(result, parts, progress, trajectory_format)
 
 
-# -- what is read -------------------------------------------------------------------------------------
+# -- sources ------------------------------------------------------------------------------------------
 
 
 def _places(sources: Sequence[str | Path], target: str | Path) -> list[Place]:
@@ -156,7 +158,7 @@ def _result(places: Sequence[Place], target: str | Path) -> Copied:
 
 
 def _stores(places: Sequence[Place], result: Copied) -> dict[int, Place]:
-    """Return the stores at places, by the rank under which their trajectories are united; notes what lacks."""
+    """Return the stores at the places by their rank in the united run; record absent ones in ``result``."""
     stores = []
     for place in places:
         if place.kind == "run":
@@ -179,15 +181,15 @@ def _leaves(place: Place) -> list[Place]:
 
 @contextmanager
 def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[Reader]:
-    """Yield a reader of what is whole of stores; notes in ``result`` what is not. Every checksum is compared."""
+    """Yield a reader of the stores' intact part; compare every checksum and record damage in ``result``."""
     lost = []
     damaged: set[tuple[str, str]] = set()
     for number, store in stores.items():
-        found = verify_place(store, progress)
-        part = Copied(store.url, result.target, found.trajectories - found.pinned, found.nbytes)
-        part.take(found, store.url)
+        verification = verify_place(store, progress)
+        part = Copied(store.url, result.target, verification.trajectories - verification.pinned, verification.nbytes)
+        part.take(verification, store.url)
         lost += in_run(number, np.array(part.lost, np.int64)).tolist()
-        damaged |= damaged_shards(store.directory, [problem.file for problem in found.problems])
+        damaged |= damaged_shards(store.directory, [problem.file for problem in verification.problems])
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
     first = next(iter(united.values()))
@@ -214,7 +216,7 @@ def _state(reader: Reader, draws: Draws | None = None, trajectory_format: str | 
     return CheckpointState(trajectory_format or reader.trajectory_format, counter, draws.seed, draws.rng_state)
 
 
-# -- what is written ----------------------------------------------------------------------------------
+# -- target -------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -223,9 +225,9 @@ def _write(
     """Write stores into folders of the target, or one (``""``) as the target itself, and verify them.
 
     Raises:
-        ConfigurationError: it holds something else.
-        CorruptStoreError: what was written is damaged.
-        StoreWriteError: it could not be written.
+        ConfigurationError: the target has other contents.
+        CorruptStoreError: the written stores are damaged.
+        StoreWriteError: the target cannot be written.
     """
     target = open_directory(result.target)
     if target.exists() and any(target.listing()) and isinstance(target, LocalDirectory):
@@ -242,18 +244,18 @@ def _write(
                 form = get_format(state.trajectory_format)
                 to = made.inner(name) if name else made
                 save_checkpoint(to, snapshot, state, form, "trajstore", converted=trajectory_format is not None)
-    found = verified(result.target, "what was written", progress)
-    result.trajectories, result.nbytes = found.trajectories, found.nbytes
+    verification = verified(result.target, "what was written", progress)
+    result.trajectories, result.nbytes = verification.trajectories, verification.nbytes
     return result
 
 
 def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Directory]:
-    """Return where several stores are written that are to appear together; one appears so by itself."""
+    """Return a directory for several stores that appear together; a single store is already atomic."""
     return publish_folder(target.path) if isinstance(target, LocalDirectory) and not alone else nullcontext(target)
 
 
 def _holds(target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None) -> bool:
-    """Return whether a directory holds just these trajectories, by their UUIDs, in stores of these names."""
+    """Return whether a directory has exactly these stores, compared by name, UUIDs and format."""
     files, folders = target.listing()
     if "" not in parts and (files or sorted(folders) != sorted(parts)):
         return False

@@ -1,4 +1,4 @@
-"""Snapshots of stores: what ``inspect`` says of them, and going to one without a buffer."""
+"""Reports on saved points and other snapshots, and rollback without a buffer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 
 @dataclass(frozen=True)
 class WentTo:
-    """What going to a snapshot changed in one directory, or would change.
+    """The changes, or planned changes, of a rollback in one directory.
 
     Attributes:
-        path: of the store, or of the folder of a run.
-        to: the snapshot, as it was asked for.
-        trajectories: live afterwards.
-        leaving: trajectories that are no longer live.
-        leaving_bytes: of their columns.
-        returning: trajectories that are live again.
-        values: late values that do not count any more.
-        values_back: late values that count again.
-        later_steps: of the saved points that are not on the line of the snapshot.
-        aside: name of the head that is left; None if it has a name already, or is deleted.
-        parts: of a run, one for each store.
+        path: path of the store, or of the folder of a run.
+        to: the requested snapshot.
+        trajectories: number of live trajectories afterwards.
+        leaving: number of trajectories that are no longer live.
+        leaving_bytes: bytes of their columns.
+        returning: number of trajectories that are live again.
+        values: number of late values that no longer count.
+        values_back: number of late values that count again.
+        later_steps: steps of the saved points that are not on the snapshot's line.
+        aside: name given to the head that is left; None if it has a name already or is deleted.
+        parts: one result per store of a run.
     """
 
     path: str
@@ -49,7 +49,7 @@ class WentTo:
     parts: list[WentTo] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         values = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("parts", "later_steps")
         }
@@ -61,27 +61,27 @@ _COUNTS = ("trajectories", "leaving", "leaving_bytes", "returning", "values", "v
 
 
 def go_to(path: str | Path, name: str | int, *, aside: bool = True, dry_run: bool = False) -> WentTo:
-    """Go to a snapshot in a store, or in all stores of a run, which must all have it.
+    """Roll a store back to a snapshot, or all stores of a run, each of which must have it.
 
     Args:
         path: path or URL.
-        name: of the snapshot; or step of a saved point of the current line.
-        aside: keep the head that is left under a name; False deletes it.
+        name: name of the snapshot, or step of a saved point on the current line.
+        aside: keep the present head under a name; False deletes it.
         dry_run: change nothing.
 
     Raises:
-        StoreNotFoundError: there is no store, or one of them has no such snapshot; nothing was changed.
-        ConfigurationError: it is no store of trajstore.
-        StoreLockedError: a writer has it open.
+        StoreNotFoundError: there is no store, or a store lacks the snapshot; nothing was changed.
+        ConfigurationError: the path is not a store of trajstore.
+        StoreLockedError: a writer has the store open.
         CorruptStoreError: a store or its snapshot is damaged.
-        StoreWriteError: it could not be written.
+        StoreWriteError: the store cannot be written.
     """
     place = find_place(path)
     stores = stores_of(place)
-    plans = [_planned(one, name, aside, len(stores)) for one in stores]  # first: a run goes as a whole or not at all
+    plans = [_planned(store, name, aside, len(stores)) for store in stores]  # checks all stores before any change
     if not dry_run:
-        for one in stores:
-            with held_points(one.directory) as points:
+        for store in stores:
+            with held_points(store.directory) as points:
                 points.go_to(name, aside=aside)
     if len(plans) == 1 and place.kind == "store":
         return plans[0]
@@ -90,10 +90,10 @@ def go_to(path: str | Path, name: str | int, *, aside: bool = True, dry_run: boo
 
 
 def stores_of(place: Place) -> list[Place]:
-    """Return the stores at a place that is changed whole or not at all: it, or those of a run, none of which lacks.
+    """Return the store at a place, or all stores of a complete run.
 
     Raises:
-        ConfigurationError: it is no store of trajstore, or a run of which a rank lacks or is none.
+        ConfigurationError: the place is not a store of trajstore, or is a run with an absent or foreign rank.
     """
     if place.kind == "store":
         return [place]
@@ -131,7 +131,7 @@ def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:
 
 
 def run_points_report(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ``inspect`` says of the saved points of a run: of each step, which ranks lack it."""
+    """Return the saved points of a run by step, with the ranks that lack each."""
     points = {}
     for part in parts:
         name = part["path"].rstrip("/").rsplit("/", 1)[-1]
@@ -144,9 +144,9 @@ def run_points_report(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def incomplete_points(place: Place) -> list[str]:
-    """Return a sentence on each saved point that some ranks of a run have and others do not.
+    """Return a sentence on each saved point that some ranks of a run lack.
 
-    What a rank has whose store cannot be read is not known, so nothing is said of such ranks.
+    Ranks with an unreadable store are not reported, because their points are unknown.
     """
     points = {}
     unread = set()
@@ -154,7 +154,7 @@ def incomplete_points(place: Place) -> list[str]:
         if part.kind == "store" and is_of_rank(part.name):
             try:
                 catalog = Catalog.open(part.directory)
-            except (StoreError, OSError):  # told already
+            except (StoreError, OSError):  # reported already
                 unread.add(rank_of(part.directory))
             else:
                 points[rank_of(part.directory)] = list(map(SavedPoint.of, catalog.points()))
@@ -166,26 +166,26 @@ def incomplete_points(place: Place) -> list[str]:
 
 
 def absent_ranks(place: Place) -> list[str]:
-    """Return a sentence on the highest ranks of a run that are absent, where saved points say how many there were."""
+    """Return a sentence on each absent highest rank of a run, if saved points record the number of ranks."""
     return absent_above(place.rank_names, _said_of_ranks(place))
 
 
 def numbers_absent(place: Place) -> range:
-    """Return the numbers of the ranks of which :func:`absent_ranks` tells; its end is how many ranks there were."""
+    """Return the ranks reported by :func:`absent_ranks`; the range ends at the recorded number of ranks."""
     return ranks_above(place.rank_names, _said_of_ranks(place))
 
 
 def _said_of_ranks(place: Place) -> list[int | None]:
-    said: list[int | None] = []
+    rank_counts: list[int | None] = []
     for part in place.parts:
         if part.kind == "store" and is_of_rank(part.name):
-            with suppress(StoreError, OSError):  # told already
-                said += [head.ranks for head in Catalog.open(part.directory).points()[-1:]]
-    return said
+            with suppress(StoreError, OSError):  # reported already
+                rank_counts += [head.ranks for head in Catalog.open(part.directory).points()[-1:]]
+    return rank_counts
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:
-    """Return what ``inspect`` says of a store's saved points, of heads that were left, of other points and of pins."""
+    """Return a store's saved points, heads left by rollbacks, other points and pins, for ``inspect``."""
     on_line = {head.name for head in catalog.points()}
     reports = []
     for head in catalog.asides():

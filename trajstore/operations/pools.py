@@ -32,7 +32,7 @@ class Pool(Protocol):
 
     @property
     def buffer(self) -> Reader:
-        """Has the pool's histories, perhaps among other records."""
+        """A reader whose trajectories include the pool's histories."""
 
     def __len__(self) -> int:
         """Return the number of histories."""
@@ -88,7 +88,7 @@ class PoolSupport(Protocol):
         """Return the newest ``step_N`` folder; None if there is none."""
 
     def of_files(self, base: Path, newest: Path) -> tuple[Pool, str | None]:
-        """Return the pool in ``newest`` with the difficulties of all steps in ``base``, and what cannot be shown."""
+        """Return the pool in ``newest`` with the difficulties of all steps in ``base``, and a sentence on omissions."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What is wrong with the files of one shard. They are read whole, and changed by nobody."""
+"""Check the files of one shard. They are read whole and not changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trajstore.errors import StoreError
 
 
 def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
-    """Return the damage of a shard, each a file's name and a message: sizes, checksums, columns that decode to nothing.
+    """Return (file name, message) for each damage of a shard: sizes, checksums, columns that cannot be decoded.
 
     Raises:
-        MissingDependencyError: the format's package is not installed, which is no damage.
+        MissingDependencyError: the format's package is not installed; this is not damage.
     """
     damage = []
     for number, file in enumerate(manifest.files):

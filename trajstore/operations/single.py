@@ -1,4 +1,4 @@
-"""One trajectory of a store or of a run directory, read while its writer may go on."""
+"""Read one trajectory of a store or run directory, even while it is being written."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """A trajectory with what its store says of it.
+    """A trajectory with its store's records on it.
 
     Attributes:
-        url: of the store or run.
+        url: URL of the store or run.
         trajectory_id: its id there.
-        uuid: its UUID, which it keeps where it is copied.
+        uuid: its UUID, which copies keep.
         kind: ``"agent"`` or ``"step"``.
         shard: the first file of its shard.
-        entry: of the index.
-        trajectory: itself, as it was recorded.
-        tensors: its columns but the document, ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent).
-        notes: values that came late, the earliest first.
-        given: the latest of them that are in force, by name.
+        entry: its entry in the index.
+        trajectory: the trajectory as recorded.
+        tensors: its columns except the document, ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent).
+        notes: its late values, earliest first.
+        given: the late values in force, by name.
     """
 
     url: str
@@ -54,7 +54,7 @@ class Single:
     given: dict[str, float | str]
 
     def reward_in_force(self) -> tuple[Reward | None, dict[str, Any]]:
-        """Return a rollout's reward with what was said of it late, and the recorded values that this replaces."""
+        """Return a rollout's reward with late values applied, and the recorded values they replace."""
         if not isinstance(self.trajectory, AgentTrajectory):
             return None, {}
         replaced = {n: value for n, value in self.given.items() if n in OVER_FACTS or n.startswith(SCORE)}
@@ -67,12 +67,12 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
 
     Args:
         path: local path or URL.
-        trajectory_id: its id as it is shown: 17, or ``"3/17"`` of a run directory.
+        trajectory_id: its id as displayed: 17, or ``"3/17"`` in a run directory.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id.
-        ConfigurationError: it is no id, or the path is no store.
-        CorruptStoreError: the trajectory, or the index, is damaged.
+        ConfigurationError: the id is malformed, or the path is not a store.
+        CorruptStoreError: the trajectory or the index is damaged.
     """
     number = id_from("trajectory_id", trajectory_id)
     run = find_place(path)
@@ -83,10 +83,10 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
         why = spelling_hint(number) if other else f"there is no rank_{rank_of_id(number)}"
         raise TrajectoryUnavailableError(f"{path}: no trajectory has the id {shown_id(number)}; {why}")
     if place.kind != "store":
-        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
+        descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
         folder = "a run directory" if place.rank_names else "a folder"
-        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
-        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
+        kind = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {kind}")
     catalog, position, trajectory, columns = _read(place.directory, own_id(number), number)
     entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
     return Single(
@@ -106,16 +106,16 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
 def _read(
     directory: Directory, trajectory_id: int, number: int
 ) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
-    """Return a trajectory of a store that may be written, its columns, and where in which catalog it was found.
+    """Return the catalog, the position in its index, the trajectory and its columns.
 
     Args:
-        directory: of the store.
-        trajectory_id: of the trajectory in the store.
-        number: its id as it was asked for, in a run with its rank.
+        directory: directory of the store, which may have a writer.
+        trajectory_id: id of the trajectory in the store.
+        number: the requested id, including the rank in a run.
 
     Raises:
-        TrajectoryUnavailableError: no trajectory has this id, or none any more.
-        CorruptStoreError: it is damaged.
+        TrajectoryUnavailableError: no trajectory has this id, or it was evicted.
+        CorruptStoreError: the trajectory is damaged.
     """
     with announced(directory) as lease:
         while True:
@@ -128,7 +128,7 @@ def _read(
             try:
                 trajectory = access.trajectory(catalog.index, position)
                 return catalog, position, trajectory, access.columns(catalog.index, position)
-            except CorruptStoreError:  # evicted or moved since, if no file that is needed now is missing
+            except CorruptStoreError:  # evicted or moved meanwhile, unless a file still needed is missing
                 files = {file.name for file in catalog.shards.manifest(catalog.index.at("shard", position)).files}
                 _, needed = needed_now(directory)
                 if files & needed:

@@ -1,4 +1,4 @@
-"""What can be said in numbers about trajectories: ranges, rewards, episodes. Pure; no I/O."""
+"""Statistics on trajectories: ranges, rewards, episodes. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def range_of(values: npt.ArrayLike) -> Range | None:
 
 
 def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None:
-    """Return ``{"first", "last", "absent", "gaps"}`` of ids, the first gaps only, and what is known besides."""
+    """Return ``{"first", "last", "absent", "gaps"}`` of ids, plus ``more``; lists only the first gaps."""
     if not len(ids):
         return None
     gaps = id_gaps(ids)
@@ -43,12 +43,12 @@ def agents_report(
     """Return the report on rollouts.
 
     Args:
-        rollouts: how many.
-        tasks: how many different ones they have.
-        nameless: rollouts without a task.
-        outcomes: of those that have one.
-        turns: of the model, of those where they are known.
-        messages: rollouts with messages.
+        rollouts: number of rollouts.
+        tasks: number of different tasks.
+        nameless: number of rollouts without a task.
+        outcomes: the known outcomes.
+        turns: the model's turns, where known.
+        messages: number of rollouts with messages.
     """
     return {
         "rollouts": rollouts,
@@ -62,7 +62,7 @@ def agents_report(
 
 
 def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
-    """Return the report on columns, of their bytes by name, dtype and shape of a row."""
+    """Return the report on columns from their bytes by (name, dtype, shape of a row)."""
     return [
         {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
         for (name, dtype, shape), nbytes in totals.items()
@@ -70,7 +70,7 @@ def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> li
 
 
 def id_gaps(ids: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Return inclusive ranges of ids between the lowest and the highest that are not there."""
+    """Return the absent ids between the lowest and the highest, as inclusive ranges."""
     ordered = np.sort(ids)
     after = np.flatnonzero(np.diff(ordered) > 1)
     return [[int(ordered[i]) + 1, int(ordered[i + 1]) - 1] for i in after]
@@ -78,20 +78,20 @@ def id_gaps(ids: npt.NDArray[np.int64]) -> list[list[int]]:
 
 @dataclass
 class RewardStatistics:
-    """Rewards and episodes, gathered trajectory by trajectory.
+    """Rewards and episodes, accumulated trajectory by trajectory.
 
-    An episode is counted where it ends. Whether it began in an earlier trajectory is told by observations: an
-    environment whose first one is what another step, at the end of a trajectory, led to, goes on with that episode.
-    Without observations an episode is counted from the start of the trajectory in which it ends.
+    An episode is counted where it ends. Observations show whether it began in an earlier trajectory: an environment
+    continues an episode if its first observation equals the one after the last step of another trajectory. Without
+    observations, an episode counts from the start of the trajectory in which it ends.
 
-    Where no earlier trajectory leads to the first observation, the episode began there, or in one that was evicted or
-    not read. Trajectories that go on in others tell how many ids lie between the two at most: if all of so many before
-    were read, the episode began there; else nobody knows its beginning.
+    If no earlier trajectory matches the first observation, the episode began there, or in a trajectory that was evicted
+    or not read. The largest id distance between matching trajectories bounds how far back the episode can reach: if all
+    ids within this distance were read, it began there; otherwise its beginning is unknown.
     """
 
     whole: bool = True
-    """Whether every trajectory that is there is read. If none goes on in another, this says whether episodes at the
-    start of one began there."""
+    """Whether every present trajectory is read. If no trajectory continues in another, this decides whether episodes
+    at the start of one began there."""
     count: int = 0
     total: float = 0.0
     total_of_squares: float = 0.0
@@ -102,18 +102,18 @@ class RewardStatistics:
     returns: list[float] = field(default_factory=list)
     """Sum of the rewards of each ended episode, all C of a chunk step."""
     spanning: int = 0
-    """Ended episodes of known beginning that were put together out of several trajectories."""
+    """Ended episodes with a known beginning that span several trajectories."""
     followed: bool = True
-    """Whether observations told of all trajectories which episodes go on in them."""
+    """Whether all trajectories had observations to match episodes by."""
     _open: dict[bytes, _Begun] = field(default_factory=dict)
     _reach: int = 0
-    """Most ids from a trajectory to one that goes on with it."""
+    """Largest id distance between a trajectory and its continuation."""
     _read: list[int] = field(default_factory=list)
     _uncertain: list[_Begun] = field(default_factory=list)
-    """Ended episodes for which no earlier trajectory was found, and which may have begun in one."""
+    """Ended episodes without a matching earlier trajectory, whose beginning may be missing."""
 
     def add(self, rewards: torch.Tensor, dones: torch.Tensor | None, seam: Seam | None = None) -> None:
-        """Take a trajectory: rewards ``[T, B, C]``, dones ``[T or T + E, B, C]``, and what joins it to others."""
+        """Add a trajectory: rewards ``[T, B, C]``, dones ``[T or T + E, B, C]``, and its seam to others."""
         per_step = rewards.to(torch.float64).numpy()
         steps, batch = per_step.shape[:2]
         if per_step.size:
@@ -130,7 +130,7 @@ class RewardStatistics:
         self._add_episodes(per_step.reshape(steps, batch, -1).sum(axis=-1), ended[..., 0], seam)
 
     def _add_episodes(self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_], seam: Seam | None) -> None:
-        """Take rewards and ends of episodes, both ``[T, B]``."""
+        """Add rewards and episode ends, both ``[T, B]``."""
         steps = len(rewards)
         sums = np.concatenate([[0.0], np.cumsum(rewards.T.ravel())])  # one environment after the other
         ends = np.flatnonzero(ended.T.ravel()) + 1
@@ -144,19 +144,19 @@ class RewardStatistics:
             return
         self._read.append(seam.number)
         begun = [self._open.pop(key, _Begun(seam.number, seam.number)) for key in seam.first]
-        self._reach = max([self._reach, *(seam.number - one.newest for one in begun)])
+        self._reach = max([self._reach, *(seam.number - episode.newest for episode in begun)])
         first = dict(zip(column[::-1].tolist(), range(len(ends) - 1, -1, -1), strict=True))  # of each environment
         uncertain = []
         for environment, at in first.items():
-            one = begun[environment]
-            lengths[at] += one.steps
-            returns[at] += one.total
-            if one.start is None:
-                self.spanning += bool(one.steps)
+            episode = begun[environment]
+            lengths[at] += episode.steps
+            returns[at] += episode.total
+            if episode.start is None:
+                self.spanning += bool(episode.steps)
             else:
                 uncertain.append(at)
                 self._uncertain.append(
-                    _Begun(one.start, seam.number, int(lengths[at]), float(returns[at]), bool(one.steps))
+                    _Begun(episode.start, seam.number, int(lengths[at]), float(returns[at]), bool(episode.steps))
                 )
         self.lengths += np.delete(lengths, uncertain).tolist()
         self.returns += np.delete(returns, uncertain).tolist()
@@ -164,15 +164,15 @@ class RewardStatistics:
         clear = Counter(seam.last)
         for environment, key in enumerate(seam.last):
             begin, end = last.get(environment, environment * steps), (environment + 1) * steps
-            if begin == end or clear[key] > 1:  # of two that look alike, nobody knows which goes on where
+            if begin == end or clear[key] > 1:  # ambiguous if two environments look alike
                 continue
-            one = _Begun(None, seam.number) if environment in last else begun[environment]
-            total = one.total + float(sums[end] - sums[begin])
-            self._open[key] = _Begun(one.start, seam.number, one.steps + end - begin, total)
+            episode = _Begun(None, seam.number) if environment in last else begun[environment]
+            total = episode.total + float(sums[end] - sums[begin])
+            self._open[key] = _Begun(episode.start, seam.number, episode.steps + end - begin, total)
 
     def _began_there(self) -> npt.NDArray[np.bool_]:
-        """Return, for each uncertain episode, whether it began in the trajectory where it is first seen."""
-        starts = np.array([one.start for one in self._uncertain], np.int64)
+        """Return, for each uncertain episode, whether it began in the trajectory where it was first seen."""
+        starts = np.array([episode.start for episode in self._uncertain], np.int64)
         if not self._reach:
             return np.full(len(starts), self.whole)
         read = np.unique(np.array(self._read, np.int64))
@@ -195,22 +195,22 @@ class RewardStatistics:
         }
 
     def episodes_report(self) -> dict[str, Any] | None:
-        """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if none ended.
+        """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if no episode ended.
 
-        ``spanning``, the number of episodes that went over several trajectories, is None where nothing tells.
-        ``begun_before`` of those that ended may have begun in trajectories that were evicted or not read; the ranges of
-        lengths and returns, and ``spanning``, are without them.
+        ``spanning``, the number of episodes over several trajectories, is None without observations.
+        ``begun_before`` ended episodes may have begun in trajectories that were evicted or not read; the ranges of
+        lengths and returns, and ``spanning``, exclude them.
         """
-        known = [one for one, there in zip(self._uncertain, self._began_there().tolist(), strict=True) if there]
-        lengths = [*self.lengths, *(one.steps for one in known)]
+        known = [episode for episode, there in zip(self._uncertain, self._began_there().tolist(), strict=True) if there]
+        lengths = [*self.lengths, *(episode.steps for episode in known)]
         begun_before = len(self._uncertain) - len(known)
         if not lengths and not begun_before:
             return None
         return {
             "ended": len(lengths) + begun_before,
             "length": range_of(lengths),
-            "return": range_of([*self.returns, *(one.total for one in known)]),
-            "spanning": self.spanning + sum(one.spans for one in known) if self.followed else None,
+            "return": range_of([*self.returns, *(episode.total for episode in known)]),
+            "spanning": self.spanning + sum(episode.spans for episode in known) if self.followed else None,
             "begun_before": begun_before,
         }
 
@@ -221,10 +221,10 @@ class _Begun:
 
     Attributes:
         start: id of the trajectory at whose start it was first seen; None if it is known to have begun in one.
-        newest: id of the last trajectory that it was seen in.
-        steps: seen.
+        newest: id of the last trajectory with a part of it.
+        steps: number of steps seen.
         total: sum of the rewards seen.
-        spans: whether it went over several trajectories; told of ended ones.
+        spans: whether it spans several trajectories; set only for ended episodes.
     """
 
     start: int | None
@@ -236,11 +236,11 @@ class _Begun:
 
 @dataclass(frozen=True)
 class Seam:
-    """What joins a trajectory to those before and after it.
+    """The keys that join a trajectory to its neighbours.
 
     Attributes:
-        first: of each environment, the bytes of its first observation.
-        last: of each environment, the bytes of the observation that its last step led to.
+        first: per environment, the bytes of its first observation.
+        last: per environment, the bytes of the observation after its last step.
         number: id of the trajectory.
     """
 
@@ -266,7 +266,7 @@ def policy_report(lows: npt.ArrayLike, highs: npt.ArrayLike, weights: Iterable[s
     """Return versions, ages (newest version minus a trajectory's lowest) and the number of different weights.
 
     Args:
-        lows: lowest version of each trajectory that knows its version.
+        lows: lowest version of each trajectory with a known version.
         highs: highest version of the same trajectories.
         weights: ``model_weights_id`` of all trajectories.
         unknown: number of trajectories without a version.
@@ -304,7 +304,7 @@ def tensor_report(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def merge_ranges(parts: Iterable[tuple[dict[str, Any] | None, float]]) -> dict[str, Any] | None:
-    """Return the range over several parts, each given with the number of its values; None if no part has any."""
+    """Return the range over several parts, each given with its number of values; None if no part has any."""
     known = [(part, weight) for part, weight in parts if part is not None and weight]
     if not known:
         return None
@@ -317,7 +317,7 @@ def merge_ranges(parts: Iterable[tuple[dict[str, Any] | None, float]]) -> dict[s
 
 
 def _known(parts: Sequence[dict[str, Any] | None], *summed: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the parts of which something is known, and the sums of some of their numbers."""
+    """Return the parts that are not None, and the sums of some of their figures."""
     known = [part for part in parts if part is not None]
     return known, {name: sum(part[name] for part in known) for name in summed}
 
@@ -329,7 +329,7 @@ def merge_rewards(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | No
     if merged is None:
         return None
     count = sum(part["count"] for part in known)
-    # Not by squares: those of damaged rewards, of any size, have no room in a float.
+    # Without squares, which overflow a float for damaged rewards.
     shares = [(math.sqrt(part["count"] / count), part) for part in known]
     within = [share * part["std"] for share, part in shares]
     between = [share * (part["mean"] - merged["mean"]) for share, part in shares]
@@ -353,7 +353,7 @@ def merge_episodes(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | N
 
 
 def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the report on the rollouts of several parts together; tasks are not counted, parts may share them."""
+    """Return the report on the rollouts of several parts; tasks are not counted, because parts may share them."""
     known, sums = _known(parts, "rollouts", "without_task", "without_outcome", "with_messages")
     if not known:
         return None
@@ -363,7 +363,7 @@ def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def merge_policies(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the report on the policies of several parts; ages, which are each part's own, are left out."""
+    """Return the report on the policies of several parts, without ages, which are relative to each part."""
     known = [part for part in parts if part is not None]
     if not known:
         return None

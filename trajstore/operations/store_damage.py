@@ -1,4 +1,4 @@
-"""What is wrong with a store: every checksum, every name, every entry. Its writer may go on meanwhile."""
+"""Verify a store: every checksum, name and entry. It may have a writer."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from trajstore.operations.live import announced, is_absent, needed_files, needed
 from trajstore.operations.shard_damage import damage_in
 from trajstore.operations.verification import Problem, Progress, Verification, problem_of
 
-_ATTEMPTS = 20  # trajectories that a writer moves to another shard while they are checked are looked for there
+_ATTEMPTS = 20  # retries for trajectories that a writer moves to another shard during the check
 
 
 def check_store(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    """Add what is wrong with a store to a result. What its writer evicts or moves meanwhile is no damage.
+    """Add a store's damage to a result. Evictions and moves by a writer are not damage.
 
     Args:
-        directory: of the store.
-        result: is added to.
-        progress: told (done, total) shards.
+        directory: directory of the store.
+        result: receives problems, notes and counts.
+        progress: called with (done, total) shards.
 
     Raises:
-        CorruptStoreError, OSError: nothing more can be told after this damage.
-        UnsupportedVersionError: it has another layout version.
+        CorruptStoreError, OSError: the damage prevents any further check.
+        UnsupportedVersionError: the store has another layout version.
     """
     with announced(directory) as lease:
         catalog = _open(directory, result)
@@ -64,16 +64,16 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
 
 
 def _check_inbox(catalog: Catalog, result: Verification) -> None:
-    """Tell of values that no writer has taken in yet, of those that were refused, and of files that are damaged."""
-    found = waiting_values(catalog)
-    result.problems += [Problem(name, text) for name, text in found.problems()]
-    result.notes += [f"{name}: {text}" for name, text in found.notes()]
-    if found.files:
-        result.notes.append(f"values that came late wait: {waiting_in_words(found.to_json() or {})}")
+    """Report late values that are waiting or refused, and damaged inbox files."""
+    waiting = waiting_values(catalog)
+    result.problems += [Problem(name, text) for name, text in waiting.problems()]
+    result.notes += [f"{name}: {text}" for name, text in waiting.notes()]
+    if waiting.files:
+        result.notes.append(f"values that came late wait: {waiting_in_words(waiting.to_json() or {})}")
 
 
 def _open(directory: Directory, result: Verification) -> Catalog:
-    """Open a store; of a damaged one, say what is damaged and go on with what can be told."""
+    """Open a store; if it is damaged, record the damage and open the intact part."""
     try:
         return Catalog.open(directory)
     except CorruptStoreError as error:
@@ -88,7 +88,7 @@ _SECTOR = 512
 
 
 def _check_unnamed(catalog: Catalog, result: Verification) -> None:
-    """Tell of files that no commit and no saved point names; those of a live writer come and go."""
+    """Report files that no commit and no saved point names; a live writer's files come and go."""
     directory, needed = catalog.directory, needed_files(catalog)
     states = catalog.pins.unnamed_files()
     shards = [name for name in directory.names(SHARDS_FOLDER) if name not in needed]
@@ -112,16 +112,16 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
 
 
 def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
-    """Tell what an interrupted commit left from a whole record that was changed: only that one has its line feed."""
+    """Distinguish an interrupted commit from a damaged whole record, which ends in a line feed."""
     if not catalog.segment_torn:
         return
     source = f"{catalog.directory.url}/{catalog.segment}"
     try:
         data = catalog.directory.read(catalog.segment, catalog.segment_end)
-    except FileNotFoundError:  # a live writer has taken a snapshot since
+    except FileNotFoundError:  # a live writer has taken a snapshot meanwhile
         return
     if decode_lines(data, source, catalog.segment_end).records:
-        return  # a live writer was in the middle of it
+        return  # a live writer was appending it
     if b"\n" in data:
         message = f"the record at byte {catalog.segment_end} is damaged; what it committed is not there"
         result.problems.append(Problem(catalog.segment, message, uncounted=True))
@@ -133,13 +133,13 @@ def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
 
 
 def _check_fences(catalog: Catalog, result: Verification) -> None:
-    """Check the segments that stay in an object store though the index has what they say."""
+    """Check log segments kept in an object store although the index includes them."""
     for first, name in log_segments(catalog.directory):
         if first in catalog.fences and first <= catalog.snapshot_generation:
             try:
                 tail = decode_lines(catalog.directory.read(name), f"{catalog.directory.url}/{name}")
                 whole = not tail.torn and [record.get("generation") for record in tail.records] == [first]
-            except FileNotFoundError:  # a live writer has let go of the oldest
+            except FileNotFoundError:  # a live writer has deleted the oldest
                 continue
             except CorruptStoreError:
                 whole = False
@@ -148,7 +148,7 @@ def _check_fences(catalog: Catalog, result: Verification) -> None:
 
 
 def _is_cut_short(data: bytes, offset: int) -> bool:
-    """Return whether these are the first bytes of a record, or sectors that never reached the disk (zeros)."""
+    """Return whether the data is the start of a record, or sectors that never reached the disk (zeros)."""
     zeros = len(data) - len(data.lstrip(b"\0"))
     if zeros:
         return zeros == len(data) or (offset + zeros) % _SECTOR == 0
@@ -156,7 +156,7 @@ def _is_cut_short(data: bytes, offset: int) -> bool:
 
 
 def _check_lock(directory: Directory, result: Verification) -> None:
-    """Tell what stands in the place of the lock's file: no writer could open the store."""
+    """Report a folder or pipe in place of the lock file, which prevents writers from opening the store."""
     try:
         directory.size(LOCK_NAME)
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _check_lock(directory: Directory, result: Verification) -> None:
 
 
 def check_state(file: str, values: Mapping[str, Any], result: Verification) -> None:
-    """Check what a buffer takes up besides trajectories: seed, generator, counter, format."""
+    """Check the buffer's state besides trajectories: seed, generator, counter, format."""
     try:
         CheckpointState.from_json(values)
     except CorruptStoreError as error:
@@ -176,15 +176,15 @@ def check_state(file: str, values: Mapping[str, Any], result: Verification) -> N
 def _check_pins(catalog: Catalog, result: Verification) -> None:
     for name in catalog.pins.names:
         try:
-            said = catalog.pins.said(name)
-        except StoreNotFoundError:  # its writer has let go of it since
+            state = catalog.pins.said(name)
+        except StoreNotFoundError:  # its writer has removed it meanwhile
             continue
-        check_state(pin_name(name), said, result)
+        check_state(pin_name(name), state, result)
         _check_named(catalog, name, result)
 
 
 def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
-    """Check that all trajectories are there which a pin names."""
+    """Check that all trajectories named by a pin are present."""
     if (lacking := catalog.lacking(catalog.pins.heads[name])) > 0:
         text = f"names {lacking:,} trajectories that are missing"
         if name in {head.name for head in catalog.unfinished_asides()}:
@@ -192,13 +192,13 @@ def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
                 f"the head {name!r} was not left after all; the next writer removes this snapshot of it"
             )
         else:
-            # Ids that the store has not given yet, as far as it knows: the commits that did are lost, perhaps more.
+            # Ids at or above next_id: the commits that assigned them are lost, perhaps with others.
             uncounted = int(catalog.pins.heads[name].ids[:, 1].max()) >= catalog.next_id
             result.problems.append(Problem(pin_name(name), text, uncounted=uncounted))
 
 
 def _check_saved_states(catalog: Catalog, result: Verification) -> None:
-    """Check the states and late values of snapshots: that each is there, as it was written."""
+    """Check that the state and late-value files of snapshots are present and unchanged."""
     for file in (file for head in catalog.pins.heads.values() for file in head.files):
         result.files += 1
         result.nbytes += file.size
@@ -230,7 +230,7 @@ def _check_entries(catalog: Catalog, result: Verification) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Damage of a shard: a file of it, what is said, and the ids that are lost by it."""
+    """Damage of a shard: the file, the problem, and the ids lost by it."""
 
     file: str
     problem: Problem
@@ -238,21 +238,21 @@ class _Found:
 
 
 def _check_shards(catalog: Catalog, result: Verification, progress: Progress | None) -> None:
-    """Read all shards. What is missing, and is not needed any more, was evicted or moved: then it is looked for anew.
+    """Check all shards. Trajectories of a missing file that is no longer needed are searched in the newest catalog.
 
-    With a reader's lease, this does not come to pass.
+    This does not occur under a reader's lease.
     """
     directory, evicted = catalog.directory, 0
     rows: npt.NDArray[np.intp] = np.flatnonzero(catalog.needed_shards())
     only: npt.NDArray[np.int64] | None = None
     for _ in range(_ATTEMPTS):
-        found = _damage_of(catalog, rows, only, result, progress)
-        absent = {one.file for one in found if is_absent(directory, one.file)}
+        damage = _damage_of(catalog, rows, only, result, progress)
+        absent = {item.file for item in damage if is_absent(directory, item.file)}
         if absent:
             catalog, needed = needed_now(directory)
             absent -= needed
-        result.problems += [one.problem for one in found if one.file not in absent]
-        missed = np.unique([number for one in found if one.file in absent for number in one.ids]).astype(np.int64)
+        result.problems += [item.problem for item in damage if item.file not in absent]
+        missed = np.unique([number for item in damage if item.file in absent for number in item.ids]).astype(np.int64)
         only = missed[np.isin(missed, _ids(catalog))]
         evicted += len(missed) - len(only)
         rows = np.unique(_shards(catalog)[np.isin(_ids(catalog), only)])
@@ -271,8 +271,8 @@ def _damage_of(
     result: Verification,
     progress: Progress | None,
 ) -> list[_Found]:
-    """Return the damage of some shards; of their trajectories, ``only`` counts those with these ids."""
-    found = []
+    """Return the damage of some shards; only trajectories with ids in ``only`` count, if given."""
+    damaged = []
     ids, shards = _ids(catalog), _shards(catalog)
     whole = np.zeros(len(catalog.shards), np.bool_)
     for done, row in enumerate(rows.tolist()):
@@ -285,14 +285,14 @@ def _damage_of(
             if not inside:
                 given = f"; values by row of trajectories {ids_in_words(catalog.notes.ids_in(row))} are lost"
                 damage = [(file, message.removesuffix(SEE_VERIFY) + given) for file, message in damage]
-            found += [
+            damaged += [
                 _Found(file, Problem(file, message.removesuffix(SEE_VERIFY), lost), inside) for file, message in damage
             ]
         result.files += len(manifest.files)
         result.nbytes += sum(file.size for file in manifest.files)
         if progress is not None:
             progress(done + 1, len(rows))
-    return found + _damaged_documents(catalog, whole, only, result)
+    return damaged + _damaged_documents(catalog, whole, only, result)
 
 
 def _ids(catalog: Catalog) -> npt.NDArray[np.int64]:
@@ -308,8 +308,8 @@ def _shards(catalog: Catalog) -> npt.NDArray[np.intp]:
 def _damaged_documents(
     catalog: Catalog, whole: npt.NDArray[np.bool_], only: npt.NDArray[np.int64] | None, result: Verification
 ) -> list[_Found]:
-    """Make every trajectory in a whole shard that has a JSON document, and one of each set of columns."""
-    found = []
+    """Decode each trajectory with a JSON document in an intact shard, and one trajectory per set of columns."""
+    damaged = []
     access = ShardAccess(catalog)
     made: set[Schema] = set()
     for index in (catalog.index, catalog.pinned):
@@ -328,9 +328,9 @@ def _damaged_documents(
                 file = catalog.shards.manifest(int(index.at("shard", position))).files[0].name
                 result.trajectories -= is_absent(catalog.directory, file)
                 problem = Problem(f"trajectory {number}", str(error), ((number, number),))
-                found.append(_Found(file, problem, [number]))
+                damaged.append(_Found(file, problem, [number]))
     access.close()
-    return found
+    return damaged
 
 
 def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int]:

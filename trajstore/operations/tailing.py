@@ -1,4 +1,4 @@
-"""Facts of trajectories in the order of their commits, with a cursor from which to go on later."""
+"""Report facts of new trajectories in commit order, resumable by a cursor."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Up to which trajectory of each rank all were reported.
+    """The last reported trajectory of each rank.
 
     Attributes:
-        stores: UUID of the store and highest id in it, by rank.
+        stores: (UUID of the store, highest reported id) by rank.
     """
 
     stores: Mapping[int, tuple[str, int]]
 
     def __str__(self) -> str:
-        told = {str(rank): [store_id, newest] for rank, (store_id, newest) in sorted(self.stores.items())}
-        return base64.urlsafe_b64encode(json.dumps(told, separators=(",", ":")).encode()).decode().rstrip("=")
+        stores = {str(rank): [store_id, newest] for rank, (store_id, newest) in sorted(self.stores.items())}
+        return base64.urlsafe_b64encode(json.dumps(stores, separators=(",", ":")).encode()).decode().rstrip("=")
 
     @classmethod
     def parse(cls, text: str) -> Cursor:
-        """Return the cursor that a text says.
+        """Parse a cursor.
 
         Raises:
-            ConfigurationError: it is none.
+            ConfigurationError: the text is not a cursor.
         """
         try:
-            told = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
-            stores = {int(rank): (store_id, newest) for rank, (store_id, newest) in told.items()}
+            stores_by_rank = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
+            stores = {int(rank): (store_id, newest) for rank, (store_id, newest) in stores_by_rank.items()}
             for rank, (store_id, newest) in stores.items():
                 if not (ALONE <= rank < RANK_LIMIT and isinstance(store_id, str)):
                     raise ValueError("rank or store")
@@ -57,12 +57,12 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What was committed since a cursor.
+    """The trajectories committed since a cursor.
 
     Attributes:
-        table: facts of the trajectories, in the order of their commits.
-        cursors: one for each row, to go on after it.
-        warnings: sentences on what cannot be reported, and on stores that were exchanged.
+        table: facts of the trajectories, in commit order.
+        cursors: one per row, to resume after it.
+        warnings: sentences on trajectories that cannot be reported, and on replaced stores.
     """
 
     table: DataFrame
@@ -71,44 +71,44 @@ class News:
 
 
 class Tail:
-    """Reports what is committed to a store or a run.
+    """Reports new commits to a store or a run.
 
     Args:
-        path: path or URL, as :meth:`Reader.open` takes it.
-        since: where to go on; None: from the first trajectory.
+        path: path or URL, as for :meth:`Reader.open`.
+        since: cursor to resume from; None starts at the first trajectory.
 
     Raises:
-        StoreNotFoundError, CorruptStoreError: as by :meth:`Reader.open`.
+        StoreNotFoundError, CorruptStoreError: as for :meth:`Reader.open`.
         MissingDependencyError: Polars is not installed.
     """
 
     def __init__(self, path: str | Path, since: Cursor | None = None) -> None:
         polars()
         self._reader, self.damage = open_readable(path)
-        """What is damaged, and left out; None if nothing is."""
+        """Sentence on damage that was left out; None if there is none."""
         self.cursor = since or Cursor({})
-        """Up to where all was reported."""
+        """Cursor after the last reported trajectory."""
 
     def close(self) -> None:
-        """Give the reader's lease back."""
+        """Release the reader's lease."""
         self._reader.close()
 
     def refresh(self) -> None:
-        """Look for what was committed since.
+        """Read new commits.
 
         Raises:
-            StoreError: the directory cannot be read; what is shown stays.
+            StoreError: the directory cannot be read; the previous contents stay.
         """
         self._reader.refresh()
 
     def news(self, where: str | None = None) -> News:
-        """Return what was committed after the cursor, and move the cursor behind it.
+        """Return the trajectories committed after the cursor, and advance it.
 
         Args:
-            where: condition on facts, in SQL; the cursor moves past trajectories that do not match.
+            where: SQL condition on facts; the cursor also passes trajectories that do not match.
 
         Raises:
-            ConfigurationError: the condition is wrong; the cursor stays.
+            ConfigurationError: the condition is invalid; the cursor stays.
         """
         pl = polars()
         query = self._reader.query()

@@ -24,10 +24,10 @@ Report = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 
 TOKENIZER_KEY = "tokenizer"
-"""Key of an agent trajectory's ``metadata`` that names the folder of the tokenizer its tokens are of."""
+"""Key of an agent trajectory's ``metadata`` that names the folder of its tokenizer."""
 
 WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_terminated", "entropy")
-"""Fields of a rollout that are told as they are."""
+"""Fields of a rollout that the report includes unchanged."""
 
 
 def inspect_trajectory(
@@ -40,41 +40,41 @@ def inspect_trajectory(
 ) -> Report:
     """Return a report on one trajectory of a store or a run directory, or on one of its samples.
 
-    The ``reward`` of a rollout is the one in force; ``recorded`` has what of it was recorded otherwise: ``outcome``,
-    ``success_rate`` and ``reward_NAME`` that came late took its place.
+    The ``reward`` of a rollout is the one in force. ``recorded`` has the recorded values that late ``outcome``,
+    ``success_rate`` and ``reward_NAME`` replace.
 
     Args:
         path: local path or URL.
-        trajectory_id: its id as it is shown: 17, or ``"3/17"`` of a run directory.
+        trajectory_id: its id as displayed: 17, or ``"3/17"`` in a run directory.
         sample: number of a transition, ``t * B + b`` (step), or of a token (agent).
-        tokenizer: folder or name of the tokenizer with which tokens of an agent trajectory are told as text. None: the
-            folder that ``metadata["tokenizer"]`` names, if it is on this machine.
-        tokens: also return every token of a rollout with what belongs to it, by column: ``{"tokens_by_column": ...}``.
+        tokenizer: folder or name of the tokenizer that decodes tokens of an agent trajectory. None: the folder named by
+            ``metadata["tokenizer"]``, if it is on this machine.
+        tokens: also return every token of a rollout with its values, by column: ``{"tokens_by_column": ...}``.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id.
-        ConfigurationError: it has fewer samples, the path is no store, or the tokenizer cannot be loaded.
+        ConfigurationError: it has fewer samples, the path is not a store, or the tokenizer cannot be loaded.
         MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
-        CorruptStoreError: the trajectory, or the index, is damaged.
+        CorruptStoreError: the trajectory or the index is damaged.
     """
-    found = read_single(path, trajectory_id)
-    number, entry, trajectory, tensors = found.trajectory_id, found.entry, found.trajectory, found.tensors
+    single = read_single(path, trajectory_id)
+    number, entry, trajectory, tensors = single.trajectory_id, single.entry, single.trajectory, single.tensors
     report: Report = {
-        "path": found.url,
+        "path": single.url,
         "trajectory_id": written_id(number),
-        "uuid": found.uuid,
-        "kind": found.kind,
-        "shard": found.shard,
+        "uuid": single.uuid,
+        "kind": single.kind,
+        "shard": single.shard,
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
-        "notes": [note_report(note) for note in found.notes],
+        "notes": [note_report(note) for note in single.notes],
     }
     if isinstance(trajectory, AgentTrajectory):
         decode = decoder(trajectory, tokenizer)
         if sample is not None:
             return report | _token(trajectory, number, tensors, sample, decode)
         report |= _agent_report(trajectory, decode)
-        reward, recorded = found.reward_in_force()
+        reward, recorded = single.reward_in_force()
         report |= {"reward": None if reward is None else asdict(reward), "recorded": recorded}
         if tokens:
             report["tokens_by_column"] = _tokens_by_column(trajectory, tensors, decode)
@@ -129,7 +129,7 @@ def _known(value: Any) -> Any:
 
 
 def token_parts(trajectory: AgentTrajectory) -> list[Report]:
-    """Return the runs of tokens that belong together: the prompt, and what the model wrote or was told in turn.
+    """Return the runs of tokens of one kind: the prompt, then the model's own tokens and those it was given.
 
     Each is ``{"part", "first", "last", "tokens"}``, ``part`` being ``"prompt"``, ``"model"`` or ``"told"``.
     """
@@ -165,7 +165,7 @@ def _token(
     values = {}
     for name, tensor in tensors.items():
         at = token if len(tensor) == count else token - (count if start is None else start)
-        if 0 <= at < len(tensor):  # those of the response have no entry for the prompt
+        if 0 <= at < len(tensor):  # response columns have no entry for the prompt
             values[name] = _value(tensor[at])
     part = next(part for part in token_parts(trajectory) if part["first"] <= token <= part["last"])
     text = None if decode is None else decode(_ids(trajectory, token, token + 1))
@@ -175,23 +175,23 @@ def _token(
 def _tokens_by_column(
     trajectory: AgentTrajectory, tensors: dict[str, torch.Tensor], decode: Decode | None
 ) -> dict[str, list[Any]]:
-    """Return the part, the text and every value of each token; None where a token has none."""
+    """Return the part, text and values of each token by column; None where a token lacks a value."""
     count = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
     start = count if trajectory.response_start is None else trajectory.response_start
-    found: dict[str, list[Any]] = {"part": []}
+    columns: dict[str, list[Any]] = {"part": []}
     for part in token_parts(trajectory):
-        found["part"] += [part["part"]] * part["tokens"]
+        columns["part"] += [part["part"]] * part["tokens"]
     if decode is not None:
-        found["text"] = [decode(_ids(trajectory, at, at + 1)) for at in range(count)]
+        columns["text"] = [decode(_ids(trajectory, at, at + 1)) for at in range(count)]
     for name, tensor in tensors.items():
         before = 0 if len(tensor) == count else start
         if tensor.ndim == 1 and before + len(tensor) <= count:
-            found[name] = [None] * before + _value(tensor) + [None] * (count - before - len(tensor))
-    return found
+            columns[name] = [None] * before + _value(tensor) + [None] * (count - before - len(tensor))
+    return columns
 
 
 def note_report(note: Note) -> Report:
-    """Return a value that came late as JSON values."""
+    """Return a late value as JSON values."""
     return {name: getattr(note, name) for name in ("name", "value", "who", "time", "in_force")}
 
 
@@ -201,24 +201,24 @@ def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:
 
 
 def tokenizer_of(trajectory: AgentTrajectory) -> str | None:
-    """Return the folder of the tokenizer that a trajectory names, if it is on this machine.
+    """Return the tokenizer folder that a trajectory names, if it is on this machine.
 
-    What a store names is looked up here alone, never fetched.
+    A name taken from a store is only looked up locally, never fetched.
     """
     recorded = trajectory.metadata.get(TOKENIZER_KEY)
     return recorded if isinstance(recorded, str) and Path(recorded).is_dir() else None
 
 
 def decoder(trajectory: AgentTrajectory, tokenizer: str | Path | None) -> Decode | None:
-    """Return what makes text of the tokens of a trajectory; None if no tokenizer is known.
+    """Return a function that decodes a trajectory's tokens; None if its tokenizer is unknown.
 
     Args:
         trajectory: may name a tokenizer.
-        tokenizer: folder or name of another one.
+        tokenizer: folder or name of another tokenizer.
 
     Raises:
-        ConfigurationError: the one that was given cannot be loaded.
-        MissingDependencyError: it was given, and ``transformers`` is not installed.
+        ConfigurationError: the given tokenizer cannot be loaded.
+        MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
     """
     name = str(tokenizer) if tokenizer is not None else tokenizer_of(trajectory)
     if name is None:

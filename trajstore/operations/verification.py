@@ -1,4 +1,4 @@
-"""What checking a directory found. Values; no I/O."""
+"""Results of verification. Values; no I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trajstore.core.files.base import Directory
 from trajstore.core.store.lost_records import Damage
 
 Progress = Callable[[int, int], None]
-"""Told (done, total): shards, files or trajectories."""
+"""Called with (done, total) shards, files or trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,11 @@ class Problem:
     """One piece of damage.
 
     Attributes:
-        file: the file or directory; within a run, below the run directory.
-        message: what is wrong with it.
-        lost: ids of the trajectories that cannot be read any more because of it, as inclusive ranges. Empty
-            where none is lost, or nobody can tell which. Of a damaged log, those between two records that can be read;
-            some of these may never have been given.
-        uncounted: whether more may be lost by it than ``lost`` says.
+        file: the file or directory; relative to the run directory in a run.
+        message: description of the damage.
+        lost: ids of the trajectories that it makes unreadable, as inclusive ranges. Empty if there are none or they are
+            unknown. For a damaged log, the ids between two readable records; some may never have been assigned.
+        uncounted: whether more may be lost than ``lost`` lists.
     """
 
     file: str
@@ -38,9 +37,9 @@ class Problem:
 
 
 def problem_of(damage: Damage, directory: Directory) -> Problem:
-    """Return damage that is told in a sentence as a problem of the file that its sentence begins with.
+    """Return damage as a problem of the file at the start of its message.
 
-    A sentence that begins with none is on the directory, which stands by its name then.
+    If the message starts with no file, the problem belongs to the directory.
     """
     text = damage.message.removeprefix(f"{directory.url}/")
     if text == damage.message:
@@ -52,18 +51,18 @@ def problem_of(damage: Damage, directory: Directory) -> Problem:
 
 @dataclass
 class Verification:
-    """What checking found.
+    """The result of verification.
 
     Attributes:
-        path: what was checked.
+        path: the verified path.
         kind: ``"store"``, ``"rlinf"``, ``"experience_pool"`` or ``"run"``.
-        problems: damage; of a run, also that of its parts.
-        notes: things that are no damage: what an interrupted writer left, files of others.
-        trajectories: trajectories whose data was checked.
-        pinned: how many of them were evicted or set aside, and are kept by pins.
-        files: files read.
-        nbytes: bytes read.
-        parts: of a run, one each.
+        problems: damage; for a run, including that of its parts.
+        notes: remarks other than damage: leftovers of an interrupted writer, foreign files.
+        trajectories: number of trajectories whose data was checked.
+        pinned: number of these that were evicted or set aside, and are kept by pins.
+        files: number of files read.
+        nbytes: number of bytes read.
+        parts: one result per part of a run.
     """
 
     path: str
@@ -78,7 +77,7 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether no damage was found, here and in all parts."""
+        """Whether neither the directory nor any part has damage."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Checking a directory: every checksum, every name, every entry. Nothing is written but a reader's lease.
+"""Verify a directory: every checksum, name and entry. Writes nothing except a reader's lease.
 
-``inspect`` looks at names and sizes; this reads every byte.
+``inspect`` checks names and sizes only; this reads every byte.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from trajstore.operations.verification import Problem, Progress, Verification, p
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> Verification:
-    """Check a store, a checkpoint, a directory of RLinf, an experience pool, or a folder of these.
+    """Verify a store, a checkpoint, a directory of RLinf, an experience pool, or a folder of these.
 
-    Of a store: snapshot, log, metadata and pins; that every named file is there with the size and checksum it
-    was written with; that columns which are not mapped can be decoded; that ids and UUIDs are unique and every
-    JSON document parses. The formats of others are loaded, and compared with their index; checksums
-    they have within ``.pt`` files only, so that a changed value anywhere else stays unseen.
+    For a store, this checks the snapshot, log, metadata and pins; the presence, size and checksum of every named file;
+    that columns which are not mapped can be decoded; that ids and UUIDs are unique; and that every JSON document
+    parses. Foreign formats are loaded and compared with their index. Only their ``.pt`` files have checksums, so a
+    changed value elsewhere is not detected.
 
-    A writer may go on: what it evicts meanwhile is no damage. While a writer has the store open, a lease in
-    ``readers/`` keeps evicted files until they are checked; nothing else is written. Where no lease can be written, a
-    file that is gone is looked for in the newest commits before it is called missing.
+    The store may have a writer, whose evictions are not damage: a lease in ``readers/`` keeps evicted files until they
+    are checked. Nothing else is written. Where no lease can be written, a missing file is reported only if the newest
+    commits still need it.
 
     Args:
         path: local path or URL.
-        progress: told (done, total) shards or files.
+        progress: called with (done, total) shards or files.
 
     Raises:
-        StoreNotFoundError: nothing there.
-        UnsupportedVersionError: it has another layout version.
+        StoreNotFoundError: the path has no store.
+        UnsupportedVersionError: the store has another layout version.
     """
     return verify_place(find_place(path), progress)
 
 
 def verify_place(place: Place, progress: Progress | None) -> Verification:
-    """Check what lies at a place, see :func:`verify`; of a run it is the place that says which stores are its parts."""
+    """Verify a place, see :func:`verify`; a run's place lists the stores that are its parts."""
     result = Verification(place.url, place.kind)
     if place.kind == "run":
         if place.mixed:
@@ -53,9 +53,9 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
         absent = (*place.lacking, *absent_ranks(place))
         result.problems += [Problem(text.split()[0], text, uncounted=True) for text in absent]
         result.parts = [verify_place(part, progress) for part in place.parts]
-        for part, found in zip(place.parts, result.parts, strict=True):
+        for part, verification in zip(place.parts, result.parts, strict=True):
             name = "" if part.url == place.url else part.name + "/"
-            result.problems += [replace(problem, file=f"{name}{problem.file}") for problem in found.problems]
+            result.problems += [replace(problem, file=f"{name}{problem.file}") for problem in verification.problems]
         result.notes += incomplete_points(place)
         if place.beside:
             result.notes.append(
@@ -68,47 +68,47 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
     check = {"store": check_store, "rlinf": _verify_rlinf, "experience_pool": _verify_pool}[place.kind]
     try:
         check(place.directory, result, progress)
-    except (CorruptStoreError, UnsafeContentError, OSError) as error:  # damage after which nothing else can be checked
+    except (CorruptStoreError, UnsafeContentError, OSError) as error:  # prevents any further check
         result.problems.append(problem_of(Damage(str(error), uncounted=True), place.directory))
     return result
 
 
-# -- directories of others ----------------------------------------------------------------------------
+# -- foreign directories ------------------------------------------------------------------------------
 
 
 def _verify_rlinf(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    found = RLinfSource.open(directory, strict=False)
-    result.problems += [problem_of(damage, directory) for damage in found.damaged]
-    check_state(METADATA_NAME, found.metadata, result)
+    source = RLinfSource.open(directory, strict=False)
+    result.problems += [problem_of(damage, directory) for damage in source.damaged]
+    check_state(METADATA_NAME, source.metadata, result)
     sizes = directory.sizes()
-    for entry in found.gone:
+    for entry in source.gone:
         number = entry.trajectory_id
-        result.problems.append(Problem(entry.file_name(found.suffix), MISSING, ((number, number),)))
-    if found.unwritten:
-        result.notes.append(found.unwritten_in_words())
-    for done, (name, found_one) in enumerate(iterate_rlinf(found)):
-        number = found.entries[done].trajectory_id
-        lost, messages = ((number, number),), [str(found_one).removesuffix(OR_WITHOUT_IT)]
-        if not isinstance(found_one, TrajstoreError):
-            messages = found.damage(done)
-            result.notes += [f"{name}: {message}" for message in found.unrepresented(done)]
+        result.problems.append(Problem(entry.file_name(source.suffix), MISSING, ((number, number),)))
+    if source.unwritten:
+        result.notes.append(source.unwritten_in_words())
+    for done, (name, trajectory) in enumerate(iterate_rlinf(source)):
+        number = source.entries[done].trajectory_id
+        lost, messages = ((number, number),), [str(trajectory).removesuffix(OR_WITHOUT_IT)]
+        if not isinstance(trajectory, TrajstoreError):
+            messages = source.damage(done)
+            result.notes += [f"{name}: {message}" for message in source.unrepresented(done)]
         result.problems += [Problem(name, message, lost) for message in messages]
         result.trajectories += not messages
         result.files += 1
         result.nbytes += sizes.pop(name, 0)
         if progress is not None:
-            progress(done + 1, len(found.entries))
-    result.problems += _wrong_totals(found)
+            progress(done + 1, len(source.entries))
+    result.problems += _wrong_totals(source)
     unnamed = [name for name in sizes if name.startswith("trajectory_") and not name.endswith(".json")]
-    if unnamed and not found.damaged:
+    if unnamed and not source.damaged:
         result.notes.append(f"{len(unnamed):,} trajectory files are not in the index")
 
 
 def _wrong_totals(found: RLinfSource) -> list[Problem]:
-    """Return what ``metadata.json`` counts otherwise than the index."""
+    """Return the totals in ``metadata.json`` that differ from the index."""
     entries = [*found.entries, *found.missing]
     lost = sum(damage.count for damage in found.damaged)
-    said = found.metadata.get("size")
+    size = found.metadata.get("size")
     if not found.damaged:
         totals = {"size": len(entries), "total_samples": sum(entry.num_samples for entry in entries)}
         return [
@@ -116,9 +116,9 @@ def _wrong_totals(found: RLinfSource) -> list[Problem]:
             for name, value in totals.items()
             if found.metadata.get(name, value) != value
         ]
-    if isinstance(said, int) and said > len(entries) + lost:
+    if isinstance(size, int) and size > len(entries) + lost:
         text = (
-            f"counts {said:,} trajectories, and {len(entries) + lost:,} have a file: the others were deleted, or never "
+            f"counts {size:,} trajectories, and {len(entries) + lost:,} have a file: the others were deleted, or never "
         )
         return [
             Problem(METADATA_NAME, f"{text}written, as by RLinf's checkpoints of a buffer in memory", uncounted=True)

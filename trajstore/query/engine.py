@@ -1,4 +1,4 @@
-"""The library that answers questions, imported when the first one is asked."""
+"""Lazy import of Polars, the query engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def polars() -> ModuleType:
     """Return Polars.
 
     Raises:
-        MissingDependencyError: it is not installed, or a version before 2, whose scans and streams are others.
+        MissingDependencyError: Polars is not installed, or is older than version 2, whose scan interface differs.
     """
     try:
         import polars

@@ -1,4 +1,4 @@
-"""Facts of all trajectories that are shown, one row each, as a table; the index has them."""
+"""A table of the index's facts, one row per visible trajectory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shown:
-    """Which entries an index has; an entry itself changes only when it is committed."""
+    """Identifies the entries of an index; an entry itself changes only on a commit."""
 
     index: weakref.ref[TrajectoryIndex]
     revision: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Shown:
 
 
 class Facts:
-    """The facts of what a buffer shows.
+    """The facts of a buffer's visible trajectories.
 
     Args:
         locked: gives access to the contents.
@@ -58,12 +58,12 @@ class Facts:
     def __init__(self, locked: Locked) -> None:
         self._locked = locked
         self._answer: tuple[_Shown, DataFrame] | None = None
-        """The last table, and of which entries it is."""
+        """The last table and the entries it covers."""
         self._texts: tuple[weakref.ref[StringTable], Series] | None = None
-        """The texts that the index numbers."""
+        """The index's string table as a series."""
 
     def table(self) -> DataFrame:
-        """Return all facts, the oldest trajectory first.
+        """Return all facts, oldest trajectory first.
 
         Raises:
             MissingDependencyError: Polars is not installed.
@@ -76,7 +76,7 @@ class Facts:
         return self._answer[1]
 
     def _of_index(self, contents: Contents) -> tuple[_Shown, DataFrame]:
-        """Return which entries are shown and what the index says of them, with the lock of the contents held."""
+        """Return the entries and their facts; call with the lock of the contents held."""
         pl = polars()
         index = contents.index
         ids, texts = index["trajectory_id"].copy(), self._texts_of(index.texts)
@@ -113,16 +113,16 @@ class Facts:
                 late[plain].append(texts.gather(np.where(given < 0, len(texts) - 1, given)))
             elif plain not in columns:
                 late[plain].append(pl.Series(given.copy()).fill_nan(None))
-        for plain, found in late.items():
-            if len(found) > 1:  # numbers in one rank and texts in another are texts, as a handle has them too
-                found = [one.cast(pl.String) for one in found]
-            columns[plain] = found[0].fill_null(found[-1])
+        for plain, candidates in late.items():
+            if len(candidates) > 1:  # numbers in one rank and texts in another become texts, as in a handle
+                candidates = [column_part.cast(pl.String) for column_part in candidates]
+            columns[plain] = candidates[0].fill_null(candidates[-1])
         columns["terminated"] = columns["terminated"].cast(pl.Boolean)
         columns["readable"] = pl.Series(readable)
         return _Shown.of(index), pl.DataFrame(columns)
 
     def _texts_of(self, table: StringTable) -> Series:
-        """Return the texts of a table, and a null after them; those that were there the last time are kept."""
+        """Return the texts of a table followed by a null; cached texts are reused."""
         pl = polars()
         before = self._texts
         known = before[1] if before is not None and before[0]() is table else pl.Series([], dtype=pl.String)
@@ -134,7 +134,7 @@ class Facts:
 
 
 def _known(column: npt.NDArray[Any], unknown: int) -> Series:
-    """Return a column with null where a number stands for what is not known."""
+    """Return a column with the number ``unknown`` replaced by null."""
     pl = polars()
     values = pl.Series("known", column.copy())
     known: Series = values.set(values == unknown, None)

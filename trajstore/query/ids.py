@@ -1,4 +1,4 @@
-"""Ids of trajectories in expressions of SQL, ``trajectory_id = '2/1'``: checked, and replaced by numbers. Pure."""
+"""Check ids in SQL expressions, ``trajectory_id = '2/1'``, and replace them by numbers. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Compared:
     """A literal that is compared with the id.
 
     Attributes:
-        first, end: its parts of the text.
-        value: as it is written, without blanks.
+        first, end: range of its parts in the text.
+        value: its text without blanks.
     """
 
     first: int
@@ -37,14 +37,14 @@ class _Compared:
 
     @property
     def id(self) -> int | None:
-        """The number of a quoted id of a run."""
+        """The number of a quoted run id; None for other literals."""
         return parsed_id(self.value[1:-1]) if "/" in self.value and self.value[0] == "'" else None
 
     def refusal(self, run: bool | None) -> str | None:
-        """Return what to write instead; None where it is right.
+        """Return the correct spelling of the id; None if it is correct already.
 
         Args:
-            run: whether ids are those of a run; None where there is no trajectory.
+            run: whether ids are those of a run; None if there are no trajectories.
         """
         plain = self.value.strip("'").replace(" ", "")
         if self.id is not None:
@@ -62,24 +62,24 @@ def _of_rank_0(number: str) -> str:
 
 
 def checked_ids(where: str, text: str, run: bool | None) -> None:
-    """Refuse an expression or statement that compares the id with something that is no id of this place.
+    """Refuse an expression or statement that compares ``trajectory_id`` with an invalid id.
 
     Args:
-        where: the part of the question that it is.
+        where: the part of the query, for the message.
         text: the expression or statement.
-        run: whether ids are those of a run; None where there is no trajectory.
+        run: whether ids are those of a run; None if there are no trajectories.
 
     Raises:
-        ConfigurationError: suggests what to write.
+        ConfigurationError: an id is invalid; suggests the correct spelling.
     """
     cells = parts(text)
     for compared in _compared(cells):
         if (instead := compared.refusal(run)) is not None:
-            said = f"{where}: {text!r}: {compared.value} is no id of"
+            reason = f"{where}: {text!r}: {compared.value} is no id of"
             if run is False:
-                raise ConfigurationError(f"{said} a single store, whose ids are numbers: {ID} = {SINGLE_EXAMPLE}")
+                raise ConfigurationError(f"{reason} a single store, whose ids are numbers: {ID} = {SINGLE_EXAMPLE}")
             raise ConfigurationError(
-                f"{said} a run directory, whose ids are rank and id in quotes; write {instead}: {_suggested(cells)}"
+                f"{reason} a run directory, whose ids are rank and id in quotes; write {instead}: {_suggested(cells)}"
             )
 
 
@@ -94,7 +94,7 @@ def _suggested(cells: list[str]) -> str:
 
 
 def with_numbers(text: str) -> str:
-    """Return a text with numbers in place of the quoted ids that are compared with the id."""
+    """Return a text in which quoted ids compared with ``trajectory_id`` are replaced by numbers."""
     cells = parts(text)
     for compared in _compared(cells):
         if (number := compared.id) is not None:
@@ -103,12 +103,12 @@ def with_numbers(text: str) -> str:
 
 
 def _compared(cells: list[str]) -> Iterator[_Compared]:
-    """Yield the literals that are compared with the id, in the order of the ids."""
+    """Yield the literals that are compared with ``trajectory_id``."""
     places = [at for at, cell in enumerate(cells) if not cell.isspace() and not cell.startswith(("--", "/*"))]
     words = [cells[at] if cells[at][0] in "'\"`$" else cells[at].lower() for at in places]
 
     def literal(first: int, step: int = 1) -> tuple[int, int] | None:
-        """Return from where to where a literal is that begins at a word, or that ends at it (``step`` -1)."""
+        """Return the range of the literal that starts at a word, or ends there (``step`` -1)."""
         if not 0 <= first < len(words) or not (words[first][0] == "'" or words[first].isdigit()):
             return None
         last = first + 2 * step
@@ -154,11 +154,11 @@ def _compared(cells: list[str]) -> Iterator[_Compared]:
 
 
 def spelled(table: DataFrame, names: set[str]) -> DataFrame:
-    """Return a table for JSON, CSV and people, in which ids of a run are texts.
+    """Return a table for output, in which run ids are texts.
 
     Args:
-        table: facts, or an answer.
-        names: of the columns that are ids.
+        table: facts or an answer.
+        names: names of the id columns.
     """
     for name in names:
         column = table[name]

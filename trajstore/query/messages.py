@@ -32,15 +32,15 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 def read(
     locked: Locked, ids: IntArray, names: Sequence[str], _: Mapping[str, bool]
 ) -> tuple[IntArray, dict[str, Series]]:
-    """Return how many messages each rollout has, ``[n]``, and columns of all of them.
+    """Return the number of messages of each rollout, ``[n]``, and columns of all messages.
 
     Raises:
-        TrajectoryUnavailableError: one has been evicted meanwhile.
-        CorruptStoreError, OSError: one cannot be read.
+        TrajectoryUnavailableError: a rollout was evicted meanwhile.
+        CorruptStoreError, OSError: a rollout is unreadable.
     """
     pl = polars()
     each = of_documents(locked, ids, _messages)
-    counts = np.array([len(one) for one in each], np.int64)
+    counts = np.array([len(messages) for messages in each], np.int64)
     columns = {
         name: pl.Series(name, _VALUES[name](each), dtype=getattr(pl, COLUMNS[name][0]), strict=True) for name in names
     }
@@ -48,29 +48,31 @@ def read(
 
 
 def _messages(document: Mapping[str, Any]) -> list[Message]:
-    found = document.get("messages") or []
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    messages = document.get("messages") or []
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise CorruptStoreError("its messages are not a list of objects")
-    return found
+    return messages
 
 
 Rollouts = Sequence[Sequence[Message]]
 
 
 def _numbers(rollouts: Rollouts) -> Iterable[int]:
-    return chain.from_iterable(range(len(said)) for said in rollouts)
+    return chain.from_iterable(range(len(messages)) for messages in rollouts)
 
 
 def _turns(rollouts: Rollouts) -> Iterable[int]:
-    return chain.from_iterable(accumulate(one.get("role") == "assistant" for one in said) for said in rollouts)
+    return chain.from_iterable(
+        accumulate(message.get("role") == "assistant" for message in messages) for messages in rollouts
+    )
 
 
 def _texts(name: str) -> Callable[[Rollouts], Iterable[str | None]]:
-    return lambda rollouts: [text_of(one.get(name)) for said in rollouts for one in said]
+    return lambda rollouts: [text_of(message.get(name)) for messages in rollouts for message in messages]
 
 
 def text_of(value: Any) -> str | None:
-    """Return a text as it is, and anything else as JSON; None where there is none."""
+    """Return a text unchanged, None as None, and anything else as JSON."""
     return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()
 
 

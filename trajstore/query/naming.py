@@ -1,4 +1,4 @@
-"""How columns of an answer are called that have no ``as``: as they are written, ``avg(outcome)``. Pure."""
+"""Name columns without ``as`` by their text in the query, ``avg(outcome)``. Pure."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from polars import Expr, LazyFrame
 
 _OF_TABLE = re.compile(r'[^\W\d]\w*\."?\w+"?')
-"""A column that is named with its table."""
+"""A column qualified by its table."""
 
 _ID_ITEM = re.compile(
     r"""(?:(?:min|max|first|last|any_value)\s*\(\s*)?(?:\w+\.)?["`]?trajectory_id["`]?\s*\)?(?:\s+(?:as\s+)?["`]?\w+["`]?)?""",
     re.IGNORECASE,
 )
-"""An item of a SELECT whose values are ids."""
+"""A SELECT item whose values are ids."""
 
 _ENDS = {"from", "where", "group", "having", "order", "limit", "union", "intersect", "except"}
-"""Words that end the list of a SELECT."""
+"""Words that end a SELECT list."""
 
 
 def named(expression: Expr, text: str) -> Expr:
-    """Return an expression whose column is called as it is written, unless it is a column itself or has a name."""
+    """Name an expression by its text, unless it is a plain column or has a name."""
     return expression.alias(_written(text)) if _is_nameless(expression, text) else expression
 
 
 def named_columns(table: LazyFrame, statement: str) -> LazyFrame:
-    """Return the answer to a statement, its columns called as :func:`named` calls them.
+    """Rename the columns of a statement's answer as :func:`named` does.
 
-    Polars calls ``avg(outcome)`` ``outcome``, and ``count(*)`` ``len``. Where columns of the answer are no items of the
-    statement one by one (``*``, a statement in parentheses), or two would be called the same, all keep their names.
+    Polars names ``avg(outcome)`` ``outcome``, and ``count(*)`` ``len``. All names stay if the columns do not match the
+    items of the statement one to one (``*``, a statement in parentheses) or if names would repeat.
     """
     items, names = _items(statement), table.collect_schema().names()
     if len(items) != len(names):
@@ -45,7 +45,7 @@ def named_columns(table: LazyFrame, statement: str) -> LazyFrame:
 
 
 def id_columns(statement: str, names: Sequence[str]) -> set[str]:
-    """Return which columns of the answer to a statement are ids."""
+    """Return the names of the id columns in the answer to a statement."""
     items = _items(statement)
     items = items if len(items) == len(names) else [""] * len(names)
     return {name for name, item in zip(names, items, strict=True) if name == ID or _ID_ITEM.fullmatch(item)}
@@ -62,7 +62,7 @@ def _is_nameless(expression: Expr, text: str) -> bool:
 
 
 def _called(item: str) -> str | None:
-    """Return how the column of an item is called; None if it is no expression by itself."""
+    """Return the column name of an item; None if it is not an expression by itself."""
     pl = polars()
     try:
         expression: Expr = pl.sql_expr(item)
@@ -72,7 +72,7 @@ def _called(item: str) -> str | None:
 
 
 def _items(statement: str) -> list[str]:
-    """Return what the outermost SELECT of a statement lists; nothing where it lies in parentheses."""
+    """Return the items of a statement's outermost SELECT; empty if it is in parentheses."""
     items, depth, begun = [""], 0, False
     for part in parts(statement):
         word = part.lower()

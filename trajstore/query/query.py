@@ -1,4 +1,4 @@
-"""A question about trajectories, put together call by call and answered at the end."""
+"""Queries over trajectories, built call by call and lazily evaluated."""
 
 from __future__ import annotations
 
@@ -37,20 +37,19 @@ _SELECT = re.compile(r"(\s|--[^\n]*\n|/\*.*?\*/|\()*(select|with|from)\b", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question about trajectories, or about what lies in them, in expressions of SQL.
+    """A query over trajectories or their contents, with SQL expressions.
 
-    Its rows are those of a relation: of ``trajectories`` the facts (``trajstore.query.FACTS``); of ``messages``,
-    ``tokens`` and ``steps`` what ``trajstore.query.RELATIONS`` says, beside which each fact of the row's trajectory
-    can be named.
+    Its rows are those of a relation. ``trajectories`` has the facts (``trajstore.query.FACTS``). ``messages``,
+    ``tokens`` and ``steps`` have the columns in ``trajstore.query.RELATIONS``, and each fact of the row's trajectory
+    can be named too.
 
-    Each method returns a new question; nothing is read before :meth:`ids`, :meth:`table`, :meth:`rows`, :meth:`count`
-    or :meth:`sql` asks for the answer, which is of the trajectories shown at that moment, or :meth:`stream`, whose rows
-    are read while they are taken.
+    Each method returns a new query. :meth:`ids`, :meth:`table`, :meth:`rows`, :meth:`count` and :meth:`sql` evaluate it
+    over the trajectories visible at that moment; :meth:`stream` reads its rows while they are consumed.
 
     Attributes:
         facts: returns the table of facts.
-        scan: returns rows of a relation, of trajectories with these facts; None where there are none.
-        relation: whose rows these are.
+        scan: returns rows of a relation for trajectories with these facts; None if only facts can be queried.
+        relation: the relation of the rows.
     """
 
     facts: Callable[[], DataFrame]
@@ -63,33 +62,33 @@ class Query:
     _limit: int | None = None
 
     def where(self, condition: str) -> Query:
-        """Keep the rows of which a condition holds: ``"task = 't3' and outcome > 0"``; all that were given."""
+        """Keep the rows that match a condition, e.g. ``"task = 't3' and outcome > 0"``; conditions are combined."""
         return replace(self, _conditions=(*self._conditions, _text("where", condition)))
 
     def select(self, *columns: str) -> Query:
-        """Return these columns: names, expressions, or of groups aggregates (``"avg(outcome) as mean"``).
+        """Select columns: names, expressions, or aggregates of groups (``"avg(outcome) as mean"``).
 
-        What has no ``as`` is called as it is written: ``avg(outcome)``.
+        A column without ``as`` is named by its text: ``avg(outcome)``.
         """
-        return replace(self, _columns=(*self._columns, *(_text("select", one) for one in columns)))
+        return replace(self, _columns=(*self._columns, *(_text("select", column) for column in columns)))
 
     def group_by(self, *columns: str) -> Query:
-        """Make one row of all rows that are equal in these; without :meth:`select` it counts them."""
-        return replace(self, _groups=(*self._groups, *(_text("group_by", one) for one in columns)))
+        """Group the rows that are equal in these columns; without :meth:`select`, count each group."""
+        return replace(self, _groups=(*self._groups, *(_text("group_by", column) for column in columns)))
 
     def order_by(self, *columns: str) -> Query:
-        """Sort by these, each upwards or (``"outcome desc"``) downwards; what is null comes last."""
-        return replace(self, _order=(*self._order, *(_text("order_by", one) for one in columns)))
+        """Sort by these columns, ascending or (``"outcome desc"``) descending; nulls last."""
+        return replace(self, _order=(*self._order, *(_text("order_by", column) for column in columns)))
 
     def limit(self, count: int) -> Query:
         """Return the first ``count`` rows."""
         return replace(self, _limit=whole("limit", count, 0))
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids of the rows' trajectories, each once, int64 ``[n]``, for ``get``, ``evict``, ``annotate``.
+        """Return the distinct ids of the rows' trajectories, int64 ``[n]``, for ``get``, ``evict``, ``annotate``.
 
         Raises:
-            ConfigurationError: an expression is wrong; says where. Or the question groups rows.
+            ConfigurationError: an expression is invalid (with its part of the query), or the query groups rows.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
         if self._groups:
@@ -101,48 +100,48 @@ class Query:
         return ids
 
     def count(self) -> int:
-        """Return how many rows the answer has."""
+        """Return the number of rows."""
         number: int = self._collected(self._plan().select(polars().len())).item()
         return number
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the answer as one dict for each row."""
+        """Return the rows as dicts."""
         return self.table().to_dicts()
 
     def table(self) -> DataFrame:
-        """Return the answer as a Polars table, which DuckDB, pandas and datasets read as it is (Arrow's interface).
+        """Return the answer as a Polars table, which DuckDB, pandas and datasets read via Arrow's interface.
 
         Raises:
-            ConfigurationError: an expression is wrong; says where.
+            ConfigurationError: an expression is invalid; names its part of the query.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
         return self._collected(self._plan())
 
     def sql(self, text: str) -> DataFrame:
-        """Return the answer to a whole statement about the table that is called as the relation: this question's rows.
+        """Run a whole SQL statement over this query's rows, a table named like the relation.
 
-        A question about trajectories has tables ``messages``, ``tokens`` and ``steps`` besides, of its trajectories.
+        A query over trajectories also provides their ``messages``, ``tokens`` and ``steps`` as tables.
 
         Args:
             text: ``"select task, avg(outcome) as mean from trajectories group by task order by mean"``.
 
         Raises:
-            ConfigurationError: the statement is wrong; says where.
+            ConfigurationError: the statement is invalid, with the reason.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
         plan = self._statement(text)
         return _answered("sql", (text,), plan, lambda: plan.collect(engine="streaming"))
 
     def stream(self, text: str | None = None) -> Stream:
-        """Return the answer in batches, of which few are in memory: for more rows than that has.
+        """Return the answer in batches, for results larger than memory.
 
-        It is of the trajectories that are shown now, however often and however late it is read.
+        It always covers the trajectories visible now, no matter when it is read.
 
         Args:
-            text: a statement, as for :meth:`sql`; None = the answer that :meth:`table` returns.
+            text: a statement, as for :meth:`sql`; None streams the answer of :meth:`table`.
 
         Raises:
-            ConfigurationError: an expression or the statement is wrong; says where.
+            ConfigurationError: an expression or the statement is invalid; names its part of the query.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
         return Stream(self._plan() if text is None else self._statement(text))
@@ -168,16 +167,19 @@ class Query:
             raise ConfigurationError(f"{error}; there is {listed(frames)}") from None
 
     def _plan(self, *, every: bool = False) -> LazyFrame:
-        """Return how the answer is made.
+        """Return the plan of the answer.
 
         Args:
-            every: with all columns where none is chosen, facts besides.
+            every: include all columns, also facts, if none are selected.
         """
         kept = self._kept()
         if self._groups:
-            groups = [self._group(one, kept) for one in self._groups]
-            columns = [named(_expression("select", one, kept), one) for one in self._columns or ("count(*)",)]
-            twice = {_name_of(one) for one in groups}
+            groups = [self._group(expression, kept) for expression in self._groups]
+            columns = [
+                named(_expression("select", expression, kept), expression)
+                for expression in self._columns or ("count(*)",)
+            ]
+            twice = {_name_of(expression) for expression in groups}
             for text, column in zip(self._columns, columns, strict=False):
                 if _name_of(column) in twice:
                     raise ConfigurationError(
@@ -186,26 +188,28 @@ class Query:
             grouped = kept.group_by(groups, maintain_order=True).agg(columns)
             checked = _answered("select", self._columns, kept, lambda: _checked(grouped))
             return self._limited(self._sorted(checked, (*groups, *columns)))
-        ordered = self._sorted(kept)  # all of it: what is selected may be an aggregate
+        ordered = self._sorted(kept)  # before the selection, which may be an aggregate
         if self._columns:
-            chosen = ordered.select([named(_expression("select", one, kept), one) for one in self._columns])
+            chosen = ordered.select(
+                [named(_expression("select", expression, kept), expression) for expression in self._columns]
+            )
             return self._limited(_answered("select", self._columns, kept, lambda: _checked(chosen)))
         if not every and self.relation != TRAJECTORIES:
             ordered = ordered.select(shown_columns(self.relation))
         return self._limited(ordered)
 
     def _group(self, text: str, table: LazyFrame) -> Expr:
-        """Return what rows are grouped by; a name that only :meth:`select` gives is none yet."""
+        """Return the expression to group by; names defined by :meth:`select` are not available yet."""
         if text not in table.collect_schema():
-            for one in self._columns:
-                if _name_of(_expression("select", one, table)) == text:
+            for selected in self._columns:
+                if _name_of(_expression("select", selected, table)) == text:
                     raise ConfigurationError(
-                        f"group_by: {text!r}: select is too late to name it; group_by({one!r}) does"
+                        f"group_by: {text!r}: select is too late to name it; group_by({selected!r}) does"
                     )
         return named(_expression("group_by", text, table), text)
 
     def _kept(self) -> LazyFrame:
-        """Return the rows of which all conditions hold."""
+        """Return the rows that match all conditions."""
         facts = self.facts()
         for where, texts in (
             ("where", self._conditions),
@@ -221,11 +225,11 @@ class Query:
         return table
 
     def _sorted(self, table: LazyFrame, made_of: Sequence[Expr] = ()) -> LazyFrame:
-        """Return the rows in their order.
+        """Return the sorted rows.
 
         Args:
-            table: of the rows.
-            made_of: what its columns are, of groups: an aggregate is sorted by where it is one of them.
+            table: the rows.
+            made_of: the columns of grouped rows; sorting by an aggregate needs it among them.
         """
         if not self._order:
             return table
@@ -244,7 +248,7 @@ class Query:
 
 
 def _is_run(facts: DataFrame) -> bool | None:
-    """Return whether ids are those of a run; None where there is no trajectory."""
+    """Return whether ids are those of a run; None if there are no trajectories."""
     return bool(facts[ID][0] >= ID_LIMIT) if len(facts) else None
 
 
@@ -253,12 +257,12 @@ def _name_of(column: Expr) -> str | None:
 
 
 def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
-    """Return what rows are sorted by."""
+    """Return the expression to sort by."""
     if made_of and text not in table.collect_schema():
         asked = _answered("order_by", (text,), table, lambda: _parsed("order_by", text)).meta.undo_aliases()
-        for one in made_of:
-            if one.meta.undo_aliases().meta.eq(asked):
-                column: Expr = polars().col(_name_of(one))
+        for expression in made_of:
+            if expression.meta.undo_aliases().meta.eq(asked):
+                column: Expr = polars().col(_name_of(expression))
                 return column
     try:
         key = _expression("order_by", text, table)
@@ -275,24 +279,24 @@ def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
 
 
 def _checked(table: LazyFrame) -> LazyFrame:
-    """Return a table whose columns can be named: Polars refuses here what does not fit."""
+    """Resolve the columns of a table, so that Polars raises its errors here."""
     table.collect_schema()
     return table
 
 
 def _mask(text: str, table: LazyFrame) -> Expr:
-    """Return of which rows a condition holds."""
+    """Return a boolean expression for a condition."""
     pl = polars()
     condition = _expression("where", text, table)
     if _OF_SEVERAL_ROWS.search(condition.meta.serialize(format="json")):
         raise _not_of_a_row(text)
     none = pl.DataFrame(schema=table.collect_schema())
-    as_it_is = pl.QueryOptFlags.none()  # optimizing takes the cube of the number of parts: 20 s of 1,000
+    as_it_is = pl.QueryOptFlags.none()  # optimizing is cubic in the number of parts: 20 s for 1,000
     look = none.lazy().select(condition)
-    found: Series = _answered("where", (text,), table, lambda: look.collect(optimizations=as_it_is).to_series())
-    if found.dtype not in (pl.Boolean, pl.Null):
-        raise ConfigurationError(f"where: {text!r} is {found.dtype}, not true or false for each row")
-    return condition.cast(pl.Boolean) if found.dtype == pl.Null else condition
+    mask: Series = _answered("where", (text,), table, lambda: look.collect(optimizations=as_it_is).to_series())
+    if mask.dtype not in (pl.Boolean, pl.Null):
+        raise ConfigurationError(f"where: {text!r} is {mask.dtype}, not true or false for each row")
+    return condition.cast(pl.Boolean) if mask.dtype == pl.Null else condition
 
 
 def _not_of_a_row(text: str) -> ConfigurationError:
@@ -313,7 +317,7 @@ def _text(where: str, text: Any) -> str:
 
 
 def _parsed(where: str, text: str) -> Expr:
-    """Return an expression; of one that is not whole the error says what is lacking, which ``sql_expr`` does not."""
+    """Return an expression; for an incomplete one, the error names the missing part, unlike ``sql_expr``."""
     pl = polars()
     if "select" in words(text):
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
@@ -328,17 +332,17 @@ def _parsed(where: str, text: str) -> Expr:
         try:
             pl.SQLContext().execute(f"SELECT {text}")
         except pl.exceptions.SQLInterfaceError as clearer:
-            said = re.sub(r"^sql parser error: Expected: | at Line: .*", "", str(clearer)).replace(
+            expected = re.sub(r"^sql parser error: Expected: | at Line: .*", "", str(clearer)).replace(
                 "found: EOF", "found the end"
             )
-            raise pl.exceptions.SQLInterfaceError(f"expected {said}") from None
+            raise pl.exceptions.SQLInterfaceError(f"expected {expected}") from None
         raise
     return parsed
 
 
 def _expression(where: str, text: str, table: LazyFrame) -> Expr:
     names = table.collect_schema().names()
-    if text in names:  # also one that is called as it was written, "avg(outcome)"
+    if text in names:  # includes columns named by their text, "avg(outcome)"
         column: Expr = polars().col(text)
         return column
     expression: Expr = _answered(where, (text,), table, lambda: _parsed(where, text))
@@ -349,16 +353,16 @@ def _expression(where: str, text: str, table: LazyFrame) -> Expr:
 
 
 def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame, call: Callable[[], T]) -> T:
-    """Return what Polars returns.
+    """Return the result of a call to Polars.
 
     Args:
-        where: the part of the question that it is asked for.
-        texts: of this part.
-        names: of the columns there are, or the table that has them.
-        call: asks Polars.
+        where: the part of the query, for the message.
+        texts: the expressions of this part.
+        names: the available columns, or the table that has them.
+        call: calls Polars.
 
     Raises:
-        ConfigurationError: it refuses; says which part of the question, and why.
+        ConfigurationError: Polars refuses; names the part of the query and the reason.
     """
     pl = polars()
     try:

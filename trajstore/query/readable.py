@@ -1,4 +1,4 @@
-"""Reading many trajectories of which some may not be readable: those are noted and left out, their neighbours come."""
+"""Read many trajectories, skipping and recording unreadable ones."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]
 
 TOGETHER = 1024
-"""Trajectories that are read at a time; those that add or draw meanwhile wait no longer than for these."""
+"""Trajectories read per lock hold; additions and draws wait no longer than this."""
 
 Faults = list[tuple[int, str]]
-"""Ids of trajectories that could not be read, and why."""
+"""(id, reason) of unreadable trajectories."""
 
 
 class Locked(Protocol):
-    """Calls with the contents of a buffer, whose lock is held meanwhile."""
+    """Calls a function with a buffer's contents, under their lock."""
 
     def __call__(self, call: Callable[[Contents], T]) -> T:
-        """Return what the call returns."""
+        """Return the result of the call."""
 
 
 def readable(ids: IntArray, read: Callable[[IntArray], T], faults: Faults) -> Iterator[tuple[IntArray, T]]:
-    """Yield ids and what is read of them: together, or one by one where one spoils it for all.
+    """Yield (ids, result): all together, or one by one if a joint read fails.
 
     Args:
-        ids: of trajectories, ``[n]``.
+        ids: ids of trajectories, ``[n]``.
         read: reads some of them.
-        faults: is told of those that cannot be read.
+        faults: receives the unreadable ones.
     """
     try:
-        found = read(ids)
+        result = read(ids)
     except (TrajstoreError, OSError) as error:
         if len(ids) == 1:
             faults.append((int(ids[0]), str(error)))
             return
     else:
-        yield ids, found
+        yield ids, result
         return
     for at in range(len(ids)):
         yield from readable(ids[at : at + 1], read, faults)
 
 
 def tell(faults: Faults, what: str) -> None:
-    """Warn of trajectories that could not be read.
+    """Log a warning about unreadable trajectories.
 
     Args:
-        faults: none is no warning.
-        what: happened to how many: with ``%d``.
+        faults: no warning if empty.
+        what: start of the message, with ``%d`` for the count.
     """
     if faults:
         names = listed(shown_id(number) for number, _ in faults)
@@ -70,10 +70,10 @@ def tell(faults: Faults, what: str) -> None:
 
 
 def positions_of(contents: Contents, ids: IntArray) -> IntArray:
-    """Return where trajectories are in the index, ``[n]``.
+    """Return the positions of trajectories in the index, ``[n]``.
 
     Raises:
-        TrajectoryUnavailableError: one has been evicted meanwhile, or its files are not there.
+        TrajectoryUnavailableError: a trajectory was evicted meanwhile, or its files are absent.
     """
     positions: IntArray = contents.index.find_many(ids)
     if len(gone := ids[positions < 0]):
@@ -86,11 +86,11 @@ def positions_of(contents: Contents, ids: IntArray) -> IntArray:
 
 
 def of_documents(locked: Locked, ids: IntArray, of: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return what a function makes of the document of each rollout.
+    """Return the result of a function for the document of each rollout.
 
     Raises:
-        TrajectoryUnavailableError: one has been evicted meanwhile.
-        CorruptStoreError, OSError: one cannot be read, or the function cannot use it.
+        TrajectoryUnavailableError: a rollout was evicted meanwhile.
+        CorruptStoreError, OSError: a rollout is unreadable, or the function fails on its document.
     """
 
     def find(contents: Contents) -> TokenRows:

@@ -1,7 +1,7 @@
-"""What lies in trajectories, as rows: messages and tokens of rollouts, steps of blocks. Read while an answer is made.
+"""Contents of trajectories as rows: messages and tokens of rollouts, steps of blocks; read lazily.
 
-A relation is scanned: trajectories are read in portions, as Polars asks for rows. What a condition says of facts alone
-chooses among trajectories before any is read.
+Polars scans a relation by reading trajectories in portions. Conditions on facts alone select trajectories before any
+is read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
 
 TRAJECTORIES = "trajectories"
-"""The relation of facts, one row for each trajectory."""
+"""The relation of facts, one row per trajectory."""
 
 _BYTES = 16 << 20
-"""Of the trajectories that are read at a time, unless one alone has more."""
+"""Maximum size of the trajectories read together, unless a single one is larger."""
 
 Read = Callable[[Locked, IntArray, Sequence[str], Mapping[str, bool]], tuple[IntArray, dict[str, "Series"]]]
-"""Returns how many rows each trajectory has, ``[n]``, and the columns asked for of all their rows."""
+"""Returns the number of rows of each trajectory, ``[n]``, and the requested columns of all rows."""
 
 Late = Callable[[str], Mapping[str, bool]]
-"""Returns the names of values by row that are columns of a relation, and of which a row may have several numbers."""
+"""Returns the names of a relation's values by row, and whether a row may have several numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ _KINDS = {
 RELATIONS: Mapping[str, Mapping[str, str]] = {
     name: {column: what for column, (_, what) in kind.columns.items()} for name, kind in _KINDS.items()
 }
-"""Relations that are read from trajectories, and their columns. Each fact of a row's trajectory is one besides."""
+"""Relations read from trajectories, with their columns. Each fact of a row's trajectory is a column too."""
 
 
 class _Readings:
-    """Portions that threads of Polars read; after an answer, too, which ends at its limit before they notice it.
+    """Portions that Polars threads read, even after an answer has reached its limit.
 
-    A thread that is within Python when the interpreter ends would end the process with SIGABRT.
+    A thread still in Python when the interpreter ends would abort the process with SIGABRT.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Readings:
         exits.before_the_end(self._end)
 
     def of(self, frames: Iterator[DataFrame]) -> Iterator[DataFrame]:
-        """Yield the frames, none once the interpreter ends."""
+        """Yield the frames; stop once the interpreter ends."""
         while True:
             with self._at:
                 if self._over:
@@ -91,26 +91,26 @@ class _Readings:
 
 
 _HANDING_ON = 0.05
-"""Seconds for threads of Polars to take what was read, for which they need the interpreter."""
+"""Seconds for Polars threads to take over read data, for which they need the interpreter."""
 
 _READINGS = _Readings()
 
 
 def shown_columns(relation: str) -> list[str]:
-    """Return the columns of an answer that does not say which it wants."""
+    """Return the default columns of an answer."""
     return ["trajectory_id", "task", *_KINDS[relation].columns]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which rows of trajectories are to be read.
+    """A request for rows of trajectories.
 
     Attributes:
-        relation: of :data:`RELATIONS`.
-        facts: of the trajectories: ids, and the other facts that the rest names.
+        relation: one of :data:`RELATIONS`.
+        facts: ids of the trajectories, and the facts named in the other attributes.
         wanted: columns of the tables.
-        conditions: that must hold of each row.
-        late: columns that are values by row, and which of them are lists of numbers.
+        conditions: conditions on each row.
+        late: columns that are values by row, and whether each is a list of numbers.
     """
 
     relation: str
@@ -121,19 +121,19 @@ class Asked:
 
 
 Found = tuple[list["DataFrame"], Faults]
-"""Tables of rows in the order of the facts, and which trajectories cannot be read."""
+"""Tables of rows in the order of the facts, and the unreadable trajectories."""
 
 
 def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataFrame) -> LazyFrame:
-    """Return the rows of some trajectories, which are read when an answer is made.
+    """Return the rows of some trajectories as a lazy scan.
 
-    Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
+    Trajectories that are unreadable or evicted by then are left out, and a warning names them.
 
     Args:
-        read: reads them.
-        late: knows of their values by row, which are columns besides.
-        relation: of :data:`RELATIONS`.
-        facts: of the trajectories, in the order of their rows; those of another kind have none.
+        read: reads the rows.
+        late: returns the names of their values by row, which are additional columns.
+        relation: one of :data:`RELATIONS`.
+        facts: facts of the trajectories, in the order of their rows; those of another kind have no rows.
     """
     pl = polars()
     from polars.io.plugins import register_io_source
@@ -179,11 +179,11 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
 
 
 def read_rows(locked: Locked, asked: Asked) -> Found:
-    """Read rows of trajectories of a buffer.
+    """Read rows of a buffer's trajectories.
 
     Args:
         locked: gives access to the contents of the buffer.
-        asked: which.
+        asked: the requested rows.
     """
     pl = polars()
     facts, wanted, conditions = asked.facts, asked.wanted, asked.conditions
@@ -191,33 +191,33 @@ def read_rows(locked: Locked, asked: Asked) -> Found:
     own = [name for name in needed if name not in facts.columns]
     beside = facts.select(name for name in needed if name in facts.columns)
     ids, tables = facts["trajectory_id"].to_numpy(), []
-    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, asked.late), faults):
-        which = np.repeat(np.flatnonzero(np.isin(ids, some)), counts)
+    for readable_ids, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, asked.late), faults):
+        which = np.repeat(np.flatnonzero(np.isin(ids, readable_ids)), counts)
         frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
         tables.append(frame.filter(*conditions).select(wanted) if conditions else frame.select(wanted))
     return tables, faults
 
 
 def late_columns(locked: Locked, relation: str) -> dict[str, bool]:
-    """Return which values by row are columns of a relation of a buffer, see :data:`Late`."""
+    """Return the values by row that are columns of a buffer's relation, see :data:`Late`."""
     kind = _KINDS[relation]
     return {} if relation == "messages" else locked(lambda contents: rows.given_late(contents, kind.of))
 
 
 def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
-    """Return the columns that an answer and its conditions name, each once."""
+    """Return the distinct columns named by an answer and its conditions."""
     return list(dict.fromkeys([*wanted, *(name for part in conditions for name in part.meta.root_names())]))
 
 
 def _portions(facts: DataFrame) -> Iterator[DataFrame]:
-    """Yield the facts of trajectories that are read together."""
+    """Yield the facts of trajectories to read together."""
     sizes = facts["bytes"].to_list()
-    for some, _ in portions(range(len(sizes)), _BYTES, lambda at: sizes[at], most=TOGETHER):
-        yield facts.slice(some[0], len(some))
+    for portion, _ in portions(range(len(sizes)), _BYTES, lambda at: sizes[at], most=TOGETHER):
+        yield facts.slice(portion[0], len(portion))
 
 
 def _parts(condition: Expr | None) -> list[Expr]:
-    """Return conditions that all must hold where the given one does."""
+    """Split a condition at its top-level ANDs."""
     if condition is None:
         return []
     below = condition.meta.pop()

@@ -34,7 +34,7 @@ TOKENS: Mapping[str, tuple[str, str]] = {
     "rollout_log_probs": ("Float64", "the same, as the engine that sampled reported it"),
     "entropys": ("Float64", "of the response, in nats; null before it"),
 }
-"""Name, type in Polars and meaning of each column. What a rollout does not have is null."""
+"""Name, type in Polars and meaning of each column. Columns that a rollout lacks are null."""
 
 STEPS: Mapping[str, tuple[str, str]] = {
     "step": ("Int64", "t of [T, B], from 0 on"),
@@ -47,7 +47,7 @@ STEPS: Mapping[str, tuple[str, str]] = {
     "prev_values": ("Float64", "the first of the row"),
     "versions": ("Int64", "the first of the row"),
 }
-"""Name, type in Polars and meaning of each column. What a block does not have is null."""
+"""Name, type in Polars and meaning of each column. Columns that a block lacks are null."""
 
 Reader = Callable[[IntArray, list[str]], tuple[IntArray, dict[str, "Series"]]]
 
@@ -55,31 +55,31 @@ Reader = Callable[[IntArray, list[str]], tuple[IntArray, dict[str, "Series"]]]
 def read_tokens(
     locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
 ) -> tuple[IntArray, dict[str, Series]]:
-    """Return how many tokens each rollout has, ``[n]``, and columns of all of them.
+    """Return the number of tokens of each rollout, ``[n]``, and columns of all tokens.
 
     Args:
         locked: gives access to the contents.
-        ids: of the rollouts.
-        names: of the columns.
-        late: which of them are values by row, and of these which are lists.
+        ids: ids of the rollouts.
+        names: names of the columns.
+        late: those that are values by row, and whether each is a list.
 
     Raises:
-        TrajectoryUnavailableError: one has been evicted meanwhile.
-        CorruptStoreError, OSError: one cannot be read.
+        TrajectoryUnavailableError: a rollout was evicted meanwhile.
+        CorruptStoreError, OSError: a rollout is unreadable.
     """
 
     def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
-        found = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
+        token_batch = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
         try:
-            return found.lengths, _columns_of(found, names, late)
+            return token_batch.lengths, _columns_of(token_batch, names, late)
         finally:
-            found.end()
+            token_batch.end()
 
     return _in_runs(locked, ids, [name for name in _stored_as(names, late) if name != "position"], read)
 
 
 def _stored_as(names: Sequence[str], late: Mapping[str, bool]) -> list[str]:
-    """Return the names by which batches know some columns."""
+    """Return the names that batches use for these columns."""
     return [COLUMNS + name if name in late else name for name in names]
 
 
@@ -116,46 +116,46 @@ def _nothing(name: str, count: int, columns: Mapping[str, tuple[str, str]], late
 
 
 def _late_values(name: str, rows: torch.Tensor, several: bool) -> Series:
-    """Return values by row as numbers, or as lists of them; a complex number is two."""
+    """Return values by row as numbers or lists; a complex number becomes two numbers."""
     pl = polars()
     flat = rows.unsqueeze(-1).flatten(1)
     numbers = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).to(torch.float64).numpy()
     if several:
         lists: Series = pl.Series(name, numbers if numbers.shape[1] else [[]] * len(numbers)).cast(pl.List(pl.Float64))
         return lists
-    found: Series = pl.Series(name, numbers[:, 0])
-    return found
+    values: Series = pl.Series(name, numbers[:, 0])
+    return values
 
 
 def given_late(contents: Contents, kind: str) -> dict[str, bool]:
-    """Return names of values by row that trajectories of a kind have, and of which a row has several numbers.
+    """Return the values by row of trajectories of a kind, and whether a row has several numbers.
 
-    With the lock of the contents held.
+    Call with the lock of the contents held.
     """
-    found: dict[str, bool] = {}
+    several: dict[str, bool] = {}
     for name in contents.index.row_notes:
         slots = contents.index[NOTE_ROWS + name]
         schemas = [contents.addresses.schema(slot) for slot in np.unique(slots[slots != UNAVAILABLE]).tolist()]
         columns = [column_named(schema, name) for schema in schemas if schema.kind == kind]
         if columns:
-            found[name] = any(math.prod(c.row_shape) * (1 + c.torch_dtype.is_complex) != 1 for c in columns)
-    return found
+            several[name] = any(math.prod(c.row_shape) * (1 + c.torch_dtype.is_complex) != 1 for c in columns)
+    return several
 
 
 def read_steps(
     locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
 ) -> tuple[IntArray, dict[str, Series]]:
-    """Return how many steps each block has, ``[n]`` (T * B), and columns of all of them, without the extra rows.
+    """Return the number of steps of each block, ``[n]`` (T * B), and columns of all steps, without the extra rows.
 
     Args:
         locked: gives access to the contents.
-        ids: of the blocks.
-        names: of the columns.
-        late: which of them are values by row, and of these which are lists.
+        ids: ids of the blocks.
+        names: names of the columns.
+        late: those that are values by row, and whether each is a list.
 
     Raises:
-        TrajectoryUnavailableError: one has been evicted meanwhile.
-        CorruptStoreError, OSError: one cannot be read.
+        TrajectoryUnavailableError: a block was evicted meanwhile.
+        CorruptStoreError, OSError: a block is unreadable.
     """
     pl = polars()
 
@@ -180,11 +180,11 @@ def read_steps(
 
 
 def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[IntArray, IntArray, RowPlan | None]:
-    """Return samples and B of blocks, and the rows of all of their samples; with the lock held."""
+    """Return samples and B of blocks, and a plan for the rows of all samples; call with the lock held."""
     index = contents.index
     sizes, batches = (index.at(name, positions).astype(np.int64) for name in ("num_samples", "batch"))
     if not sizes.sum() or not stored:
-        contents.make_resident(positions)  # what cannot be read has no rows, whichever columns are asked for
+        contents.make_resident(positions)  # unreadable blocks must raise, whichever columns are requested
         contents.forget_decoded()
         return sizes, batches, None
     rows = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -192,7 +192,7 @@ def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[
 
 
 def _step_values(name: str, rows: torch.Tensor) -> Series:
-    """Return one value for each row of a column; null where it is an empty row, or no whole number that must be one."""
+    """Return one value per row of a column; null for an empty row or a fraction in an integer column."""
     dtype = getattr(polars(), STEPS[name][0])
     flat = rows.reshape(len(rows), -1)
     values: torch.Tensor | list[None]
@@ -214,13 +214,13 @@ def _numpy(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.generic]:
 
 
 def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) -> tuple[IntArray, dict[str, Series]]:
-    """Read trajectories that lie behind each other and store the same of some columns together.
+    """Read adjacent trajectories together if they store the same columns with equal dtypes and shapes.
 
     Args:
         locked: gives access to the contents.
-        ids: of the trajectories.
-        names: of the columns.
-        read: is given ids, and which of the columns these have.
+        ids: ids of the trajectories.
+        names: names of the columns.
+        read: takes ids and the columns that these trajectories store.
     """
     pl = polars()
     stored = locked(lambda contents: _stored(contents, positions_of(contents, ids), frozenset(names)))
@@ -232,7 +232,7 @@ def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) 
 
 
 def _stored(contents: Contents, positions: IntArray, names: frozenset[str]) -> list[tuple[tuple[object, ...], ...]]:
-    """Return which of some columns each trajectory has, with dtype and shape; with the lock held."""
+    """Return the stored columns of each trajectory with dtype and shape; call with the lock held."""
     index = contents.index
     plain, late = without_notes(sorted(names))
     by_name: list[tuple[str | None, IntArray, Sequence[str]]] = [(None, index.at("slot", positions), plain or ())]
@@ -241,11 +241,11 @@ def _stored(contents: Contents, positions: IntArray, names: frozenset[str]) -> l
         for name in late
         if name.removeprefix(COLUMNS) in index.row_notes
     ]
-    found: list[tuple[tuple[object, ...], ...]] = [()] * len(positions)
+    stored: list[tuple[tuple[object, ...], ...]] = [()] * len(positions)
     for name, slots, wanted in by_name:
         of_slot: dict[int, tuple[tuple[object, ...], ...]] = {UNAVAILABLE: ()}
         for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
             columns = contents.addresses.schema(slot).columns
             of_slot[slot] = tuple(sorted((name or c.name, c.dtype, c.row_shape) for c in columns if c.name in wanted))
-        found = [(*before, *of_slot[slot]) for before, slot in zip(found, slots.tolist(), strict=True)]
-    return found
+        stored = [(*before, *of_slot[slot]) for before, slot in zip(stored, slots.tolist(), strict=True)]
+    return stored

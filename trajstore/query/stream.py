@@ -1,4 +1,4 @@
-"""Answers in batches, and as a stream of Arrow that other tools open as often as they like."""
+"""Answers in batches, also as an Arrow stream that can be opened repeatedly."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ if TYPE_CHECKING:
     from polars import DataFrame, LazyFrame
 
 _ROWS = 8192
-"""Of a batch."""
+"""Rows per batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An answer whose rows are made while they are taken: iterate for Polars tables, or hand it to another tool.
+    """A lazily read answer: iterate for Polars tables, or pass it to another tool.
 
-    Whoever speaks Arrow's PyCapsule protocol (DuckDB, pandas, pyarrow, Polars) reads it as it is. It is of the
-    trajectories that were shown when it was made, and can be read any number of times; one that has been evicted by
-    then is left out, and a warning names it.
+    Readers of Arrow's PyCapsule protocol (DuckDB, pandas, pyarrow, Polars) accept it directly. It covers the
+    trajectories visible when it was created, and can be read any number of times. Trajectories evicted by then are left
+    out, and a warning names them.
     """
 
     _plan: LazyFrame
 
     def __iter__(self) -> Iterator[DataFrame]:
-        """Yield the rows in tables; of an answer without rows one empty table, which has its columns."""
-        some = False
+        """Yield the rows in tables; an empty answer yields one empty table with its columns."""
+        has_rows = False
         for table in self._batches():
-            some = True
+            has_rows = True
             yield table
-        if not some:
+        if not has_rows:
             yield polars().DataFrame(schema=self._plan.collect_schema())
 
     def __arrow_c_schema__(self) -> object:
-        """Return the columns as a capsule of Arrow."""
+        """Return the columns as an Arrow capsule."""
         return self._plan.collect_schema().__arrow_c_schema__()
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """Return the rows as a capsule of Arrow, from the first one on."""
+        """Return the rows, from the first, as an Arrow capsule."""
         return self._batches().__arrow_c_stream__(requested_schema)
 
     def _batches(self) -> Any:

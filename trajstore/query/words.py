@@ -1,4 +1,4 @@
-"""What a text of SQL says, word by word, before Polars reads it: numbers, patterns, what it lists. Pure."""
+"""Split SQL texts into words before Polars reads them: numbers, patterns, lists. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _DECIMAL = re.compile(r"\d+\.\d*|\.\d+")
 
 
 def parts(text: str) -> list[str]:
-    """Return words, numbers, texts in quotes, comments and single characters; joined they are the text."""
-    return [found[0] for found in _PARTS.finditer(text)]
+    """Return words, numbers, quoted texts, comments and single characters; they join to the text."""
+    return [match[0] for match in _PARTS.finditer(text)]
 
 
 def words(text: str) -> list[str]:
-    """Return the parts of a text without comments and blanks, in lower case; what stands in quotes as it is."""
-    found = (one for one in parts(text) if not one.isspace() and not one.startswith(("--", "/*")))
-    return [one if one[0] in "'\"`$" else one.lower() for one in found]
+    """Return the parts without comments and blanks, in lower case except quoted ones."""
+    parts_left = (part for part in parts(text) if not part.isspace() and not part.startswith(("--", "/*")))
+    return [part if part[0] in "'\"`$" else part.lower() for part in parts_left]
 
 
 def split(text: str) -> list[str]:
-    """Return what stands between commas that are in no parentheses: of ``"f(a, b), c"`` ``["f(a, b)", "c"]``."""
+    """Split at commas outside parentheses: ``"f(a, b), c"`` gives ``["f(a, b)", "c"]``."""
     items, depth = [""], 0
     for part in parts(text):
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(part, 0)
@@ -40,19 +40,19 @@ def split(text: str) -> list[str]:
 
 
 def for_polars(where: str, text: str) -> str:
-    """Return a text as Polars is to read it: its numbers with a point are floats.
+    """Return a text adapted to Polars: numbers with a point become floats.
 
-    Polars takes ``0.5`` for a decimal: it compares texts with it as texts, and cuts off what arithmetic with it makes.
+    Polars reads ``0.5`` as a decimal: it compares texts with it as texts, and truncates the results of arithmetic.
 
     Args:
-        where: the part of the question that it is.
+        where: the part of the query, for the message.
         text: an expression or a statement.
 
     Raises:
-        ConfigurationError: a pattern of LIKE escapes its signs, which Polars takes for a backslash and the sign.
+        ConfigurationError: a LIKE pattern escapes % or _, which Polars reads as a backslash and the sign.
     """
-    said = words(text)
-    for word, pattern, then in zip_longest(said, said[1:], said[2:], fillvalue=""):
+    lowered = words(text)
+    for word, pattern, then in zip_longest(lowered, lowered[1:], lowered[2:], fillvalue=""):
         if word in ("like", "ilike") and (then == "escape" or re.match(r"'.*\\[%_]", pattern, re.DOTALL)):
             raise ConfigurationError(
                 f"{where}: {text!r}: {word} cannot escape % and _; a regular expression finds them: "

@@ -1,1 +1,1 @@
-"""Stores in object storage: their directory, locks and leases; and mirrors."""
+"""Directories, locks and leases in object storage; mirrors of stores."""

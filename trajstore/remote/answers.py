@@ -1,4 +1,4 @@
-"""What object stores answer, through fsspec: versions, times, and that a condition did not hold."""
+"""Object stores' responses through fsspec: versions, times and failed conditions."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ NEVER = '"00000000000000000000000000000000"'
 """A version that no object has."""
 
 _REFUSALS = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
-"""Codes of S3 for a condition that does not hold."""
+"""S3 error codes for a failed condition."""
 
 
 class ConflictError(OSError):
-    """A condition of a request did not hold: somebody else has changed the object."""
+    """A request's condition failed: another process has changed the object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the store says of an object.
+    """An object's metadata from the store.
 
     Attributes:
         size: in bytes.
-        version: a text that changes when the object is replaced (as far as the store tells).
-        modified: when it was written, in Unix time by the store's clock; None where the store does not tell.
+        version: changes when the object is replaced (as far as the store reports it).
+        modified: Unix time of the last write, by the store's clock; None if unknown.
     """
 
     size: int
@@ -52,12 +52,12 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """An object as it was read.
+    """An object's content, version and age.
 
     Attributes:
         data: its bytes.
         version: for :meth:`ObjectStore.put_if`.
-        age: seconds since it was written, by the store's clock alone; None where the store does not tell.
+        age: seconds since the last write, by the store's clock alone; None if unknown.
     """
 
     data: bytes
@@ -67,10 +67,10 @@ class Stamped:
 
 @contextmanager
 def conflicts(*, may_be_gone: bool = True) -> Iterator[None]:
-    """Raise ``ConflictError`` for what says that a condition did not hold.
+    """Convert backend errors for a failed condition to ``ConflictError``.
 
     Args:
-        may_be_gone: that nothing is there says so, too (the answer to ``If-Match``). Otherwise the bucket is absent.
+        may_be_gone: an absent object counts too (the response to ``If-Match``). Otherwise the bucket is absent.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def conflicts(*, may_be_gone: bool = True) -> Iterator[None]:
 
 
 def _is_refusal(error: OSError) -> bool:
-    """Return whether a server said that a condition does not hold. s3fs tells by its cause only, where it tells."""
+    """Return whether a server reported a failed condition; s3fs has it in the error's cause only."""
     if isinstance(error, FileExistsError):
         return True
     answer = getattr(error.__cause__, "response", None)
@@ -93,27 +93,27 @@ def _is_refusal(error: OSError) -> bool:
 
 
 def refuses(request: Callable[[], object]) -> bool:
-    """Return whether a request that a server must refuse is refused."""
+    """Return whether the server refuses a request that it must refuse."""
     try:
         request()
     except OSError as error:
         if _is_refusal(error):
             return True
-        if error.errno == errno.ENOSYS:  # it knows the condition, and does not have it
+        if error.errno == errno.ENOSYS:  # the server does not implement the condition
             return False
         raise
     return False
 
 
 def info_of(found: dict[str, Any]) -> ObjectInfo:
-    """Return what fsspec's description of an object says."""
+    """Parse fsspec's metadata of an object."""
     version = "|".join(str(found[key]) for key in _VERSION_KEYS if found.get(key) is not None)
     times = [found[key] for key in _MODIFIED_KEYS if found.get(key) is not None]
     return ObjectInfo(int(found["size"]), version, unix_time(times[0]) if times else None)
 
 
 def unix_time(moment: Any) -> float | None:
-    """Return a moment as backends tell it, in Unix time; None if it is told in another way."""
+    """Convert a backend's time to Unix time; None for an unknown type."""
     if isinstance(moment, datetime):
         return moment.timestamp()
     if isinstance(moment, int | float):

@@ -1,4 +1,4 @@
-"""Ranges of S3 objects through obstore, with the settings of s3fs's client: less than half of that client's work."""
+"""Reads byte ranges of S3 objects through obstore with s3fs's settings, at less than half of s3fs's CPU time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from trajstore.core.files.base import Buffer
 from trajstore.errors import MissingDependencyError
 
 _IN_ONE_CALL = 10
-"""Requests that one call of obstore has under way."""
+"""Concurrent requests within one call of obstore."""
 
 _THREADS = 3
-"""Calls that go on at once."""
+"""Concurrent calls."""
 
 _RETRIES = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(seconds=0.1), timedelta(seconds=5)
 
 _RENEWED = timedelta(minutes=10)
-"""How long obstore keeps credentials; the S3 client knows whether they must be renewed."""
+"""How long obstore caches credentials; the S3 client renews them."""
 
 
 class _Inherited:
-    """Whether this process was forked from one that had loaded obstore, whose threads a child does not have."""
+    """Records whether this process was forked after loading obstore, whose threads a child lacks."""
 
     by_fork = False
 
     @classmethod
     def look(cls) -> None:
-        """Look, in a child that was just forked."""
+        """Check in a forked child."""
         cls.by_fork = "obstore" in sys.modules
 
 
@@ -43,18 +43,18 @@ os.register_at_fork(after_in_child=_Inherited.look)
 
 
 def lost_by_fork() -> bool:
-    """Return whether obstore would wait for ever in this process."""
+    """Return whether obstore would hang in this process."""
     return _Inherited.by_fork
 
 
 class BucketRanges:
-    """Fetches ranges of one bucket's objects. For one process: a forked child needs its own, if it can have one.
+    """Fetches ranges of one bucket's objects. Belongs to one process; a forked child needs its own, if it can have one.
 
-    Address, region, credentials, certificates, proxies and time-outs are those that s3fs's client has found in its
-    options, in the environment and in ``~/.aws``.
+    Address, region, credentials, certificates, proxies and timeouts come from s3fs's client, which reads its options,
+    the environment and ``~/.aws``.
 
     Attributes:
-        has_worked: whether a range has come; whoever asks says so.
+        has_worked: whether a range has arrived; set by the caller.
 
     Args:
         filesystem: of s3fs.
@@ -74,12 +74,12 @@ class BucketRanges:
         client = filesystem.connect()
         address = (
             filesystem.sign(f"{bucket}/x").partition("?")[0].removesuffix("/x")
-        )  # the bucket's, as the client sees
+        )  # the bucket's region, from the client
         region = client.meta.region_name
         self._store = S3Store(
             bucket,
             endpoint=address,
-            virtual_hosted_style_request=True,  # obstore adds no bucket to the address
+            virtual_hosted_style_request=True,  # obstore does not add the bucket to the address
             region="us-east-1" if region in (None, "aws-global") else region,
             skip_signature=bool(filesystem.anon),
             request_payer="RequestPayer" in filesystem.req_kw,
@@ -92,10 +92,10 @@ class BucketRanges:
         )
 
     def fetch(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer | OSError], None, None]:
-        """Yield the bytes ``[start, stop)`` of objects, ``(path, start, stop)`` each, or why there are none.
+        """Yield the bytes ``[start, stop)`` of objects, ``(path, start, stop)`` each, or the error.
 
-        Each with its place in ``pieces``, as they come. What fails is tried again five times, after pauses that grow.
-        With a range that does not come, others of its object may be missing too.
+        Each comes with its index in ``pieces``, in order of arrival. Failures are retried five times, with growing
+        pauses. When one range fails, others of the same object may be missing too.
         """
         order = sorted(range(len(pieces)), key=lambda at: pieces[at])
         most = max(_IN_ONE_CALL, -(-len(pieces) // _THREADS))
@@ -109,12 +109,12 @@ class BucketRanges:
             asked = {pool.submit(self._ask, [pieces[at] for at in call]): call for call in calls}
             for answer in as_completed(asked):
                 yield from zip(asked.pop(answer), answer.result(), strict=True)
-                del answer  # and its bytes, before more come
+                del answer  # frees its bytes before the next
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _ask(self, pieces: Sequence[tuple[str, int, int]]) -> Sequence[Buffer | OSError]:
-        """Return the bytes of ranges of one object, or for each why they did not come."""
+        """Fetch ranges of one object; return bytes, or an error for each."""
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
@@ -131,7 +131,7 @@ class BucketRanges:
 
 
 def _connection(filesystem: Any, config: Any, address: str) -> dict[str, Any]:
-    """Return how the S3 client connects, in obstore's words."""
+    """Return the S3 client's connection settings as obstore options."""
     verify = (filesystem.client_kwargs or {}).get("verify")
     if verify is None:
         verify = filesystem.session.get_config_variable("ca_bundle")
@@ -139,7 +139,7 @@ def _connection(filesystem: Any, config: Any, address: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "allow_http": scheme == "http",
         "allow_invalid_certificates": verify is False,
-        "timeout": timedelta(hours=1),  # of a whole answer; a server that says nothing is given up by read_timeout
+        "timeout": timedelta(hours=1),  # of a whole response; read_timeout ends a silent one
         "connect_timeout": _seconds(config.connect_timeout),
         "read_timeout": _seconds(config.read_timeout),
         "proxy_url": (config.proxies or {}).get(scheme),
@@ -153,15 +153,15 @@ def _seconds(value: float | None) -> timedelta | None:
 
 
 def _credentials(filesystem: Any) -> dict[str, Any]:
-    """Return what the S3 client signs with now."""
+    """Return the S3 client's current credentials."""
     from fsspec.asyn import sync
 
     if filesystem.key and filesystem.secret:
         key, secret, token = filesystem.key, filesystem.secret, filesystem.token
     else:
-        found = sync(filesystem.loop, filesystem.session.get_credentials)
-        if found is None:
+        credentials = sync(filesystem.loop, filesystem.session.get_credentials)
+        if credentials is None:
             raise PermissionError(errno.EACCES, "the S3 client has found no credentials")
-        key, secret, token = sync(filesystem.loop, found.get_frozen_credentials)[:3]
+        key, secret, token = sync(filesystem.loop, credentials.get_frozen_credentials)[:3]
     expires = datetime.now(UTC) + _RENEWED
     return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires}

@@ -1,7 +1,7 @@
 """A directory in an object store, over fsspec: ``s3://``, ``gs://``, ``memory://``, ...
 
-Object stores write an object whole or not at all, and durably before they answer; nothing is renamed or
-appended. File systems without that promise (``sftp://``, ``smb://``) are not for writing.
+Object stores write an object atomically, and durably before they respond; nothing is renamed or
+appended. File systems without that guarantee (``sftp://``, ``smb://``) are read-only here.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from trajstore.remote.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-_CONNECTIONS = 16  # requests of one call that are under way at once
+_CONNECTIONS = 16  # concurrent requests of one call
 
-_ATTEMPTS = 10  # to change an object that others change, too
+_ATTEMPTS = 10  # to change an object that others change too
 
 _LOG, _SHARDS = "log/", "shards/"
-"""Folders whose files are written once. Shards of two stores that were mirrored to one place can have the same name."""
+"""Folders of write-once files. Shards of two stores mirrored to one place can have the same name."""
 
 Item = TypeVar("Item")
 
 
 class RemoteDirectory(Directory):
-    """Each file is one object, written with one PUT; a log segment is the object of one commit.
+    """Each file is one object, written with one PUT; each commit is one log segment object.
 
-    Files to be mapped are copied to a local read cache first. They never change, so a copy that is there is used
-    after asking the store for its size and version only.
+    Files to be mapped are copied to a local read cache first. They never change, so a cached copy needs only a request
+    for its size and version.
 
-    A writer that others took over from while it was frozen can overwrite nothing of theirs: log segments are created
-    only if they are absent, shards have numbers of this writer alone, and all else is replaced or removed only if it is
-    as this writer last knew it, while it held the lock. See docs/design/many-machines.md.
+    A writer that lost its lock while frozen cannot overwrite the next writer's files: log segments are created only if
+    absent, shard numbers belong to one writer, and other objects are replaced or removed only at the version that this
+    writer last saw while it held the lock. See docs/design/many-machines.md.
 
     Args:
         url: fsspec URL of the directory.
         cache_dir: folder of local copies, kept for later runs. None: a temporary one.
-        cache_bytes: bytes of local copies; the least recently used go first.
-        range_reads: batches fetch the rows that are drawn, and not the shards in which they are. What was fetched is
-            kept up to ``cache_bytes``, in a place of its own beside the copies of whole files.
-        lock_ttl: seconds without a sign of life after which others may take the writer's lock.
-        lease_ttl: seconds without a sign of life after which a writer takes a reader for dead. A reader writes its
-            lease again every third of it.
+        cache_bytes: bytes of local copies; least recently used copies are evicted first.
+        range_reads: batches fetch the drawn rows, not their whole shards. Fetched rows are kept separately from whole
+            files, up to ``cache_bytes``.
+        lock_ttl: seconds without a heartbeat after which others may take the writer's lock.
+        lease_ttl: seconds without a heartbeat after which a writer takes a reader for dead. A reader renews its
+            lease every third of it.
         options: storage options of the fsspec file system (credentials, endpoint, ...).
 
     Raises:
         MissingDependencyError: the file system's package is not installed.
-        ConfigurationError: an argument is out of range, or the file system does not take it.
+        ConfigurationError: an argument is out of range, or the file system does not accept it.
     """
 
     can_append: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class RemoteDirectory(Directory):
         self._lock_ttl = lock_ttl
         self._lease_ttl = lease_ttl
         self._lock: RemoteWriterLock | None = None
-        self._versions: dict[str, str | None] = {}  # of what this writer replaces, learned while it held the lock
+        self._versions: dict[str, str | None] = {}  # of objects that this writer replaces, seen while it held the lock
         self._readers = RemoteReaders(self._objects)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,14 +108,14 @@ class RemoteDirectory(Directory):
         return PartialMaps(self._fetch, self._cache.open_folder, self._cache_bytes)
 
     def _fetch(self, ranges: Sequence[Range]) -> Generator[tuple[int, Buffer], None, None]:
-        """Yield which range has come, and its bytes.
+        """Yield the index and bytes of each range.
 
         Raises:
             CorruptStoreError: a file is absent.
-            OSError: a range could not be fetched; names the file.
+            OSError: a fetch failed; names the file.
         """
         try:
-            yield from self._objects.ranges([(one.name, one.start, one.stop) for one in ranges])
+            yield from self._objects.ranges([(piece.name, piece.start, piece.stop) for piece in ranges])
         except FileNotFoundError as error:
             raise self._gone(error.filename) from error
 
@@ -127,7 +127,7 @@ class RemoteDirectory(Directory):
         return self._objects.any()
 
     def create(self, folders: Sequence[str] = ()) -> None:
-        """Do nothing: an object store has no folders, and makes buckets on other terms than this."""
+        """Do nothing: object stores have no folders, and buckets are created elsewhere."""
 
     def inner(self, name: str) -> Directory:
         inner = copy(self)
@@ -211,15 +211,14 @@ class RemoteDirectory(Directory):
             self._change(file.name, lambda version: self._objects.put_if(file.name, data, version))
 
     def _is_plain(self, name: str) -> bool:
-        """Return whether a file is changed without conditions: it is no writer's, never replaced, or none are kept."""
+        """Return whether a file is changed without conditions: no lock, write-once, or a server without conditions."""
         return self._lock is None or name.startswith(_LOG) or not self._objects.keeps_match
 
     def _change(self, name: str, request: Callable[[str | None], str | None]) -> None:
-        """Make a change that depends on the version of a file, which is None if there is none.
+        """Change a file on condition of its version, which is None if it is absent.
 
-        A version that was learned is of a time at which this writer held the lock: whoever took it over since, and has
-        changed the file, has changed the version. What another writer sent before it lost the lock may come late, and
-        is replaced in turn.
+        A cached version is from a time when this writer held the lock, so any later change by the next writer makes the
+        condition fail. A late write that another writer sent before losing the lock is overwritten.
 
         Raises:
             WriterFencedError: another writer has the lock.
@@ -236,7 +235,7 @@ class RemoteDirectory(Directory):
             except ConflictError:
                 self._versions.pop(name, None)
             except OSError:
-                self._versions.pop(name, None)  # nobody knows whether it was carried out
+                self._versions.pop(name, None)  # unknown whether it was carried out
                 raise
         raise OSError(errno.EBUSY, "somebody else changes it all the time", self._objects.url_of(name))
 
@@ -244,13 +243,13 @@ class RemoteDirectory(Directory):
         """Publish a log segment. It is written once: there is no second append to it.
 
         Raises:
-            FileExistsError: the segment exists; somebody else has committed this generation.
+            FileExistsError: the segment exists; another writer has committed this generation.
             WriterFencedError: another writer has the lock.
         """
         check_name(name)
         self._check_lock()
         content = bytes(data)
-        # A retried request finds what its first attempt has written: that is success.
+        # A retried request may find the object of its first attempt: that is success.
         if not self._objects.create(name, content) and self._content(name) != content:
             if self._lock is not None:
                 self._lock.confirm()
@@ -258,10 +257,10 @@ class RemoteDirectory(Directory):
                 errno.EEXIST, "another writer has written this log segment", self._objects.url_of(name)
             )
         if self._lock is not None and self._lock.is_late:
-            self._lock.confirm()  # the segment may be one that the next writer had written and deleted again
+            self._lock.confirm()  # the next writer may have written and deleted this segment
 
     def _content(self, name: str) -> bytes | None:
-        """Return what an object holds; None if another writer has deleted it since it was there."""
+        """Return an object's bytes; None if another writer has deleted it meanwhile."""
         try:
             return self._objects.read(name)
         except FileNotFoundError:
@@ -278,7 +277,7 @@ class RemoteDirectory(Directory):
         else:
             self._change(name, lambda version: None if version is None else self._objects.delete_if(name, version))
 
-    # -- who uses it -------------------------------------------------------------------------------
+    # -- locks and leases --------------------------------------------------------------------------
 
     def lock_writer(self) -> WriterLock:
         self._lock = RemoteWriterLock(self._objects, self._lock_ttl)
@@ -295,7 +294,7 @@ class RemoteDirectory(Directory):
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         files, folders = self.listing()
         if LOCK_NAME not in files and "log" not in folders:
-            return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
+            return ReaderLease()  # never written in place (a checkpoint, a foreign directory)
         try:
             return RemoteReaderLease(self._objects, generation, self._lease_ttl)
         except OSError as error:
@@ -316,7 +315,7 @@ def _flat(piece: Buffer) -> memoryview:
 
 
 def _for_each(function: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call a function for all items, several at once; the first error is raised when all have ended."""
+    """Call a function for all items, several at once; raise the first error once all have ended."""
     if len(items) < 2:
         for item in items:
             function(item)

@@ -1,4 +1,4 @@
-"""Who reads a directory in an object store: an object for each reader, renewed while it lives."""
+"""Reader leases in an object store: one object per reader, renewed while it lives."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteReaderLease(ReaderLease):
-    """An object that says what is being read, written again every third of its time to live.
+    """A reader's lease, rewritten every third of its time to live.
 
-    Requests cost money, so it is written in between only when it would hold too little: a reader that refreshes is
-    said to be looking all the time, and what it shows is told with the next heartbeat. A reader that is dropped, killed
-    or cut off ends its heartbeats; then the lease is over when its time to live has passed, by the store's clock. A
-    forked child reads under its parent's lease, as long as the parent lives and keeps it.
+    Requests cost money, so it is written in between only when it would protect too little: a reader that refreshes
+    counts as looking all the time, and the next heartbeat reports its generation. Without heartbeats (reader dropped,
+    killed or cut off) the lease expires after its time to live, by the store's clock. A forked child reads under its
+    parent's lease, as long as the parent lives and keeps it.
 
     Args:
         objects: of the directory.
-        generation: nothing older will be read.
+        generation: the oldest generation that will be read.
         ttl: seconds after which the writer may take the reader for dead.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the lease cannot be written.
     """
 
     def __init__(self, objects: ObjectStore, generation: int, ttl: float) -> None:
@@ -45,7 +45,7 @@ class RemoteReaderLease(ReaderLease):
         self._pid = os.getpid()
         self._mutex = locks.lock("RemoteReaderLease._mutex")
         self._generation = generation
-        self._is_looking = True  # at this moment
+        self._is_looking = True  # now
         self._has_looked = True  # since the last heartbeat
         self._told_looking = True
         self._ended = threading.Event()
@@ -68,7 +68,7 @@ class RemoteReaderLease(ReaderLease):
             self._is_looking = False
 
     def beat(self) -> None:
-        """Write the lease again, as it is now."""
+        """Renew the lease with its present state."""
         with self._mutex:
             if self._is_kept:
                 looking = self._is_looking or self._has_looked
@@ -95,7 +95,7 @@ class RemoteReaderLease(ReaderLease):
 
 
 def _keep(lease: weakref.ref[RemoteReaderLease], ended: threading.Event, pause: float) -> None:
-    """Renew a lease until it is released or nobody has it any more."""
+    """Renew a lease until it is released or garbage-collected."""
     while not ended.wait(pause):
         kept = lease()
         if kept is None:
@@ -108,10 +108,10 @@ def _keep(lease: weakref.ref[RemoteReaderLease], ended: threading.Event, pause: 
 
 
 class RemoteReaders:
-    """The readers of a directory as its leases tell them; each lease is read once for each time that it was written.
+    """Finds live readers by their leases; each version of a lease is read once.
 
-    A lease is over when the newest sign of life there, of the writer or a reader, is younger than it by more than its
-    time to live: all of them are told by the store's one clock.
+    A lease has expired when the newest heartbeat there, of the writer or a reader, is younger by more than the lease's
+    time to live: all times are by the store's clock.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -119,7 +119,7 @@ class RemoteReaders:
         self._known: dict[tuple[str, str], tuple[Reader, float]] = {}
 
     def find(self, *, tidy: bool) -> list[Reader]:
-        """Return the living readers; with ``tidy``, remove the leases of the others."""
+        """Return the live readers; with ``tidy``, remove the leases of the others."""
         leases = self._objects.infos(READERS_FOLDER)
         if not leases:
             self._known = {}

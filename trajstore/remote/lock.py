@@ -1,4 +1,4 @@
-"""The lock of the one writer of a directory in an object store, and what keeps out a writer that has lost it."""
+"""The writer lock of a directory in an object store; fences off a writer that lost it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from trajstore.remote.object_store import ObjectStore
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
-"""To take a lock that others want at the same time; whoever loses meets a live holder the next time."""
+"""Attempts to take a contended lock; the loser finds a live holder next time."""
 
 
 class RemoteWriterLock(WriterLock):
-    """An object that says who writes, with a heartbeat every third of its time to live; released, it says so.
+    """An object that names the writer, with a heartbeat every third of its time to live and a mark once released.
 
-    Each change of it is a conditional PUT, so that of several who find it free one has it, and a holder that wakes up
-    after others took it over cannot take it back by its heartbeat. The lock expires when its last heartbeat is older
-    than its time to live, by the store's clock (by the clocks of both machines where the store tells no times), or when
-    its holder was a process of this machine that is gone.
+    Each change is a conditional PUT: only one of several contenders gets a free lock, and the heartbeat of a holder
+    that lost it fails. The lock expires when its last heartbeat is older than its time to live, by the store's clock
+    (by both machines' clocks where the store reports no times), or when its holder was a process of this machine that
+    is dead.
 
-    Where the server does not keep conditions (which is found out, and warned of), two processes that start within one
-    round trip can both believe that they hold it, until the next heartbeat tells one of them.
+    On a server without conditions (detected, with a warning) two processes that start within one round trip can both
+    believe that they hold it, until the next heartbeat of one.
 
-    A holder that is cut off for longer than its time to live must not write, for others may: :meth:`check` raises until
-    it finds its lock untouched, and for good if somebody else has taken it.
+    A holder that is cut off for longer than its time to live must not write: :meth:`check` raises until it finds the
+    lock unchanged, and for good once another process has taken it.
 
     Raises:
-        StoreLockedError: somebody else holds it; names process, host and time.
+        StoreLockedError: another process holds it; names process, host and time.
     """
 
     def __init__(self, objects: ObjectStore, ttl: float) -> None:
@@ -61,17 +61,17 @@ class RemoteWriterLock(WriterLock):
         took_over = self._take()
         self._find_conditions()
         if took_over and not self._objects.keeps_match:
-            time.sleep(min(1.0, ttl / 4))  # others may have found it over, too: the last one to write has it
+            time.sleep(min(1.0, ttl / 4))  # on a race for an expired lock the last writer wins
             self.confirm()
         self._thread = threading.Thread(target=self._keep, name="trajstore-writer-lock", daemon=True)
         start_thread(self._thread)
 
     def check(self) -> None:
-        """Return if the lock is held still as far as this process knows, or was released. Renews an overdue heartbeat.
+        """Check the lock as far as this process knows; renew an overdue heartbeat. Does nothing after release.
 
         Raises:
-            WriterFencedError: somebody else has it.
-            StoreLockedError: it could not be renewed, so somebody else may have it.
+            WriterFencedError: another process has the lock.
+            StoreLockedError: it could not be renewed, so another process may have it.
         """
         if self._released.is_set():
             return
@@ -90,25 +90,25 @@ class RemoteWriterLock(WriterLock):
 
     @property
     def is_late(self) -> bool:
-        """Whether so long has passed since the last heartbeat that others may have taken the lock."""
+        """Whether the last heartbeat is so old that others may have taken the lock."""
         return now() - self._renewed > self._ttl
 
     def confirm(self) -> None:
-        """Return if the lock is held still, as the store says now, or was released.
+        """Check the lock in the store. Does nothing after release.
 
         Raises:
-            WriterFencedError: somebody else has it.
-            OSError: the store cannot be asked.
+            WriterFencedError: another process has it.
+            OSError: the request failed.
         """
         if self._released.is_set():
             return
         self._confirmed()
 
     def _confirmed(self) -> str:
-        """Return the version of the lock, which is held still.
+        """Return the version of the lock, after checking that it is still held.
 
         Raises:
-            WriterFencedError: somebody else has it.
+            WriterFencedError: another process has it.
         """
         holder = self._holder()
         if holder is None or not self._is_ours(holder.data):
@@ -126,16 +126,16 @@ class RemoteWriterLock(WriterLock):
                 if self._taken_by is None:
                     self._write(self._text(released=True))
             elif self._is_ours(self._objects.read(LOCK_NAME)):
-                self._objects.delete(LOCK_NAME)  # there, taking over what was released is no sure thing
+                self._objects.delete(LOCK_NAME)  # without conditions, taking over a released lock is racy
         except FileNotFoundError:
             return
-        except OSError as error:  # it expires by itself
+        except OSError as error:  # it expires
             logger.warning("the writer's lock could not be given back: %s", error)
 
     # -- taking and keeping -----------------------------------------------------------------------
 
     def _take(self) -> bool:
-        """Take the lock; return whether from somebody else."""
+        """Take the lock; return whether another process held it before."""
         for _ in range(_ATTEMPTS):
             started = now()
             if self._objects.create(LOCK_NAME, self._text()):
@@ -145,7 +145,7 @@ class RemoteWriterLock(WriterLock):
             holder = self._holder()
             if holder is None:
                 continue
-            if self._is_ours(holder.data):  # the answer to a first attempt was lost
+            if self._is_ours(holder.data):  # the response to a first attempt was lost
                 self._version, self._renewed = holder.version, started
                 return False
             if not _is_over(holder):
@@ -160,12 +160,12 @@ class RemoteWriterLock(WriterLock):
         raise self._refusal(b"")
 
     def _find_conditions(self) -> None:
-        """Find out what the server keeps, and warn of what it does not."""
+        """Probe which conditions the server enforces; warn of missing ones."""
         self._objects.probe(LOCK_NAME, self._text())
         if not (self._objects.keeps_create and self._objects.keeps_match):
-            self._version = self._objects.version(LOCK_NAME) or ""  # what must be refused was carried out
+            self._version = self._objects.version(LOCK_NAME) or ""  # the probe's request was carried out
         if self._objects.is_of_this_process:
-            return  # a writer that is frozen there is frozen with all others
+            return  # all users of this store freeze together
         harm = {
             "If-None-Match": "the commit that it was sending can replace one of theirs",
             "If-Match": "it can replace their index, metadata, pins and lock",
@@ -192,10 +192,10 @@ class RemoteWriterLock(WriterLock):
                 logger.warning("the writer's lock could not be renewed: %s", error)
 
     def _renew(self) -> None:
-        """Give a sign of life.
+        """Write a heartbeat.
 
         Raises:
-            WriterFencedError: somebody else has the lock.
+            WriterFencedError: another process has the lock.
             OSError: the store cannot be reached.
         """
         with self._mutex:
@@ -206,28 +206,28 @@ class RemoteWriterLock(WriterLock):
             self._renewed = started
 
     def _write(self, text: bytes) -> None:
-        """Write the lock if it is held still.
+        """Write the lock if it is still held.
 
         Raises:
-            WriterFencedError: somebody else has it.
+            WriterFencedError: another process has it.
         """
         for _ in range(_ATTEMPTS):
             try:
                 self._version = self._objects.put_if(LOCK_NAME, text, self._version)
                 return
             except ConflictError:
-                self._version = self._confirmed()  # the answer to an earlier attempt was lost
+                self._version = self._confirmed()  # the response to an earlier attempt was lost
         raise OSError(errno.EBUSY, "the lock changes all the time", self._objects.url_of(LOCK_NAME))
 
     def _holder(self) -> Stamped | None:
-        """Return the lock; None if there is none."""
+        """Return the lock; None if absent."""
         try:
             return self._objects.stamped(LOCK_NAME)
         except FileNotFoundError:
             return None
 
     def _text(self, *, released: bool = False) -> bytes:
-        if released:  # versions that do not know of this find a lock whose heartbeat is long over
+        if released:  # for older versions, a lock that expired long ago
             return orjson.dumps({**self._document, "heartbeat": 0, "released": True})
         return orjson.dumps({**self._document, "heartbeat": time.time()})
 
@@ -250,12 +250,12 @@ class RemoteWriterLock(WriterLock):
 
 
 def now() -> float:
-    """Return the seconds since some moment, counting also those for which the machine was suspended."""
+    """Return a monotonic time in seconds that includes suspension of the machine."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def is_held(objects: ObjectStore) -> bool:
-    """Return whether the lock of a directory is held, as far as it tells.
+    """Return whether the lock of a directory is held, according to its text.
 
     Raises:
         OSError: it cannot be read.
@@ -267,24 +267,24 @@ def is_held(objects: ObjectStore) -> bool:
 
 
 def _is_over(holder: Stamped) -> bool:
-    """Return whether a lock was released, has had no heartbeat for too long, or its holder is known to be gone."""
+    """Return whether a lock was released or has expired, or its holder is known to be dead."""
     document = parse_holder(holder.data)
     try:
         if document.get("released") is True:
             return True
         ttl, heartbeat = float(document["ttl"]), float(document["heartbeat"])
-        # Stores tell the time of writing in whole seconds.
+        # Stores report write times in whole seconds.
         if (holder.age - 1.0 if holder.age is not None else time.time() - heartbeat) > ttl:
             return True
     except (KeyError, TypeError, ValueError, OverflowError):
-        return False  # written by something else: let people decide
+        return False  # of unknown origin: left to the operator
     here = holder_document()["host"], _pid_namespace()
     is_here = here[1] is not None and (document.get("host"), document.get("pid_namespace")) == here
     return is_here and not process_may_live(document)
 
 
 def _pid_namespace() -> int | None:
-    """Return what tells containers of one host apart, whose process ids mean different processes."""
+    """Return the PID namespace, which distinguishes containers of one host."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""Objects below a URL: the few fsspec calls that a remote directory needs, with errors that name the object."""
+"""Objects below a URL: a remote directory's few fsspec calls, with errors that name the object."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trajstore.remote.uploads import upload
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 32
-"""Requests for ranges that a file system has under way."""
+"""Concurrent range requests of a file system."""
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
 
 
 class ObjectStore:
-    """Objects by name below one URL. Every call asks the store itself: listings are never cached.
+    """Objects by name below one URL. Listings are never cached.
 
-    Safe to call from several threads. A forked child opens a connection of its own. Failures are ``OSError``
-    whatever the backend raises; ``FileNotFoundError`` when the object is absent.
+    Thread-safe. A forked child opens its own connection. Failures are ``OSError``
+    for any backend; ``FileNotFoundError`` when the object is absent.
 
     Args:
         url: an fsspec URL, ``s3://bucket/folder``.
@@ -36,7 +36,7 @@ class ObjectStore:
 
     Raises:
         MissingDependencyError: the file system's package is not installed.
-        ConfigurationError: no such scheme, or options it does not take.
+        ConfigurationError: unknown scheme, or options it does not accept.
     """
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class ObjectStore:
         self._opened: tuple[int, Any, str] | None = None
         self._ranges: tuple[int, BucketRanges | None] | None = None
         self.keeps_create = False
-        """Whether the store was seen to refuse to create an object that is there."""
+        """Whether the store was seen to refuse to create an existing object."""
         self.keeps_match = False
         """Whether the store was seen to refuse to replace an object of another version."""
         self._filesystem()
@@ -64,48 +64,47 @@ class ObjectStore:
     def read(self, name: str, start: int = 0) -> bytes:
         """Return an object's bytes from ``start`` to its end; empty if it ends before ``start``."""
         if start and start >= self.info(name).size:
-            return b""  # object stores refuse such a range
+            return b""  # object stores refuse empty ranges
         with self._at(name) as (fs, path):
             return bytes(fs.cat_file(path, start=start) if start else fs.cat_file(path))
 
     def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer], None, None]:
-        """Yield the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, with their places in ``pieces``.
+        """Yield the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, with their index in ``pieces``.
 
-        They come in any order, each while others are under way; whoever keeps none needs memory for some at a time.
-
-        Of S3 they come through obstore. A server with which it does not get along (some answer a range with status 200)
-        is asked by s3fs from then on, with a warning that says why.
+        They arrive in any order while others are in flight, so only some need memory at a time. S3 ranges are read
+        through obstore. A server that it does not work with (some answer a range with status 200) is read through s3fs
+        from then on, with a warning that says why.
 
         Raises:
             MissingDependencyError: obstore is not installed.
-            OSError: a range could not be fetched; names the object.
+            OSError: a fetch failed; names the object.
         """
         fs, root = self._filesystem()
         full = [(root + name, start, stop) for name, start, stop in pieces]
         direct = self._bucket_ranges(fs, root)
         came = _by_filesystem(fs, full) if direct is None else self._by_obstore(direct, fs, full)
         with closing(came):
-            for place, found in came:
-                yield place, self._judged(pieces[place], found)
+            for place, data in came:
+                yield place, self._judged(pieces[place], data)
 
     def _by_obstore(
         self, direct: BucketRanges, fs: Any, pieces: Sequence[tuple[str, int, int]]
     ) -> Generator[tuple[int, Buffer | BaseException], None, None]:
         with closing(direct.fetch(pieces)) as came:
-            for place, found in came:
-                if not isinstance(found, OSError):
+            for place, data in came:
+                if not isinstance(data, OSError):
                     direct.has_worked = True
-                elif not direct.has_worked and not isinstance(found, FileNotFoundError):
+                elif not direct.has_worked and not isinstance(data, FileNotFoundError):
                     theirs = list(_by_filesystem(fs, pieces))
-                    if not any(isinstance(one, BaseException) for _, one in theirs):
+                    if not any(isinstance(part, BaseException) for _, part in theirs):
                         self._ranges = os.getpid(), None
-                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, found)
+                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, data)
                         yield from theirs
                         return
-                yield place, found
+                yield place, data
 
     def _bucket_ranges(self, fs: Any, root: str) -> BucketRanges | None:
-        """Return what fetches ranges in this process; None if the file system does it itself."""
+        """Return this process's range reader; None if the file system reads ranges itself."""
         if not self.takes_conditions:
             return None
         if self._ranges is None or self._ranges[0] != os.getpid():
@@ -123,10 +122,10 @@ class ObjectStore:
         return self._ranges[1]
 
     def _judged(self, piece: tuple[str, int, int], found: Buffer | BaseException) -> Buffer:
-        """Return what came for a range.
+        """Check the result of a range request and return its bytes.
 
         Raises:
-            OSError: nothing came, or too little.
+            OSError: the request failed, or returned too few bytes.
         """
         name, start, stop = piece
         with self._naming(name):
@@ -137,7 +136,7 @@ class ObjectStore:
         return found
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, replacing it if it is there."""
+        """Write an object, replacing an existing one."""
         with self._at(name) as (fs, path):
             if self.takes_conditions:
                 upload(fs, path, data)
@@ -145,10 +144,10 @@ class ObjectStore:
                 fs.pipe_file(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object if it is absent; return whether it was.
+        """Write an object if it is absent; return whether it was absent.
 
-        Decided by the store itself on S3 (``If-None-Match``) and other backends that know fsspec's mode ``create``;
-        elsewhere by looking first. That check is racy: two callers at once can both pass it.
+        Atomic on S3 (``If-None-Match``) and other backends that support fsspec's mode ``create``; elsewhere the check
+        is racy: two concurrent callers can both succeed.
         """
         with self._at(name) as (fs, path):
             if not self.keeps_create:
@@ -166,33 +165,33 @@ class ObjectStore:
             return True
 
     def info(self, name: str) -> ObjectInfo:
-        """Return what the store says about an object."""
+        """Return an object's metadata."""
         with self._at(name, fresh=True) as (fs, path):
-            found = fs.info(path)
-            if found["type"] != "file":
-                raise FileNotFoundError(errno.ENOENT, f"is a {found['type']}")
-            return info_of(found)
+            info = fs.info(path)
+            if info["type"] != "file":
+                raise FileNotFoundError(errno.ENOENT, f"is a {info['type']}")
+            return info_of(info)
 
     # -- conditions -------------------------------------------------------------------------------
 
     @property
     def takes_conditions(self) -> bool:
-        """Whether requests can carry conditions: on S3. Whether the server keeps them shows :meth:`probe`."""
+        """Whether requests can carry conditions: on S3. :meth:`probe` shows whether the server enforces them."""
         fs, _ = self._filesystem()
         protocol = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
         return "s3" in protocol and hasattr(fs, "call_s3")
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether the objects live in this process's memory, and nobody else can write them."""
+        """Whether the objects live in this process's memory, where no other process can write them."""
         fs, _ = self._filesystem()
         return bool(fs.protocol == "memory")
 
     def probe(self, name: str, data: bytes) -> None:
-        """Find out which conditions the server keeps, by asking for what it must refuse.
+        """Find out which conditions the server enforces, with requests that it must refuse.
 
         Args:
-            name: of an object of the caller's own that is there.
+            name: of an existing object of the caller's own.
             data: its content: a server that does not refuse writes it again.
         """
         if not self.takes_conditions:
@@ -202,18 +201,18 @@ class ObjectStore:
             self.keeps_match = refuses(lambda: upload(fs, path, data, IfMatch=NEVER))
 
     def stamped(self, name: str) -> Stamped:
-        """Return an object with its version and age, of one moment."""
+        """Return an object with its version and age, consistently."""
         if not self.takes_conditions:
             return Stamped(self.read(name), "", None)
         from fsspec.asyn import sync
 
         with self._at(name) as (fs, path):
             bucket, key, _ = fs.split_path(path)
-            found = fs.call_s3("get_object", Bucket=bucket, Key=key)
-            data = sync(fs.loop, found["Body"].read)  # a body is read in the event loop that fetched it
-            now = unix_time(found["ResponseMetadata"]["HTTPHeaders"].get("date"))
-            age = None if now is None else now - found["LastModified"].timestamp()
-            return Stamped(data, found["ETag"], age)
+            response = fs.call_s3("get_object", Bucket=bucket, Key=key)
+            data = sync(fs.loop, response["Body"].read)  # a body must be read in the event loop that fetched it
+            now = unix_time(response["ResponseMetadata"]["HTTPHeaders"].get("date"))
+            age = None if now is None else now - response["LastModified"].timestamp()
+            return Stamped(data, response["ETag"], age)
 
     def version(self, name: str) -> str | None:
         """Return an object's version, for :meth:`put_if`; None if it is absent."""
@@ -224,12 +223,12 @@ class ObjectStore:
                 return None
 
     def put_if(self, name: str, data: bytes, version: str | None) -> str:
-        """Write an object if it has this version, or with None if it is absent; return the version that it has now.
+        """Write an object if it has this version, or, with None, if it is absent; return its new version.
 
-        Without :attr:`takes_conditions`, or where the server does not keep them, it is written whatever is there.
+        Without :attr:`takes_conditions`, or on a server that does not enforce them, it is written unconditionally.
 
         Raises:
-            ConflictError: it has another version, or is gone, or is there.
+            ConflictError: it has another version, is absent, or exists.
         """
         if not self.takes_conditions:
             self.put(name, data)
@@ -254,40 +253,40 @@ class ObjectStore:
     # -- many objects -----------------------------------------------------------------------------
 
     def infos(self, below: str) -> dict[str, ObjectInfo]:
-        """Return what the store says of all objects below a folder, by name, sorted, in one listing."""
-        return {name: info_of(found) for name, found in self._find(below).items()}
+        """Return the metadata of all objects below a folder, by name, sorted, from one listing."""
+        return {name: info_of(info) for name, info in self._find(below).items()}
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Return the sizes of all objects below a folder, by name, sorted."""
-        return {name: int(found["size"]) for name, found in self._find(below).items()}
+        return {name: int(info["size"]) for name, info in self._find(below).items()}
 
     def _find(self, below: str) -> dict[str, Any]:
         with self._at(below, fresh=True) as (fs, folder):
             try:
-                found = fs.find(folder.rstrip("/"), detail=True)
+                objects = fs.find(folder.rstrip("/"), detail=True)
             except FileNotFoundError:  # the bucket is absent
                 return {}
         prefix = f"{folder}/" if below else folder
-        chosen = sorted(path for path in found if path.startswith(prefix) and not path.endswith("/"))
-        return {path[len(folder) - len(below) :]: found[path] for path in chosen}
+        chosen = sorted(path for path in objects if path.startswith(prefix) and not path.endswith("/"))
+        return {path[len(folder) - len(below) :]: objects[path] for path in chosen}
 
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
-        """Return the names of the objects and of the folders right below a folder, each sorted."""
+        """Return the names of the objects and of the folders directly below a folder, each sorted."""
         with self._at(below, fresh=True) as (fs, folder):
             try:
-                found = fs.ls(folder.rstrip("/"), detail=True)
+                entries = fs.ls(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
                 return [], []
         prefix = f"{folder}/" if below else folder
         kinds: dict[str, list[str]] = {"file": [], "directory": []}
-        for item in found:
+        for item in entries:
             path = item["name"].rstrip("/")
             if path.startswith(prefix) and item["type"] in kinds:
                 kinds[item["type"]].append(path[len(folder) - len(below) :])
         return sorted(kinds["file"]), sorted(kinds["directory"])
 
     def any(self) -> bool:
-        """Return whether there is any object."""
+        """Return whether any object exists."""
         with self._at("", fresh=True) as (fs, path):
             try:
                 return bool(fs.ls(path.rstrip("/"), detail=False))
@@ -306,19 +305,19 @@ class ObjectStore:
         """Copy an object, which has ``size`` bytes, to a local file."""
         with self._at(name) as (fs, path):
             fs.get_file(path, str(target))
-            found = target.stat().st_size
-            if found != size:
-                raise OSError(errno.EIO, f"{found:,} bytes arrived of {size:,}")
+            copied_bytes = target.stat().st_size
+            if copied_bytes != size:
+                raise OSError(errno.EIO, f"{copied_bytes:,} bytes arrived of {size:,}")
 
     def _filesystem(self) -> tuple[Any, str]:
-        """Return this process's file system, and the path of the URL with a slash at its end."""
+        """Return this process's file system, and the URL's path with a trailing slash."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = (os.getpid(), *_connect(self.url, self._options))
         return self._opened[1:]
 
     @contextmanager
     def _at(self, name: str, *, fresh: bool = False) -> Iterator[tuple[Any, str]]:
-        """Give the file system and an object's path; ``fresh``: as it is now. What goes wrong names the object."""
+        """Yield the file system and an object's path; ``fresh`` drops cached metadata. Errors name the object."""
         fs, root = self._filesystem()
         with self._naming(name):
             if fresh:
@@ -337,7 +336,7 @@ class ObjectStore:
         except OSError as error:
             number = error.errno or next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, error.strerror or str(error) or os.strerror(number), url) from error
-        except Exception as error:  # what backends raise when the network fails is of no common class
+        except Exception as error:  # backends share no class of network errors
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):  # at the first request
                 raise ConfigurationError(f"{url}: storage_options: {error}; {OWN_OPTIONS}") from error
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
@@ -349,14 +348,14 @@ OWN_OPTIONS = "trajstore's own are cache_dir, cache_bytes, range_reads, lock_ttl
 def _by_filesystem(
     fs: Any, pieces: Sequence[tuple[str, int, int]]
 ) -> Generator[tuple[int, Buffer | BaseException], None, None]:
-    """Yield the bytes of ranges, ``(path, start, stop)`` each, or why there are none."""
+    """Yield the bytes of ranges, ``(path, start, stop)`` each, or the error, with their index."""
     more = {"batch_size": _AT_ONCE} if hasattr(fs, "loop") else {}
-    paths, starts, stops = (list(one) for one in zip(*pieces, strict=True))
+    paths, starts, stops = (list(column) for column in zip(*pieces, strict=True))
     try:
-        found = list(fs.cat_ranges(paths, starts, stops, on_error="return", **more))
-    except Exception as error:  # what backends raise is of no common class; the caller names the object
-        found = [error] * len(pieces)
-    yield from enumerate(found)
+        parts = list(fs.cat_ranges(paths, starts, stops, on_error="return", **more))
+    except Exception as error:  # backends share no class of errors; the caller names the object
+        parts = [error] * len(pieces)
+    yield from enumerate(parts)
 
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""Objects of S3 are written with one PUT, or in parts where one would be too much; with conditions or without."""
+"""Uploads to S3 with one PUT, or in parts when large; with conditions or without."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trajstore.remote.answers import ConflictError
 logger = logging.getLogger(__name__)
 
 ONE_PUT = 128 << 20
-"""Bytes up to which an object is written with one PUT. S3 refuses more than 5 GiB; long before, a request that fails in
-the midst costs more than the parts."""
+"""Largest object in bytes that is written with one PUT. S3 refuses more than 5 GiB; long before that, repeating a
+failed request costs more than parts do."""
 
 PART = 64 << 20
 MOST_PARTS = 10_000
 LARGEST_PART = 5 << 30
-"""Limits of S3."""
+"""S3's limits."""
 
 _AT_ONCE = 4
 
@@ -28,17 +28,17 @@ _AT_ONCE = 4
 def upload(filesystem: Any, path: str, data: bytes, **condition: str) -> str:
     """Write an object, if a condition holds; return its ETag.
 
-    In parts, the condition is asked for when they are put together, and nothing is there before. It is looked at right
-    before too, for servers that keep conditions of a PUT only.
+    A multipart upload checks the condition when it is completed, and shows nothing before. The condition is also
+    checked just before, for servers that enforce conditions on PUT only.
 
     Args:
         filesystem: of s3fs.
         path: bucket and key.
-        data: all of it.
+        data: the whole content.
         condition: ``IfMatch`` or ``IfNoneMatch``, or none.
 
     Raises:
-        OSError: the condition does not hold (a :class:`ConflictError`, or as the client tells it), it is too large, or
+        OSError: the condition failed (a :class:`ConflictError`, or the client's own error), the data is too large, or
             the store cannot be reached.
     """
     bucket, key, _ = filesystem.split_path(path)
@@ -59,7 +59,7 @@ def upload(filesystem: Any, path: str, data: bytes, **condition: str) -> str:
     except BaseException:
         try:
             filesystem.call_s3("abort_multipart_upload", **about)
-        except Exception as error:  # whatever the client raises, what counts is why the upload failed
+        except Exception as error:  # the upload's error matters, not this one
             logger.warning(
                 "%s: parts of an upload that failed may be left, and cost money; a lifecycle rule of the bucket "
                 "removes them (AbortIncompleteMultipartUpload): %s",

@@ -1,4 +1,4 @@
-"""Copies of a directory that somebody is writing, as a crash would leave it."""
+"""Copies of a directory in use, as a crash would leave it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trajstore.testing.waiting import wait_until
 def copy_live(live: Path, copy: Path, *leave_out: str) -> Path:
     """Copy a directory that is open for writing; nothing may be added or removed meanwhile.
 
-    The writer renews ``metadata.json`` in the background: a file that is being written has a temporary name, may be
-    gone at any moment, and is left out. A copy during which a file was replaced is made anew: whoever lists a folder
-    while a file is renamed in it may see neither the old one nor the new one.
+    The writer renews ``metadata.json`` in the background: a file being written has a temporary name, may
+    vanish at any moment, and is left out. If a file was replaced meanwhile, the copy is repeated: listing a folder
+    during a rename may show neither the old file nor the new one.
 
     Args:
         live: the directory.
-        copy: where it is copied to; must not exist.
-        leave_out: patterns of further names that are left out.
+        copy: the destination; must not exist.
+        leave_out: patterns of further names to leave out.
 
     Returns:
         ``copy``.
@@ -43,7 +43,7 @@ def copy_live(live: Path, copy: Path, *leave_out: str) -> Path:
 
 def _files(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Return inode, size and time of every file."""
-    found = {}
+    files = {}
     for above, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(above, name)
@@ -51,12 +51,12 @@ def _files(folder: Path) -> dict[str, tuple[int, int, int]]:
                 status = os.stat(path, follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            found[path] = status.st_ino, status.st_size, status.st_mtime_ns
-    return found
+            files[path] = status.st_ino, status.st_size, status.st_mtime_ns
+    return files
 
 
 def tell_ids(path: Path, next_id: int) -> None:
-    """Let ``metadata.json`` of a store say how far ids have come; a live writer renews it once a second, at most."""
+    """Write the next id to ``metadata.json`` of a store; a live writer renews it once a second, at most."""
     file = path / METADATA_NAME
     values = parse_metadata(file.read_bytes(), str(file)) | {"trajectory_counter": next_id}
     file.write_bytes(metadata_json(values))

@@ -1,4 +1,4 @@
-"""What every directory must pass: subclass :class:`DirectoryConformance`, define ``open_again`` and ``behind``."""
+"""Conformance suite of directories: subclass :class:`DirectoryConformance`, define ``open_again`` and ``behind``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trajstore.core.files.base import Buffer, Directory, EncodedFile
 from trajstore.errors import CorruptStoreError, StoreLockedError, UnsafeContentError
 
 UNSAFE_NAMES = ("", "/", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/", "C:/x", "a\\b", "a\0b", "a\nb")
-"""Names that must be refused, whatever is asked for."""
+"""Names that every call must refuse."""
 
 
 def publish(directory: Directory, **files: bytes) -> None:
@@ -27,13 +27,13 @@ def publish(directory: Directory, **files: bytes) -> None:
 
 
 def open_files(name: str) -> int:
-    """Return how many descriptors this process has of files below folders, caches included, that a test names so."""
-    found = 0
+    """Count this process's open files whose paths contain a test's name, caches included."""
+    count = 0
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             path = os.readlink(f"/proc/self/fd/{number}")
-            found += path.startswith("/") and name in path
-    return found
+            count += path.startswith("/") and name in path
+    return count
 
 
 class DirectoryConformance:
@@ -41,12 +41,12 @@ class DirectoryConformance:
 
     @pytest.fixture
     def open_again(self) -> Callable[[], Directory]:
-        """Return a function that opens one place, at first empty, anew with each call, as another process would."""
+        """Return a function that opens the same place, empty at first, anew with each call, like another process."""
         raise NotImplementedError("define the fixture 'open_again' in the subclass")
 
     @pytest.fixture
     def behind(self) -> MutableMapping[str, bytes]:
-        """Return the files of that place by name, read and written without the class under test."""
+        """Return the files of that place by name, accessed without the class under test."""
         raise NotImplementedError("define the fixture 'behind' in the subclass")
 
     @pytest.fixture

@@ -1,6 +1,6 @@
-"""Failing disks: the k-th call that a local directory makes to the operating system fails.
+"""Failing disks: the k-th call of a local directory to the operating system fails.
 
-Only the modules of local directories are affected, so tests and their checks can go on using the disk meanwhile.
+Only the modules of local directories are affected, so tests and their checks can use the disk meanwhile.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from unittest import mock
 from trajstore.core.files import folders, held, local, local_locks, vectored
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
-"""How a call fails: with this ``errno``; ``torn``: a write leaves half of its bytes and then fails with ENOSPC;
-``short``: a write takes only some of its bytes and says so, which is no failure."""
+"""Kind of failure: this ``errno``; ``torn``: a write stores half of its bytes and then fails with ENOSPC;
+``short``: a write stores only some of its bytes and reports so, without an error."""
 
 KINDS: tuple[Kind, ...] = ("ENOSPC", "EIO", "EACCES", "torn", "short")
 
 _COUNTED = ("open", "writev", "pwrite", "fsync", "fdatasync", "ftruncate", "rename", "unlink", "rmdir", "mkdir")
 
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT  # what is only read can be read
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT  # reads do not fail
 
-_SLOW = ("fsync", "fdatasync")  # not done: nobody pulls the plug, and a session would take ten times as long
+_SLOW = ("fsync", "fdatasync")  # skipped: no power loss is simulated, and fsync would make a session ten times as long
 
 
 @dataclass
 class FaultPlan:
-    """Which call fails, and what has happened so far.
+    """Which call fails, and the calls so far.
 
     Attributes:
-        at: number of the failing call, counted from 0; None for none.
-        kind: how it fails.
+        at: 0-based number of the failing call; None for none.
+        kind: of the failure.
         lasting: all later calls fail too, until :meth:`heal`.
         calls: names of the calls made so far.
-        fired: name of the call that failed first, None if none did yet.
+        fired: name of the first call that failed, None before that.
     """
 
     at: int | None = None
@@ -50,7 +50,7 @@ class FaultPlan:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def heal(self) -> None:
-        """Let all later calls succeed."""
+        """Make all later calls succeed."""
         self._healed = True
 
     def due(self, name: str) -> bool:
@@ -67,7 +67,7 @@ class FaultPlan:
 
 
 class FaultyOs:
-    """The module ``os`` with some calls failing as a plan says."""
+    """The module ``os`` with calls that fail according to a plan."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
@@ -105,7 +105,7 @@ def _write_some(descriptor: int, pieces: Sequence[memoryview]) -> int:
 
 @contextlib.contextmanager
 def failing_disk(plan: FaultPlan) -> Iterator[FaultPlan]:
-    """Let local directories meet the failures of a plan."""
+    """Apply a plan of failures to local directories."""
     with contextlib.ExitStack() as patches:
         for module in (folders, held, local, local_locks, vectored):
             patches.enter_context(mock.patch.object(module, "os", FaultyOs(plan)))

@@ -1,4 +1,4 @@
-"""What every shard format must pass: subclass :class:`FormatConformance` and define the fixture ``format``."""
+"""Conformance suite of shard formats: subclass :class:`FormatConformance` and define the fixture ``format``."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ SHARDS: Mapping[str, Callable[[], list[FlatTrajectory]]] = {
     "agent": _agent_shard,
     "agent_without_response": _no_response,
 }
-"""Makers of the trajectories that go into one shard, by the name of the case."""
+"""Makers of one shard's trajectories, by the name of the case."""
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard as a directory would hold it.
+    """A shard, as stored in a directory.
 
     Attributes:
-        flats: what was encoded.
-        manifest: how it is described in the log.
+        flats: the encoded trajectories.
+        manifest: of the shard, as in the log.
         files: content by name. Tests may replace it by damaged content of the same size.
     """
 
@@ -134,10 +134,10 @@ class StoredShard:
     files: dict[str, bytes]
 
     def fetch(self, name: str) -> Buffer:
-        """Return a file; the ``Fetch`` that formats are given.
+        """Return a file; the ``Fetch`` passed to formats.
 
         Raises:
-            CorruptStoreError: it is absent, or its size is not that of the manifest.
+            CorruptStoreError: it is absent, or its size differs from the manifest's.
         """
         size = next(file.size for file in self.manifest.files if file.name == name)
         if len(self.files.get(name, b"")) != size or name not in self.files:
@@ -145,7 +145,7 @@ class StoredShard:
         return self.files[name]
 
     def column(self, column: int) -> torch.Tensor:
-        """Return all rows of a column as the trajectories have them, ``[rows, *row_shape]``."""
+        """Return all rows of a column from the trajectories, ``[rows, *row_shape]``."""
         spec = self.manifest.schema.columns[column]
         data = b"".join(bytes(flat.column_bytes(column)) for flat in self.flats)
         return rows_from_bytes(bytearray(data), spec.torch_dtype, (self.manifest.rows[column], *spec.row_shape))
@@ -160,7 +160,7 @@ class StoredShard:
 
 
 def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory]) -> StoredShard:
-    """Return trajectories encoded by a format, as a directory would hold them."""
+    """Encode trajectories with a format, as stored in a directory."""
     content = ShardContent.of(flats)
     encoded = shard_format.encode(SHARD, content)
     return StoredShard(flats, manifest_of(encoded, shard_format.name, SHARD, content), contents(encoded))
@@ -212,8 +212,8 @@ class FormatConformance:
         for column, place in enumerate(manifest.places):
             if place is not None:
                 start, stop = column_region(manifest, column)
-                found = shard.files[manifest.files[place.file].name][start:stop]
-                assert found == raw_bytes(shard.column(column)), manifest.schema.columns[column].name
+                stored = shard.files[manifest.files[place.file].name][start:stop]
+                assert stored == raw_bytes(shard.column(column)), manifest.schema.columns[column].name
 
     def test_mapped_rows_are_aligned_to_their_dtype(self, shard: StoredShard) -> None:
         for spec, place in zip(shard.manifest.schema.columns, shard.manifest.places, strict=True):
@@ -268,7 +268,7 @@ class FormatConformance:
             name = steps.manifest.files[number].name
             damaged = StoredShard(steps.flats, steps.manifest, dict(steps.files))
             damaged.files[name] = _flip(steps.files[name], position, mask)
-            _read_all(format, damaged)  # raw values cannot tell that they changed; everything else must
+            _read_all(format, damaged)  # changed raw values cannot be detected; other damage must be
 
     def test_missing_files_are_named(self, format: TrajectoryFormat, steps: StoredShard) -> None:  # noqa: A002
         for number in _sampled_files(steps, 8):
@@ -328,7 +328,7 @@ def _sampled_bytes(shard: StoredShard, per_file: int, files: int | None = None) 
 
 
 def _part_at(manifest: ShardManifest, number: int, position: int) -> str:
-    """Return what lies at a byte of a file: ``column <name>`` or the envelope."""
+    """Return the part at a byte of a file: ``column <name>`` or the envelope."""
     for column, place in enumerate(manifest.places):
         if place is not None and place.file == number:
             start, stop = column_region(manifest, column)

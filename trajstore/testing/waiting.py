@@ -1,4 +1,4 @@
-"""Waiting in tests for what another thread or process does, however slow the machine is."""
+"""Waiting in tests for other threads or processes, on machines of any speed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 300.0
-"""Seconds; what has not come by then never will."""
+"""Time limit in seconds."""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Return as soon as a condition holds.
+    """Wait until a condition is true.
 
     Raises:
-        TimeoutError: it did not within ``PATIENCE``.
+        TimeoutError: it was not within ``PATIENCE``.
     """
     deadline = time.monotonic() + PATIENCE
     while not condition():

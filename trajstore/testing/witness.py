@@ -1,7 +1,7 @@
-"""Trajectories that prove themselves: every value is a function of its trajectory's key and its row.
+"""Self-checking trajectories: every value is a function of its trajectory's key and its row.
 
-Each row carries its *tag*, ``key · 2**20 + row``. Whoever reads a row, or a whole trajectory, computes from the
-tag what it must be and compares bit by bit; nothing has to be remembered about what was written.
+Each row carries its *tag*, ``key · 2**20 + row``. A reader of a row, or of a whole trajectory, computes the expected
+values from the tag and compares bit by bit; no record of the writes is needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trajstore.trajectory import AnyTrajectory, Trajectory
 _ROW_BITS = 20
 _MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's MMIX generator; any odd number that mixes well would do
 _SKIPPED = -1
-"""Stands in bootstrap rows, which sampling must never serve."""
+"""Value of bootstrap rows, which sampling must never return."""
 
 
 class WitnessError(Exception):
-    """What was read is not what was written."""
+    """Values read differ from those written."""
 
 
 def rows_of(tags: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -84,15 +84,15 @@ def _with_extra(value: torch.Tensor, epochs: int, *, first: bool) -> torch.Tenso
 
 
 def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Check rows that were sampled, whichever columns they have besides the tag; return their keys.
+    """Check sampled rows, with any columns besides the tag; return their keys.
 
     Raises:
         WitnessError: a column does not belong to its row's tag.
     """
-    found = unnest(batch)
-    tags: torch.Tensor = found["curr_obs.tag"]
+    columns = unnest(batch)
+    tags: torch.Tensor = columns["curr_obs.tag"]
     expected = rows_of(tags)
-    for name, value in found.items():
+    for name, value in columns.items():
         if value.shape != expected[name].shape:
             raise WitnessError(f"column {name}: has the shape {tuple(value.shape)}, not {tuple(expected[name].shape)}")
         if not torch.equal(value, expected[name]):
@@ -102,7 +102,7 @@ def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def key_of(trajectory: AnyTrajectory) -> int:
-    """Return the key that a trajectory says it has."""
+    """Return the key stored in a trajectory."""
     if not isinstance(trajectory, Trajectory) or "tag" not in trajectory.curr_obs:
         raise WitnessError("not a witness")
     return int(trajectory.curr_obs["tag"].reshape(-1)[0]) >> _ROW_BITS
@@ -112,7 +112,7 @@ def check_trajectory(trajectory: AnyTrajectory, scale: int = 1) -> int:
     """Check a whole trajectory, bootstrap rows included; return its key.
 
     Raises:
-        WitnessError: it differs from the one that its key names.
+        WitnessError: it differs from the trajectory for its key.
     """
     key = key_of(trajectory)
     differing = difference(trajectory, witness(key, scale))
@@ -141,7 +141,7 @@ def difference(left: AnyTrajectory, right: AnyTrajectory) -> str | None:
 
 
 def _leaves(trajectory: AnyTrajectory) -> list[tuple[str, Any]]:
-    # What came late was not written with it.
+    # Late values were not written with it.
     values = {k: v for k, v in vars(trajectory).items() if v is not None and k not in ("model_weights_id", "notes")}
     return [(join_name(path), value) for path, value in walk(values)]
 

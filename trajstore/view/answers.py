@@ -1,4 +1,4 @@
-"""What the page is told about many trajectories: tables of facts as JSON values. Pure."""
+"""Tables of facts as JSON values for the page. Pure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 Answer = dict[str, Any]
 
 _OF_KINDS = {"kind": {"agent", "step"}, "batch": {"step"}, "response": {"agent"}}
-"""Facts that tell something only where there are trajectories of these kinds."""
+"""Facts that are meaningful only if there are trajectories of these kinds."""
 
 LONGEST = 300
-"""Characters of a fact that a table shows at most."""
+"""Maximum number of characters of a fact in a table."""
 
 
 def columns_of(table: DataFrame) -> list[Answer]:
-    """Return the facts of a table: ``{"name", "type", "note", "known"}``, ``known`` being whether any is not null.
+    """Return the facts of a table: ``{"name", "type", "note", "known"}``.
 
-    Which kind a trajectory is, is known from the others where there is only one.
+    ``known`` is true if any value is not null. Facts in ``_OF_KINDS`` also need trajectories of the kinds listed there.
     """
     kinds = set(table["kind"].unique())
     support = pool_support()
@@ -59,11 +59,11 @@ def _type(kind: DataType) -> str:
 
 
 def in_order(table: DataFrame, ids: npt.NDArray[np.int64]) -> DataFrame:
-    """Return the facts of trajectories, in the order of their ids.
+    """Return the facts of some trajectories, in the order of their ids.
 
     Args:
-        table: facts of all.
-        ids: which ones. Of one that the table has not (it was evicted) everything but the id is null.
+        table: facts of all trajectories.
+        ids: ids of the wanted ones. If the table lacks one (evicted), all its facts except the id are null.
     """
     pl = polars()
     wanted = pl.DataFrame({"trajectory_id": ids})
@@ -73,17 +73,17 @@ def in_order(table: DataFrame, ids: npt.NDArray[np.int64]) -> DataFrame:
 
 
 def named_rows(table: DataFrame) -> list[Answer]:
-    """Return rows as dicts of JSON values, ids as they are shown."""
+    """Return rows as dicts of JSON values, with ids as displayed."""
     return [{**plain_dict(row), "trajectory_id": shown_id(row["trajectory_id"])} for row in table.iter_rows(named=True)]
 
 
 def plain_dict(row: Mapping[str, Any]) -> Answer:
-    """Return a row with each value as :func:`plain` returns it."""
+    """Return a row with :func:`plain` applied to each value."""
     return {name: plain(value) for name, value in row.items()}
 
 
 def plain(value: Any) -> Any:
-    """Return a fact as JSON has it: times as milliseconds since 1970, NaN as text, long texts cut."""
+    """Return a fact as a JSON value: times as milliseconds since 1970, NaN as text, long texts cut."""
     if isinstance(value, datetime):
         return round(value.replace(tzinfo=value.tzinfo or UTC).timestamp() * 1000)
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,8 +1,8 @@
-"""A bundle: the page and what it would ask, written ahead into a folder that any server of files shows.
+"""Bundles: the page and all its answers, written to a folder that any file server can serve.
 
-Names of files are numbers, so that nothing that was recorded becomes part of a path. ``bundle.json`` has what tells of
-many, ``data/N.bin`` the answer about the trajectory of row ``N``, ``data/N/C-E-P.bin`` pictures of its column ``C`` and
-environment ``E``, some steps at a time.
+File names are numbers, so that no recorded text becomes part of a path. ``bundle.json`` has the answers about many
+trajectories, ``data/N.bin`` the answer about the trajectory of row ``N``, ``data/N/C-E-P.bin`` pictures of its column
+``C`` and environment ``E``, several steps per file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import pictures_of
 
 Progress = Callable[[int, int], None]
-"""Called with the trajectories that are written and their number."""
+"""Called with (trajectories done, total)."""
 
 MOST = 20_000
-"""Trajectories of a bundle: the page has the facts of all in memory."""
+"""Maximum number of trajectories in a bundle; the page holds their facts in memory."""
 
 MOST_BYTES = 4 << 30
-"""Of a bundle."""
+"""Maximum size of a bundle."""
 
 _PART_BYTES = 1 << 20
-"""Of the pictures in one file; larger pictures have one each."""
+"""Maximum size of the pictures in one file; a larger picture has its own file."""
 
 _NAMES = {"bundle.json", "data", "index.html", "static"}
 
@@ -46,14 +46,15 @@ _BEGINNING = b'{"trajstore_bundle":'
 
 @dataclass(slots=True)
 class Bundled:
-    """What was written.
+    """The result of writing a bundle.
 
     Attributes:
         target: the folder.
-        trajectories: whose content it has.
-        bytes: of its files.
-        trouble: what of the store cannot be shown at all; None if nothing.
-        problems: by id, why a trajectory could not be read. Its facts are there, and the page says why.
+        trajectories: number of trajectories whose contents were written.
+        bytes: size of its files.
+        trouble: reason why a part of the store cannot be shown; None if there is none.
+        problems: reason by id for each unreadable trajectory. Its facts are in the bundle, and the page shows the
+            reason.
     """
 
     target: str
@@ -63,25 +64,25 @@ class Bundled:
     problems: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
 
 def write_bundle(
     living: Living, target: str | Path, *, where: str = "", progress: Progress = lambda done, total: None
 ) -> Bundled:
-    """Write the page over the trajectories of which a condition holds.
+    """Write a bundle of the trajectories that match a condition.
 
-    The folder appears when it is whole; an earlier bundle there is exchanged for it at one stroke.
+    The folder appears once complete; an earlier bundle there is replaced atomically.
 
     Args:
-        living: what is shown. It is not refreshed, so that all is of one state.
+        living: the contents. It is not refreshed, so that the bundle shows one state.
         target: folder; absent, empty or a bundle.
-        where: condition on facts, in SQL; empty = all.
-        progress: told how far it is.
+        where: SQL condition on facts; empty = all.
+        progress: called with (done, total) trajectories.
 
     Raises:
-        ConfigurationError: something else is there, the condition is wrong, or it would be too much.
+        ConfigurationError: the target has other contents, the condition is invalid, or the bundle would be too large.
         MissingDependencyError: Polars is not installed (extra ``query``).
         OSError: the target cannot be written.
     """
@@ -114,43 +115,46 @@ def write_bundle(
             if (given := living.notes_shown(name))["values"]:
                 late[name] = given
             if drawn:
-                pictures[name] = [_write_pictures(folder, done, f"data/{number}/{n}", *one) for n, one in drawn]
+                pictures[name] = [_write_pictures(folder, done, f"data/{number}/{n}", *item) for n, item in drawn]
             done.trajectories += 1
             progress(number + 1, len(shown))
-        told = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
-        told |= {
+        contents = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
+        contents |= {
             "rows": [list(row.values()) for row in rows],
             "overview": living.overview(where),
             "problems": done.problems,
             "pictures": pictures,
         }
-        told["late"] = late
-        told["log_probs"] = {over: _log_probs(living, where, over) for over in ("version", "time")}
-        _write(folder, done, [("bundle.json", orjson.dumps(told)), ("index.html", bundled_index().encode())])
+        contents["late"] = late
+        contents["log_probs"] = {over: _log_probs(living, where, over) for over in ("version", "time")}
+        _write(folder, done, [("bundle.json", orjson.dumps(contents)), ("index.html", bundled_index().encode())])
         _check_replaceable(target)
     return done
 
 
 def _log_probs(living: Living, where: str, over: str) -> dict[str, Any]:
-    told, samples = living.sampled(where, over)
-    found = [living.log_prob(some) for some in samples]
-    return told | {"log_prob": [plain(value) for value, _ in found], "unread": sum(unread for _, unread in found)}
+    answer, samples = living.sampled(where, over)
+    log_probs = [living.log_prob(rollouts) for rollouts in samples]
+    return answer | {
+        "log_prob": [plain(value) for value, _ in log_probs],
+        "unread": sum(unread for _, unread in log_probs),
+    }
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse a target that would be replaced though it is no bundle, or has more in it than one.
+    """Refuse a target that is not a bundle, or has additional files.
 
     Raises:
-        ConfigurationError: it is so.
+        ConfigurationError: replacing the target would delete other files.
     """
     if not target.exists():
         return
     names = set(os.listdir(target)) if target.is_dir() else {target.name}
     if target.is_dir() and not names:
         return
-    told = target / "bundle.json"
-    if told.is_file():
-        with told.open("rb") as file:
+    manifest = target / "bundle.json"
+    if manifest.is_file():
+        with manifest.open("rb") as file:
             if file.read(len(_BEGINNING)) == _BEGINNING and names <= _NAMES:
                 return
     other = sorted(names - _NAMES)[:3] or ["bundle.json of something else"]
@@ -170,14 +174,14 @@ def _write(folder: LocalDirectory, done: Bundled, files: list[tuple[str, bytes]]
 
 
 def _drawn(trajectory: AnyTrajectory) -> list[tuple[int, tuple[str, torch.Tensor]]]:
-    """Return the numbered columns of pictures of a block; a rollout has none."""
+    """Return the numbered picture columns of a block; a rollout has none."""
     return [] if isinstance(trajectory, AgentTrajectory) else list(enumerate(pictures_of(trajectory).items()))
 
 
 def _write_pictures(
     folder: LocalDirectory, done: Bundled, place: str, column: str, pictures: torch.Tensor
 ) -> dict[str, Any]:
-    """Write the pictures ``[T, B, height, width, channels]`` of a column, and return where they are."""
+    """Write the pictures ``[T, B, height, width, channels]`` of a column; return their location."""
     steps, batch = pictures.shape[:2]
     size = pictures[0, 0].numel()
     each = max(1, _PART_BYTES // size)
@@ -187,6 +191,6 @@ def _write_pictures(
             yield f"{place}-{environment}-{part}.bin", pictures[first : first + each, environment].numpy().tobytes()
 
     for environment in range(batch):
-        for one in parts(environment):
-            _write(folder, done, [one])
+        for part_file in parts(environment):
+            _write(folder, done, [part_file])
     return {"name": column, "place": place, "each": each, "size": size}

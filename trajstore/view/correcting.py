@@ -1,4 +1,4 @@
-"""Values that somebody enters into the page: from a request to :func:`trajstore.annotate`."""
+"""Values entered in the page: turns a request into a call of :func:`trajstore.annotate`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trajstore.core.columns.limits import shown
 from trajstore.errors import ConfigurationError
 
 MOST_BYTES = 1 << 19
-"""Of a request: more than the ids of 10,000 trajectories and the longest text need."""
+"""Maximum size of a request; enough for the ids of 10,000 trajectories and the longest text."""
 
 
 class Correcting:
-    """Gives trajectories of a store or run values.
+    """Annotates the trajectories of a store or run.
 
     Args:
         path: directory or URL.
-        who: gives the values, for the history; None: nobody says.
+        who: author of the values, for the history; None records no author.
 
     Raises:
-        StoreNotFoundError: no store is there, to which values could be given.
-        ConfigurationError: ``who`` is no text.
+        StoreNotFoundError: there is no store to annotate.
+        ConfigurationError: ``who`` is not a text.
     """
 
     def __init__(self, path: str | Path, who: str | None) -> None:
@@ -33,14 +33,14 @@ class Correcting:
         self.who = who
 
     def give(self, body: bytes) -> None:
-        """Do what a request asks for: ``{"ids", "name", "kind", "value"}``, all of them texts, the ids a list.
+        """Apply a request ``{"ids", "name", "kind", "value"}``; all are texts, ``ids`` a list of them.
 
-        The kind is ``number``, ``text`` or ``nothing``, which takes back what there is. A number comes as it was
-        entered: a browser would round it.
+        The kind is ``number``, ``text`` or ``nothing``, which removes the value. A number is sent as entered, because
+        a browser would round it.
 
         Raises:
-            ConfigurationError: it cannot be given; nothing was.
-            TrajectoryUnavailableError, StoreNotFoundError, StoreWriteError, CorruptStoreError: as by ``annotate``.
+            ConfigurationError: the request is invalid; nothing was changed.
+            TrajectoryUnavailableError, StoreNotFoundError, StoreWriteError, CorruptStoreError: as for ``annotate``.
         """
         asked = _asked(body)
         name, kind, value = asked["name"], asked["kind"], asked["value"]
@@ -65,10 +65,10 @@ def _asked(body: bytes) -> dict[str, Any]:
 
 
 def _number(name: str, text: str) -> float:
-    """Return the number that a text is, whole ones exactly.
+    """Return the number in a text; whole numbers are exact.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the text is not a number.
     """
     try:
         if not text.isascii() or "_" in text:

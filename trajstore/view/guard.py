@@ -1,4 +1,4 @@
-"""What a request must be like before it is answered, and what every answer says to the browser."""
+"""Checks on requests before they are answered, and security headers of all answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAID_TO_BROWSERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine's own, which no other machine reaches."""
+    """Return whether a host name or address is a loopback one, which no other machine reaches."""
     if host == "localhost":
         return True
     try:
@@ -36,15 +36,15 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, writable: bool) -> str | None:
-    """Return why a request is refused; None if it is not.
+    """Return why a request is refused; None if it is accepted.
 
     Args:
-        method: of HTTP.
-        headers: by name in small letters.
-        only_loopback: whether ``Host`` must name this machine. A page elsewhere whose name was made to lead here has
-            its own name there.
-        writable: whether the page itself may change something. A form or script of another site can send no JSON
-            unasked, and browsers name the site with every POST.
+        method: HTTP method.
+        headers: headers by lower-case name.
+        only_loopback: whether ``Host`` must name this machine. This blocks DNS rebinding, where ``Host`` has the name
+            of the foreign page.
+        writable: whether the page may change values. Cross-site forms and scripts cannot send JSON without a preflight,
+            and browsers send the origin with every POST.
     """
     if method not in ("GET", "HEAD", "POST") or (method == "POST" and not writable):
         return f"method {method}: nothing can be changed here; with --write, `trajstore view` takes values"
@@ -66,7 +66,7 @@ def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, wri
 
 
 def _not_of_the_page(headers: Mapping[str, str]) -> str | None:
-    """Return why a POST is none of the page's own; None if it is."""
+    """Return why a POST is not from the page itself; None if it is."""
     if "origin" not in headers:
         return "POST without Origin: only the page changes something; `trajstore annotate` is for scripts"
     kind = headers.get("content-type", "")
@@ -76,12 +76,12 @@ def _not_of_the_page(headers: Mapping[str, str]) -> str | None:
 
 
 class Guard:
-    """Stands before an application: refuses what is not its own page, and lets nobody in without the token.
+    """Middleware that refuses foreign pages and clients without the token.
 
     Args:
         app: the application.
-        token: what must be known to be let in; None where only this machine can ask.
-        writable: whether the page may change something.
+        token: required token; None if only this machine can connect.
+        writable: whether the page may change values.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, writable: bool) -> None:
@@ -89,10 +89,10 @@ class Guard:
         self._token = token
         self._writable = writable
         self._cookie = "trajstore-" + hashlib.sha256((token or "").encode()).hexdigest()[:8]
-        """A name of its own for each token: cookies of all ports of a machine are together."""
+        """Cookie name, different for each token because all ports of a host share cookies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
+        """Answer a request, or forward it to the application."""
 
         async def send_saying(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -105,7 +105,7 @@ class Guard:
         await (self._instead(scope) or self._app)(scope, receive, send_saying)
 
     def _instead(self, scope: Scope) -> Response | None:
-        """Return what is answered instead of what was asked for; None if it may be answered."""
+        """Return the response that replaces the application's; None to forward the request."""
         headers = Headers(scope=scope)
         why = refusal(scope["method"], headers, only_loopback=self._token is None, writable=self._writable)
         if why is not None:

@@ -1,4 +1,4 @@
-"""The values of a trajectory that came late, as the page is told them. Pure."""
+"""A trajectory's late values, as sent to the page. Pure."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from trajstore.core.store.notes import Note, Notes
 Answer = dict[str, Any]
 
 MOST_VALUES = 200
-"""Values in the store that are told, the newest."""
+"""Maximum number of stored values that are sent; the newest."""
 
 
 def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> Answer:
-    """Return ``{"values", "earlier", "names"}``: values, the earliest first; how many came before; kinds by name.
+    """Return ``{"values", "earlier", "names"}``: values, earliest first; the number omitted before; kinds by name.
 
-    A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``: the time in milliseconds since 1970,
-    ``place`` one of ``"store"``, ``"inbox"`` (it waits for the writer) and ``"refused"`` (it contradicts the store, and
-    ``why`` says how). ``latest`` is the one that counts for its name.
+    A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``. The time is in milliseconds since 1970.
+    ``place`` is ``"store"``, ``"inbox"`` (waiting for the writer) or ``"refused"`` (contradicts the store, for the
+    reason ``why``). ``latest`` marks the value in force for its name.
 
     Args:
-        trajectory_id: of the trajectory, in its store.
-        notes: of the store.
-        waiting: what the inbox had a moment before, also what was set aside there, the oldest first.
+        trajectory_id: id of the trajectory in its store.
+        notes: late values of the store.
+        waiting: entries read from the inbox just before, including those set aside, oldest first.
     """
     history = notes.history(trajectory_id)
     counts = {note.name: at for at, note in enumerate(history)}
     values = [_of_store(note, counts.get(note.name) == at) for at, note in enumerate(history)]
-    told = values[-MOST_VALUES:]
-    _, refused = notes.foreseen(said for said in waiting if not said.refused)
-    for said in waiting:
-        if said.source not in notes.sources and trajectory_id in said.ids:
-            why, at = said.refused or refused.get(said.source), said.ids.index(trajectory_id)
-            told += [_of_inbox(said, name, some[at], why) for name, some in said.values.items()]
-    return {"values": told, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
+    sent = values[-MOST_VALUES:]
+    _, refused = notes.foreseen(entry for entry in waiting if not entry.refused)
+    for entry in waiting:
+        if entry.source not in notes.sources and trajectory_id in entry.ids:
+            why, at = entry.refused or refused.get(entry.source), entry.ids.index(trajectory_id)
+            sent += [_of_inbox(entry, name, entry_values[at], why) for name, entry_values in entry.values.items()]
+    return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
 
 
 def _of_store(note: Note, latest: bool) -> Answer:
@@ -47,5 +47,5 @@ def _of_inbox(said: Said, name: str, value: Value, why: str | None) -> Answer:
 
 
 def _told(name: str, value: Value, who: str, time: int, place: str) -> Answer:
-    told = {"name": name, "value": value, "who": who, "time": time // 1000, "place": place}
-    return told | {"latest": False, "why": None}
+    answer = {"name": name, "value": value, "who": who, "time": time // 1000, "place": place}
+    return answer | {"latest": False, "why": None}

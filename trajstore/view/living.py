@@ -1,4 +1,4 @@
-"""What lives as the page shows it: it follows what is written, and answers."""
+"""The live contents of the page: follows the store and answers requests."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ logger = logging.getLogger(__name__)
 Answer = dict[str, Any]
 
 _QUESTIONS = 4
-"""Questions whose ids are kept."""
+"""Number of queries whose ids are cached."""
 
 
 MOST_GIVEN = 10_000
-"""Trajectories that the page gives a value at once."""
+"""Maximum number of trajectories annotated at once."""
 
 _SUMS = 10_000
-"""Rollouts whose sum of log-probs is kept."""
+"""Number of rollouts whose sums of log-probs are cached."""
 
 _FRAMES = 64
-"""Pictures that are given at a time."""
+"""Maximum number of pictures per request."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is shown at a moment.
+    """The visible state at one moment.
 
     Attributes:
-        name: another one for each state, also of a server that was started again.
-        trajectories: how many are shown.
-        trouble: why nothing newer can be shown, or what was damaged when the store was opened; None if all is well.
+        name: unique name of the state, also across restarts of the server.
+        trajectories: number of visible trajectories.
+        trouble: reason why nothing newer can be shown, or damage found when the store was opened; None if all is well.
     """
 
     name: str
@@ -65,14 +65,14 @@ class State:
 
 
 class Living:
-    """What is shown, and what it answers.
+    """The visible contents, and the answers about them.
 
-    :meth:`refresh`, :meth:`page` and what else asks about many are called by one thread, what reads a single
-    trajectory by one that may be another.
+    One thread calls :meth:`refresh`, :meth:`page` and the other methods about many trajectories. Methods about a single
+    trajectory may be called by a second thread.
 
     Args:
-        shown: of which the page is; belongs to this from now on.
-        tokenizer: folder or name of the tokenizer that makes text of tokens. None: the folder that a rollout names.
+        shown: the contents of the page; owned by this object from now on.
+        tokenizer: folder or name of the tokenizer that decodes tokens. None: the folder that a rollout names.
     """
 
     def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None) -> None:
@@ -80,33 +80,33 @@ class Living:
         self._tokenizer = tokenizer
         self._decoders: dict[str | None, Decode | None] = {}
         self._inboxes: dict[str, InboxView] = {}
-        """Of the stores, by URL."""
+        """Inboxes of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._log_probs: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
-        """Sums over the tokens of rollouts, and of how many; of the thread that reads single ones."""
+        """(sum over tokens, number of tokens) per rollout; used by the thread for single trajectories."""
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), shown.damage)
-        """The present one; replaced whole, so that any thread may look at it."""
+        """The present state; replaced as a whole, so that any thread may read it."""
 
     def close(self) -> None:
-        """Give back what was taken to read."""
+        """Release the resources taken for reading."""
         self._shown.close()
 
     @property
     def path(self) -> str:
-        """What is shown, as people call it."""
+        """Display name of the contents."""
         return self._shown.path
 
     def _name(self) -> str:
         return f"{self._start}-{self._number}"
 
-    # -- about many ---------------------------------------------------------------------------------
+    # -- many trajectories --------------------------------------------------------------------------
 
     def refresh(self) -> State:
-        """Show what was committed since, and return the state shown."""
+        """Show new commits, and return the state."""
         try:
             changed, trouble = self._shown.refresh(), self._shown.damage
-        except (StoreError, OSError) as error:  # perhaps for a moment only: somebody may be replacing the directory
+        except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
             changed, trouble = False, str(error)
             if trouble != self.state.trouble:
                 logger.warning("%s", trouble)
@@ -116,39 +116,39 @@ class Living:
         return self.state
 
     def about(self) -> Answer:
-        """Return what is shown: its path, the facts that there are, whether it is a pool, and the state."""
+        """Return the path, the available facts, whether it is a pool, and the state."""
         columns, pool = columns_of(self._shown.query().table()), self._shown.pool is not None
         return {"path": self.path, "columns": columns, "pool": pool, **_told(self.state)}
 
     def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
-        """Return rows of the answer to a question, facts by name: ``{"total", "first", "rows", "state"}``.
+        """Return a page of a query's rows, facts by name: ``{"total", "first", "rows", "state"}``.
 
         Args:
             where: condition; empty for all.
             order: expressions to sort by.
             first: number of the first row.
-            count: how many.
-            state: that of the rows asked for before; if its ids are kept no longer, the answer is of the present one.
+            count: number of rows.
+            state: state of the previous page; if its ids are no longer cached, the present state is used.
 
         Raises:
-            ConfigurationError: an expression is wrong; says where.
+            ConfigurationError: an expression is invalid; names its part of the query.
         """
         ids, state = self._ids_of(where, order, state)
         rows = named_rows(in_order(self._shown.query().table(), ids[first : first + count]))
         return {"total": len(ids), "first": first, "rows": rows, "state": state}
 
     def ids(self, where: str, order: Sequence[str] = (), state: str = "") -> Answer:
-        """Return the ids of the answer to a question, as they are shown: ``{"ids", "gone", "state"}``.
+        """Return a query's ids as displayed: ``{"ids", "gone", "state"}``.
 
-        Those that are there no longer are only counted, as ``gone``.
+        ``gone`` is the number of ids that no longer exist.
 
         Args:
             where: condition; empty for all.
             order: expressions to sort by.
-            state: that of the rows asked for before, as for :meth:`page`.
+            state: state of the previous page, as for :meth:`page`.
 
         Raises:
-            ConfigurationError: they are more than values are given to at once; or the condition is wrong, says where.
+            ConfigurationError: more ids than can be annotated at once, or the condition is invalid.
         """
         ids, state = self._ids_of(where, order, state)
         if len(ids) > MOST_GIVEN:
@@ -161,7 +161,7 @@ class Living:
         return {"ids": [shown_id(number) for number in there.tolist()], "gone": len(ids) - len(there), "state": state}
 
     def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
-        """Return the ids of an answer, and of which state it is: the one asked for, if it is kept."""
+        """Return a query's ids and their state: the requested state if it is cached."""
         key = state, where, tuple(order)
         if key not in self._answers:
             question = self._shown.query().order_by(*order) if order else self._shown.query()
@@ -174,30 +174,30 @@ class Living:
         return self._answers[key], key[0]
 
     def overview(self, where: str) -> Answer:
-        """Return figures and curves of the trajectories of which a condition holds; see ``view/overview``.
+        """Return figures and curves of the trajectories that match a condition; see ``view/overview``.
 
         Raises:
-            ConfigurationError: the condition is wrong; says where.
+            ConfigurationError: the condition is invalid; names the position.
         """
         pool = None if self._shown.pool is None else self._shown.pool.overview()
-        told = {"pool": pool, "limits": list(self._shown.limits), "state": self.state.name}
-        return {**overview(self.table(where)), **told}
+        extra = {"pool": pool, "limits": list(self._shown.limits), "state": self.state.name}
+        return {**overview(self.table(where)), **extra}
 
     def table(self, where: str = "") -> DataFrame:
-        """Return the facts of the trajectories of which a condition holds, in the order of their ids.
+        """Return the facts of the trajectories that match a condition, in the order of their ids.
 
         Raises:
-            ConfigurationError: the condition is wrong; says where.
+            ConfigurationError: the condition is invalid, with the reason.
         """
         question = self._shown.query()
         return (question.where(where) if where else question).table()
 
     def group(self, task: str, version: int | None) -> Answer:
-        """Return the rollouts of a task: facts of those of one policy version, and which versions there are.
+        """Return the rollouts of a task at one policy version, and the list of versions.
 
         Args:
             task: name of the task.
-            version: highest policy version of the rollouts; None: the newest, and of a pool's histories all.
+            version: highest policy version of the rollouts; None: the newest, or all for a pool's histories.
         """
         pl = polars()
         siblings = self._shown.query().table().filter(pl.col("task") == task)
@@ -210,36 +210,36 @@ class Living:
         }
 
     def sampled(self, where: str, over: str) -> tuple[Answer, list[list[Sample]]]:
-        """Return of which points :meth:`log_prob` is to tell, and of which rollouts; see ``view/overview``.
+        """Return the points and rollouts to pass to :meth:`log_prob`; see ``view/overview``.
 
         Raises:
-            ConfigurationError: the condition is wrong, or there are no curves over this.
+            ConfigurationError: the condition is invalid, or there are no curves over this quantity.
         """
         if over not in ("version", "time"):
             raise ConfigurationError(f"over: {over!r}, must be version or time")
         told, samples = sampled(self.table(where), over)
         return {**told, "log_prob": [], "unread": 0, "state": self.state.name}, samples
 
-    # -- about one ----------------------------------------------------------------------------------
+    # -- one trajectory -----------------------------------------------------------------------------
 
     def rollout(self, shown: str) -> bytes:
-        """Return a trajectory as :func:`trajstore.view.rollout.answer_of` tells it.
+        """Return the answer about a trajectory, see :func:`trajstore.view.rollout.answer_of`.
 
         Args:
-            shown: its id, as it is shown.
+            shown: its id as displayed.
 
         Raises:
-            TrajectoryUnavailableError: there is none, or none any more.
-            CorruptStoreError: it is damaged.
+            TrajectoryUnavailableError: no such trajectory, or it was evicted.
+            CorruptStoreError: the trajectory is damaged.
         """
         return self.body(self.get(shown))
 
     def get(self, shown: str) -> AnyTrajectory:
-        """Return a trajectory; raises what :meth:`rollout` does."""
+        """Return a trajectory; raises the errors of :meth:`rollout`."""
         return self._shown.get(shown)
 
     def body(self, trajectory: AnyTrajectory) -> bytes:
-        """Return what :meth:`rollout` returns of a trajectory that was read."""
+        """Return the result of :meth:`rollout` for a trajectory that was read."""
         decode = self._decoder(trajectory) if isinstance(trajectory, AgentTrajectory) else None
         return answer_of(trajectory, decode)
 
@@ -247,15 +247,15 @@ class Living:
         """Return pictures of a block, as bytes ``[n, height, width, channels]``.
 
         Args:
-            shown: id of the block, as it is shown.
+            shown: id of the block as displayed.
             name: dotted name of the column.
-            environment: which one.
-            steps: which steps, in this order.
+            environment: number of the environment.
+            steps: numbers of the steps, in the order of the result.
 
         Raises:
-            ConfigurationError: the block has no such step or environment, or too much is asked for at once.
-            SchemaMismatchError: it has no such column.
-            TrajectoryUnavailableError: there is none, or none any more.
+            ConfigurationError: the block lacks a step or the environment, or too many pictures are requested.
+            SchemaMismatchError: the block lacks the column.
+            TrajectoryUnavailableError: no such block, or it was evicted.
         """
         number = np.array([id_from("trajectory_id", shown)], np.int64)
         (length,), (batch,) = self._shown.extents(number)
@@ -265,13 +265,13 @@ class Living:
                 "a time"
             )
         samples = np.array(steps, np.int64) * batch + environment
-        found = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
-        return b"".join(tensor.numpy().tobytes() for _, tensor in walk(found))
+        columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
+        return b"".join(tensor.numpy().tobytes() for _, tensor in walk(columns))
 
     def log_prob(self, samples: Sequence[Sample]) -> tuple[float | None, int]:
-        """Return the mean log-prob of the tokens that the model wrote, over some rollouts, and how many are unreadable.
+        """Return the mean log-prob of the model's tokens over some rollouts, and the number of unreadable rollouts.
 
-        None where no log-probs were recorded. Those of the trainer count, else the engine's.
+        The trainer's log-probs are preferred to the engine's. None if there are none.
         """
         found, unread = [], 0
         for sample in samples:
@@ -279,14 +279,14 @@ class Living:
             if sample not in self._log_probs:
                 try:
                     self._log_probs[sample] = _log_probs_of(self.get(shown_id(number)))
-                except TrajectoryUnavailableError:  # evicted since: the next state has others
+                except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other rollouts
                     continue
-                except (TrajstoreError, OSError) as error:  # the page says how many
+                except (TrajstoreError, OSError) as error:  # the page shows their number
                     logger.debug("%s", error)
                     unread += 1
                     continue
             found.append(self._log_probs[sample])
-            if committed is None:  # without a time nothing says that the next one of this id is the same
+            if committed is None:  # without a time, a later rollout of this id cannot be distinguished
                 del self._log_probs[sample]
         while len(self._log_probs) > _SUMS:
             self._log_probs.popitem(last=False)
@@ -297,7 +297,7 @@ class Living:
         """Return the facts of a trajectory.
 
         Raises:
-            TrajectoryUnavailableError: there is none, or none any more.
+            TrajectoryUnavailableError: no such trajectory, or it was evicted.
         """
         pl = polars()
         number = id_from("trajectory_id", shown)
@@ -307,16 +307,16 @@ class Living:
         return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
-        """Return the values of a trajectory that came late, as :func:`trajstore.view.late.late_values` tells them.
+        """Return the late values of a trajectory, see :func:`trajstore.view.late.late_values`.
 
-        Called by the thread that asks about many: it follows what is written.
+        Called by the thread for many trajectories, because it refreshes.
 
         Raises:
-            TrajectoryUnavailableError: there is none, or none any more.
+            TrajectoryUnavailableError: no such trajectory, or it was evicted.
         """
         number = id_from("trajectory_id", shown)
         catalogs = self._shown.catalogs()
-        if not catalogs:  # a directory of RLinf has no values, nor has a pool's file; a handle's stores are elsewhere
+        if not catalogs:  # RLinf's directories and a pool's files have no late values; a handle's stores are elsewhere
             limits = [] if catalogs is not None else list(self._shown.limits)
             return {**late_values(own_id(number), Notes(), []), "limits": limits, "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
@@ -324,14 +324,14 @@ class Living:
             raise _none_of(shown)
         inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
         waiting = inbox.look(before.store_id)
-        self.refresh()  # after that: what was taken in between is in the store
+        self.refresh()  # after reading the inbox, so that no value applied in between is missed
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         if catalog is None or catalog.unknown([own_id(number)]):
             raise _none_of(shown)
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
 
     def notes_shown(self, shown: str) -> Answer:
-        """Return the values of a trajectory that came late, of the state that is shown; what waits is none of them."""
+        """Return the late values of a trajectory in the visible state, without those in the inbox."""
         number = id_from("trajectory_id", shown)
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         return late_values(own_id(number), Notes() if catalog is None else catalog.notes, [])
@@ -344,7 +344,7 @@ class Living:
 
 
 def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
-    """Return the sum of the log-probs of the tokens that a model wrote, and how many they are."""
+    """Return the sum of the log-probs of the model's tokens, and the number of these tokens."""
     if not isinstance(trajectory, AgentTrajectory):
         return 0.0, 0
     values = trajectory.old_log_probs if trajectory.old_log_probs is not None else trajectory.rollout_log_probs

@@ -1,4 +1,4 @@
-"""What the page is told of all trajectories together: figures, and curves over policy versions and time. Pure."""
+"""Figures of all trajectories, and curves over policy versions and time, for the page. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 Answer = dict[str, Any]
 
 SPANS = 60
-"""Spans of equal length in which curves over time are told."""
+"""Number of equal intervals of curves over time."""
 
 SAMPLED = 8
-"""Rollouts that are read for a point of a curve."""
+"""Number of rollouts read per point of a curve."""
 
 Sample = tuple[int, datetime | None]
-"""Id of a rollout, and when it came."""
+"""(id, commit time) of a rollout."""
 
 _MOST_TASKS = 200
 
 
 def overview(table: DataFrame) -> Answer:
-    """Return figures of the trajectories of a table of facts, curves, and tasks with the lowest mean outcome first."""
+    """Return figures and curves for a table of facts, and its tasks, lowest mean outcome first."""
     pl = polars()
     agents = table.filter(pl.col("kind") == "agent")
     readable = table.filter(pl.col("readable"))
@@ -52,22 +52,22 @@ def overview(table: DataFrame) -> Answer:
 
 
 def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
-    """Return the points of a curve for which rollouts are to be read, and which rollouts, some for each point.
+    """Choose the points of a curve, and the rollouts to read for each.
 
-    At most 60 points, evenly chosen, and of each up to 8 rollouts, by the hashes of their ids: while others come, most
-    of them stay.
+    Chooses at most 60 evenly spaced points, and up to 8 rollouts for each by the hashes of their ids, so that most
+    choices stay when rollouts are added.
 
     Args:
         table: facts.
         over: ``version`` or ``time``.
 
     Returns:
-        ``{"x", "first", "last", "of"}``, with the lowest and highest id as conditions compare them and ``of`` being
-        among how many points those were chosen, and the rollouts.
+        ``{"x", "first", "last", "of"}`` and the rollouts. ``first`` and ``last`` are the lowest and highest id as used
+        in conditions; ``of`` is the number of points before the choice.
     """
     pl = polars()
     agents = _over(table.filter(pl.col("readable") & (pl.col("kind") == "agent") & (pl.col("response") > 0)), over)
-    found = (
+    curve = (
         agents.group_by("x")
         .agg(
             first=pl.col("trajectory_id").min(),
@@ -76,15 +76,18 @@ def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
         )
         .sort("x")
     )
-    wanted = {at * (len(found) - 1) // (SPANS - 1) for at in range(SPANS)}
-    chosen = found[sorted(wanted)] if len(found) else found
-    told = _by_name(chosen.select("x", "first", "last"))
-    samples = [sorted((one["trajectory_id"], one["committed"]) for one in some) for some in chosen["rollouts"]]
-    return {**told, "of": len(found)}, samples
+    wanted = {at * (len(curve) - 1) // (SPANS - 1) for at in range(SPANS)}
+    chosen = curve[sorted(wanted)] if len(curve) else curve
+    points = _by_name(chosen.select("x", "first", "last"))
+    samples = [
+        sorted((rollout["trajectory_id"], rollout["committed"]) for rollout in rollouts)
+        for rollouts in chosen["rollouts"]
+    ]
+    return {**points, "of": len(curve)}, samples
 
 
 def _over(table: DataFrame, over: str) -> DataFrame:
-    """Return a table with ``x``, that over which a curve is drawn; without what has none."""
+    """Add ``x``, the quantity on the horizontal axis; drop trajectories without it."""
     if over == "time":
         return _spans(table)
     pl = polars()
@@ -92,7 +95,7 @@ def _over(table: DataFrame, over: str) -> DataFrame:
 
 
 def _spans(table: DataFrame) -> DataFrame:
-    """Return a table with ``x``, when the span of each trajectory began, in seconds since 1970."""
+    """Add ``x``, the start of each trajectory's interval in seconds since 1970."""
     pl = polars()
     known = table.drop_nulls("committed").with_columns(x=pl.col("committed").dt.epoch("us"))
     if not len(known):
@@ -104,9 +107,9 @@ def _spans(table: DataFrame) -> DataFrame:
 
 
 def _curves(table: DataFrame) -> Answer:
-    """Return curves over ``x``: how many, means, and the lowest and highest id."""
+    """Return curves over ``x``: counts, means, and the lowest and highest id."""
     pl = polars()
-    found = (
+    curves = (
         table.group_by("x")
         .agg(
             count=pl.len(),
@@ -120,22 +123,22 @@ def _curves(table: DataFrame) -> Answer:
         )
         .sort("x")
     )
-    return _by_name(found)
+    return _by_name(curves)
 
 
 def _by_name(table: DataFrame) -> Answer:
-    """Return columns as JSON values; ids as conditions compare them."""
+    """Return columns as JSON values, with ids as used in conditions."""
     ids = ("first", "last")
     return {name: [compared_id(v) if name in ids else plain(v) for v in table[name]] for name in table.columns}
 
 
 def _tasks(table: DataFrame) -> list[Answer]:
     pl = polars()
-    found = (
+    tasks = (
         table.drop_nulls("task")
         .group_by("task")
         .agg(count=pl.len(), outcome=pl.col("outcome").mean(), response=pl.col("response").mean())
         .sort("outcome", "task", nulls_last=True)
         .head(_MOST_TASKS)
     )
-    return [{name: plain(value) for name, value in row.items()} for row in found.iter_rows(named=True)]
+    return [{name: plain(value) for name, value in row.items()} for row in tasks.iter_rows(named=True)]

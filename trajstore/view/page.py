@@ -1,4 +1,4 @@
-"""What a browser loads, and what it may do with it: the same over a server and in a bundle."""
+"""The page's files and its security policy, for the server and for bundles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BUNDLED = {
 
 
 def bundled_index() -> str:
-    """Return the page of a bundle: nobody sends headers with it, so that it says the policy itself."""
+    """Return the page of a bundle, with the policy inside, because no server adds headers."""
     text = (STATIC / "index.html").read_text()
     for plain, bundled in _BUNDLED.items():
         text = text.replace(plain, bundled)

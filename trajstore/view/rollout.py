@@ -1,6 +1,6 @@
-"""One trajectory as the page is told it: JSON, and its numbers as raw arrays behind. Pure.
+"""The answer about one trajectory: JSON followed by raw arrays. Pure.
 
-The body of such an answer is: length of the JSON (uint32), the JSON, spaces up to a multiple of 8, arrays. All of it is
+The body consists of the length of the JSON (uint32), the JSON, spaces up to a multiple of 8, and the arrays, all
 little-endian.
 """
 
@@ -28,10 +28,10 @@ AnyArray = npt.NDArray[Any]
 _ALIGNMENT = 8
 
 _MOST_CHANNELS = 16
-"""Values of a step and environment that are sent as curves; with more of them a column is no curve."""
+"""Maximum number of values per step and environment in a curve; larger columns are not curves."""
 
 _MOST_CONTINUED = 8
-"""Tokens that may have to be taken together to make one character."""
+"""Maximum number of tokens that form one character."""
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -41,15 +41,15 @@ def body_of(answer: Answer, arrays: Iterable[tuple[Answer, AnyArray]]) -> bytes:
 
     Args:
         answer: JSON values.
-        arrays: each with what is to be said of it. The JSON has that as ``arrays``, with ``type`` (``f4``, ``f8``,
-            ``i4``, ``i8`` or ``u1``), ``shape`` and ``at``, the place behind the JSON.
+        arrays: (description, array). The JSON lists the descriptions as ``arrays``, with ``type`` (``f4``, ``f8``,
+            ``i4``, ``i8`` or ``u1``), ``shape`` and ``at``, the offset after the JSON.
     """
     described, parts, at = [], [], 0
-    for said, array in arrays:
+    for description, array in arrays:
         plain = _plain(array)
         data = plain.tobytes()
         parts += [data, bytes(-len(data) % _ALIGNMENT)]
-        described.append({**said, "type": plain.dtype.str[1:], "shape": list(plain.shape), "at": at})
+        described.append({**description, "type": plain.dtype.str[1:], "shape": list(plain.shape), "at": at})
         at += len(data) + len(parts[-1])
     head = orjson.dumps({**answer, "arrays": described})
     head += b" " * (-(len(head) + 4) % _ALIGNMENT)
@@ -57,7 +57,7 @@ def body_of(answer: Answer, arrays: Iterable[tuple[Answer, AnyArray]]) -> bytes:
 
 
 def _plain(array: AnyArray) -> AnyArray:
-    """Return an array in the narrowest of the dtypes of answers that has all its values exactly."""
+    """Return an array in the narrowest dtype of answers that represents all its values exactly."""
     if array.dtype == np.uint8 or array.dtype == np.float64:
         return array
     if array.dtype.kind == "f":
@@ -68,11 +68,11 @@ def _plain(array: AnyArray) -> AnyArray:
 
 
 def answer_of(trajectory: AnyTrajectory, decode: Decode | None) -> bytes:
-    """Return the body of the answer about one trajectory.
+    """Return the body of the answer about a trajectory.
 
     Args:
-        trajectory: what the reader gives.
-        decode: makes text of tokens; None if no tokenizer is known.
+        trajectory: the trajectory.
+        decode: decodes tokens; None if no tokenizer is known.
     """
     if isinstance(trajectory, AgentTrajectory):
         return _rollout(trajectory, decode)
@@ -115,45 +115,45 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
 
 
 def first_token(length: int, total: int, response_start: int | None) -> int:
-    """Return at which of ``total`` tokens the first of ``length`` values is: those of the response begin with it."""
+    """Return the position among ``total`` tokens of the first of ``length`` values; response values start there."""
     if length == total:
         return 0
     return total - length if response_start is None or response_start + length > total else response_start
 
 
 def array_of(tensor: torch.Tensor) -> AnyArray:
-    """Return a tensor of numbers as an array; numpy lacks bfloat16, of which float32 has all values."""
+    """Return a tensor of numbers as an array; bfloat16, which numpy lacks, becomes float32."""
     wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
     array: AnyArray = wide.numpy()
     return array.astype(np.uint8) if array.dtype == np.bool_ else array
 
 
 def _noted(trajectory: AgentTrajectory, total: int) -> list[tuple[Answer, AnyArray]]:
-    """Return what ``metadata`` has for each token, or for each of the response: lists of numbers as long as these."""
+    """Return the lists of numbers in ``metadata`` with one entry per token, or per token of the response."""
     start = trajectory.response_start
     lengths = {total} if start is None else {total, total - start}
-    found = []
+    arrays = []
     for name, values in trajectory.metadata.items():
         if not isinstance(values, list) or not values or len(values) not in lengths:
             continue
         if all(isinstance(value, int | float) for value in values):
             first = first_token(len(values), total, start)
-            found.append(({"name": f"metadata.{name}", "first": first}, np.array(values, np.float64)))
-    return found
+            arrays.append(({"name": f"metadata.{name}", "first": first}, np.array(values, np.float64)))
+    return arrays
 
 
 def _text(value: Any) -> str:
-    """Return JSON to be read: as text, since numbers of the browser are not exact."""
+    """Return JSON as text, because a browser would round its numbers."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> Answer:
     """Return the texts of tokens: ``{"ids", "words", "joined"}``.
 
-    ``words`` has the text of each of ``ids``, of which none is twice. A character that several tokens make is in
-    ``joined`` as ``[place of the first, how many, text]``.
+    ``words`` has the text of each of the distinct ``ids``. A character formed by several tokens is in ``joined`` as
+    ``[position of the first token, number of tokens, text]``.
     """
-    before = decode(ids[:1])  # some tokenizers drop the space with which a text begins: so each follows the same one
+    before = decode(ids[:1])  # some tokenizers drop a leading space, so each token is decoded after the same one
     words: dict[int, str] = {}
     for number in dict.fromkeys(ids):
         both = decode([ids[0], number])
@@ -176,7 +176,7 @@ def texts_of(ids: Sequence[int], decode: Decode) -> Answer:
 
 
 def _columns(trajectory: Trajectory) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Return the columns of a block by name, and of how many steps and environments it is."""
+    """Return the columns of a block by name, and its numbers of steps and environments."""
     fields = {name: getattr(trajectory, name) for name in type(trajectory).__dataclass_fields__}
     columns = {join_name(path): leaf for path, leaf in walk(fields) if isinstance(leaf, torch.Tensor)}
     whole = next((columns[name] for name in ("prev_logprobs", "rewards") if name in columns), None)
@@ -185,7 +185,7 @@ def _columns(trajectory: Trajectory) -> tuple[dict[str, torch.Tensor], int, int]
 
 
 def pictures_of(trajectory: Trajectory) -> dict[str, torch.Tensor]:
-    """Return the pictures of a block by the name of their column, each uint8 ``[T, B, height, width, channels]``."""
+    """Return a block's pictures by column name, each uint8 ``[T, B, height, width, channels]``."""
     columns, steps, _ = _columns(trajectory)
     return {
         name: sampled_rows(tensor, steps, name)

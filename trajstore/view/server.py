@@ -1,4 +1,4 @@
-"""The page over HTTP: routes, two threads that read, and streams of events. Thin."""
+"""The page over HTTP: routes, two reading threads, and event streams. Thin."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from trajstore.view.shown import Shown
 T = TypeVar("T")
 
 WATCHED = 1.0
-"""Seconds between two looks for new commits while a page is open."""
+"""Seconds between refreshes while a page is open."""
 
 UNWATCHED = 30.0
-"""The same while none is: the reader's lease moves on all the same."""
+"""Seconds between refreshes while no page is open; they also advance the reader's lease."""
 
 _ALIVE = 15.0
-"""Seconds after which something is sent over a stream of events, so that one whose reader has gone ends."""
+"""Seconds between keep-alive messages on an event stream, which detect closed connections."""
 
 _MOST_ROWS = 1000
 
 
 class Service:
-    """Answers requests from what lives.
+    """Answers HTTP requests.
 
     Args:
-        living: what is shown.
-        correcting: takes values from the page; None if nothing can be changed.
+        living: the contents.
+        correcting: applies values from the page; None if the page is read-only.
     """
 
     def __init__(self, living: Living, correcting: Correcting | None) -> None:
@@ -65,7 +65,7 @@ class Service:
         self._ends = False
 
     def end_streams(self) -> None:
-        """End the streams of events: they last as long as pages are open, and a server that stops waits for them."""
+        """End the event streams, which would otherwise delay the server's shutdown."""
         self._ends = True
         self._changed.set()
 
@@ -78,8 +78,8 @@ class Service:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Read the facts before a page asks for them, and follow what is written until the server ends."""
-        self._asking.submit(self._living.about)  # if that fails, the page's own question says why
+        """Read the facts in advance, and refresh until the server ends."""
+        self._asking.submit(self._living.about)  # an error recurs at the page's own request
         following = asyncio.create_task(self._follow())
         yield
         following.cancel()
@@ -90,7 +90,7 @@ class Service:
     async def _follow(self) -> None:
         before = self._living.state
         while True:
-            state = await self._ask(self._living.refresh)  # an answer may have done that already
+            state = await self._ask(self._living.refresh)  # a request may have refreshed already
             if state != before:
                 before = state
                 told, self._changed = self._changed, asyncio.Event()
@@ -104,7 +104,7 @@ class Service:
     # -- routes -------------------------------------------------------------------------------------
 
     def routes(self) -> list[Route | Mount]:
-        """Return what is answered, by path."""
+        """Return the handlers by path."""
         told: dict[str, Callable[[Request], Answer]] = {
             "about": self._about,
             "page": self._page,
@@ -129,7 +129,7 @@ class Service:
         return FileResponse(STATIC / "index.html")
 
     def _told(self, call: Callable[[Request], Answer]) -> Callable[[Request], Awaitable[Response]]:
-        """Return what answers a request about many with the value of a call."""
+        """Answer a request about many trajectories with the result of a call."""
 
         async def answer(request: Request) -> Response:
             return _json(await self._ask(partial(call, request)))
@@ -165,7 +165,7 @@ class Service:
     async def _log_probs(self, request: Request) -> Response:
         where, over = _said(request, "where"), _said(request, "over")
         told, samples = await self._ask(lambda: self._living.sampled(where, over))
-        for some in samples:  # one by one: a rollout that is opened meanwhile comes in between
+        for some in samples:  # one by one, so that a request for a single rollout can come in between
             if await request.is_disconnected():
                 raise ClientDisconnect
             read = partial(self._living.log_prob, some)
@@ -175,7 +175,7 @@ class Service:
         return _json(told)
 
     async def _annotate(self, request: Request) -> Response:
-        if self._correcting is None:  # the guard has refused it before
+        if self._correcting is None:  # already refused by the guard
             return Response(status_code=405)
         give, body = self._correcting.give, await _body(request)
         await asyncio.get_running_loop().run_in_executor(self._giving, lambda: give(body))
@@ -186,7 +186,7 @@ class Service:
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def _states(self, seen: str | None) -> AsyncIterator[bytes]:
-        """Yield each state that differs from the last one that the page has seen."""
+        """Yield each state that differs from the last one sent to the page."""
         self._watching += 1
         self._watched.set()
         try:
@@ -200,12 +200,12 @@ class Service:
 
 
 def _event(state: State) -> bytes:
-    told = orjson.dumps({"state": state.name, "trajectories": state.trajectories, "trouble": state.trouble})
-    return b"id: " + state.name.encode() + b"\ndata: " + told + b"\n\n"
+    data = orjson.dumps({"state": state.name, "trajectories": state.trajectories, "trouble": state.trouble})
+    return b"id: " + state.name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:
-    """Return when something has happened, or after some time."""
+    """Return after an event, or after a timeout."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:
@@ -241,7 +241,7 @@ def _json(value: Any) -> Response:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    """Return why something could not be answered, in a sentence."""
+    """Return an error as a sentence."""
     asked_wrongly = isinstance(error, ConfigurationError | SchemaMismatchError)
     status = 400 if asked_wrongly else 404 if isinstance(error, TrajectoryUnavailableError) else 500
     return Response(orjson.dumps({"error": str(error)}), status, media_type="application/json")
@@ -258,12 +258,12 @@ class _Server(uvicorn.Server):
 
 
 def server_of(living: Living, token: str | None = None, correcting: Correcting | None = None) -> uvicorn.Server:
-    """Return a server that shows what lives; ``run(sockets=[...])`` serves until a signal or ``should_exit`` ends it.
+    """Return a server of the page; ``run(sockets=[...])`` serves until a signal or ``should_exit`` ends it.
 
     Args:
-        living: its reader belongs to the server from now on.
-        token: what must be known to be let in; None where only this machine can ask.
-        correcting: takes values from the page; None if nothing can be changed.
+        living: the contents; the server owns its reader from now on.
+        token: required token; None if only this machine can connect.
+        correcting: applies values from the page; None if the page is read-only.
     """
     service = Service(living, correcting)
     app = Starlette(
@@ -280,10 +280,10 @@ def server_of(living: Living, token: str | None = None, correcting: Correcting |
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None, str]]:
-    """Listen; yields the socket, the token that must be named (None where only this machine asks), and the address.
+    """Listen; yield the socket, the required token (None if only this machine can connect), and the address.
 
     Raises:
-        ConfigurationError: there is no such address here, or the port is taken.
+        ConfigurationError: the address does not exist here, or the port is taken.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -308,18 +308,18 @@ def served(
     token: str | None = None,
     correcting: Correcting | None = None,
 ) -> Iterator[str]:
-    """Serve from a thread until the context is left; yields the address.
+    """Serve from a thread until the context ends; yield the address.
 
     Args:
-        shown: of which the page is; belongs to the server from now on.
+        shown: the contents of the page; owned by the server from now on.
         host: address to listen on.
-        port: 0 = any that is free.
+        port: port; 0 = any free one.
         tokenizer: as for :class:`Living`.
-        token: what must be known to be let in, where only this machine asks.
-        correcting: takes values from the page; None if nothing can be changed.
+        token: required token, also if only this machine can connect.
+        correcting: applies values from the page; None if the page is read-only.
 
     Raises:
-        ConfigurationError: there is no such address here, or the port is taken.
+        ConfigurationError: the address does not exist here, or the port is taken.
     """
     with listening(host, port) as (listener, own, address), closing(Living(shown, tokenizer=tokenizer)) as living:
         server = server_of(living, own or token, correcting)

@@ -1,4 +1,4 @@
-"""The page over a handle of stores, served by the program that has the handle."""
+"""Serve the page over a handle of stores from the program that holds the handle."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 def serving(
     handle: DistributedReplayBuffer, *, host: str = "127.0.0.1", port: int = 8421, tokenizer: str | Path | None = None
 ) -> Iterator[str]:
-    """Serve the page over a handle of stores from a thread until the context is left; yields its address.
+    """Serve the page over a handle of stores from a thread until the context ends; yield its address.
 
-    Directories are shown by ``trajstore view PATH``.
+    For directories, use ``trajstore view PATH``.
 
     Args:
-        handle: of the stores; use it meanwhile, and close it after.
-        host: address to listen on; one that other machines reach takes a token, which the yielded address has.
-        port: 0 = any that is free.
-        tokenizer: folder or name of the tokenizer that makes text of tokens. None: the folder that a rollout names.
+        handle: handle of the stores; stays usable, and must stay open until the context ends.
+        host: address to listen on. If other machines can reach it, a token is required, which the address includes.
+        port: port; 0 = any free one.
+        tokenizer: folder or name of the tokenizer that decodes tokens. None: the folder that a rollout names.
 
     Raises:
         MissingDependencyError: Starlette and uvicorn are not installed (extra ``view``).
-        ConfigurationError: it is no handle, there is no such address here, or the port is taken.
+        ConfigurationError: the object is not a handle, the address does not exist here, or the port is taken.
         StoreUnreachableError: a store does not answer.
     """
     try:

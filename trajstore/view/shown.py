@@ -1,4 +1,4 @@
-"""What the page shows: a directory by its reader, a pool in it, a pool's files, a handle of stores. Thin."""
+"""Sources of the page's contents: a directory, a pool in it, a pool's files, or a handle of stores. Thin."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ logger = logging.getLogger(__name__)
 
 
 class Shown(Protocol):
-    """Trajectories that the page is made of."""
+    """A source of trajectories for the page."""
 
     @property
     def path(self) -> str:
-        """What people call it."""
+        """Its display name."""
 
     @property
     def damage(self) -> str | None:
-        """What of it cannot be shown, a sentence; None if all can."""
+        """Sentence on the part that cannot be shown; None if all can."""
 
     @property
     def limits(self) -> Sequence[str]:
-        """Sentences on what the page cannot tell of it."""
+        """Sentences on features that the page lacks for this source."""
 
     @property
     def pool(self) -> Pool | None:
-        """The experience pool that it is; None if it is none."""
+        """The experience pool; None if the source is not one."""
 
     def __len__(self) -> int:
-        """Return how many trajectories are shown."""
+        """Return the number of visible trajectories."""
 
     def refresh(self) -> bool:
-        """Show what is there now; return whether that is something else."""
+        """Show new contents; return whether they changed."""
 
     def query(self) -> Query:
-        """Ask about the trajectories."""
+        """Return a query over the trajectories."""
 
     def get(self, shown: str, /) -> AnyTrajectory:
-        """Return a trajectory by its id as it is shown.
+        """Return a trajectory by its id as displayed.
 
         Raises:
-            TrajectoryUnavailableError: there is none.
+            TrajectoryUnavailableError: there is no such trajectory.
         """
 
     def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
@@ -77,24 +77,24 @@ class Shown(Protocol):
         """Return rows of some columns."""
 
     def catalogs(self) -> Mapping[int, Catalog] | None:
-        """Return the catalogs of the stores by rank, which have the values that came late; None: they are elsewhere."""
+        """Return the stores' catalogs by rank, which have the late values; None if they are not local."""
 
     def close(self) -> None:
-        """Show nothing more."""
+        """Release all resources."""
 
 
 def shown_at(path: str | Path, *, pin: str | None = None, verify_shards: bool = False) -> Shown:
-    """Return what lies at a path: a store, a checkpoint, a run, RLinf's directory, or a pool, in a store or as files.
+    """Open a store, a checkpoint, a run, a directory of RLinf, or a pool (in a store or as files).
 
     Args:
-        path: directory or URL; of a folder of ``step_N`` pools the newest one is shown.
-        pin: name of a pin, whose trajectories are shown.
-        verify_shards: compare the checksums of each shard when it is read for the first time.
+        path: directory or URL; for a folder of ``step_N`` pools, the newest is shown.
+        pin: show the trajectories of this pin.
+        verify_shards: compare the checksums of each shard on its first read.
 
     Raises:
-        StoreNotFoundError: there is nothing that can be shown.
-        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
-        ConfigurationError: files of a pool have no pins.
+        StoreNotFoundError: there is nothing to show.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing is readable.
+        ConfigurationError: a pin was given for a pool's files.
     """
     if "://" not in str(path):
         directory = open_directory(path)
@@ -112,7 +112,7 @@ def shown_at(path: str | Path, *, pin: str | None = None, verify_shards: bool = 
 
 
 class _OfBuffer:
-    """What a buffer shows, or the pool in it."""
+    """Base for sources over a buffer's trajectories, or over the pool in it."""
 
     _reader: Reader
     pool: Pool | None = None
@@ -135,11 +135,11 @@ class _OfBuffer:
 
 
 class OfReader(_OfBuffer):
-    """What a reader shows; of a pool's store the pool.
+    """The contents of a reader; for a pool's store, the pool.
 
     Args:
         path: directory or URL.
-        pin: name of a pin, whose trajectories are shown; None: the newest.
+        pin: show the trajectories of this pin; None: the newest.
         verify_shards: compare checksums.
     """
 
@@ -150,9 +150,9 @@ class OfReader(_OfBuffer):
         self._support = pool_support()
         self._records = None if self._support is None else self._support.records(self._reader)
         self._is_pool: bool | None = None
-        """None: nothing is there that would say it."""
+        """None if the store is still empty, so that this is unknown."""
         self._is_seen = False
-        """Whether the pool is that of the state that the reader shows."""
+        """Whether the pool matches the reader's state."""
         try:
             self._look()
         except CorruptStoreError as error:
@@ -177,19 +177,19 @@ class OfReader(_OfBuffer):
         return self._reader.live.catalogs_by_rank()
 
     def close(self) -> None:
-        """Give the reader's lease back."""
+        """Release the reader's lease."""
         self._reader.close()
 
 
 class PoolFiles(_OfBuffer):
-    """The three files of a pool, or the newest of the pools in a folder of ``step_N``.
+    """The three files of a pool, or the newest pool in a folder of ``step_N``.
 
     Args:
-        path: of the files or of the folder.
+        path: path of the files or the folder.
         support: reads them.
 
     Raises:
-        StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool cannot be read.
+        StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool is not readable.
     """
 
     limits = ("These are a pool's files: they do not record when a rollout was added or how often it was replayed.",)
@@ -214,17 +214,17 @@ class PoolFiles(_OfBuffer):
         return {}
 
     def close(self) -> None:
-        """Do nothing: no lease was taken."""
+        """Do nothing; there is no lease."""
 
 
 class OfHandle:
-    """What a handle of stores shows.
+    """The contents of a handle of stores.
 
-    Facts are taken from the stores once for each state, trajectories one by one. While a store does not answer, the
-    last state goes on being shown.
+    Facts are fetched once per state, trajectories one by one. While a store does not answer, the last state stays
+    visible.
 
     Args:
-        handle: stays its owner's.
+        handle: the handle; it is not closed here.
 
     Raises:
         StoreUnreachableError: a store does not answer.
@@ -264,7 +264,7 @@ class OfHandle:
 
     def get(self, shown: str, /) -> AnyTrajectory:
         number = id_from("trajectory_id", shown)
-        if not (self._facts["trajectory_id"] == number).any():  # else a store that does not exist would be waited for
+        if not (self._facts["trajectory_id"] == number).any():  # avoids waiting for a store that does not exist
             raise TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
         return self._handle.get(number)
 
@@ -278,4 +278,4 @@ class OfHandle:
         return None
 
     def close(self) -> None:
-        """Do nothing: the handle is its owner's."""
+        """Do nothing; the caller owns the handle."""

@@ -30,7 +30,7 @@ TOKENIZER = make_tokenizer()
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say 1"}]
 TIP = "tip: say 1 first. "
 ROLLED: list[list[int]] = []
-"""Prompts from which something was sampled."""
+"""Prompts used for sampling."""
 
 
 class Loop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed

@@ -44,7 +44,7 @@ INSTALLED = any(
     one.value == "trainer_hooks.verl.plugin" for one in importlib.metadata.entry_points(group="verl.plugins")
 )
 FOUND = {} if INSTALLED else {"VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"}
-"""How verl finds the plugin: by the entry point of an installed trajstore, else by name."""
+"""Environment for finding the plugin: the entry point of an installed trajstore, else the module name."""
 
 
 def test_importing_verl_registers_the_plugin(project_root: Path) -> None:

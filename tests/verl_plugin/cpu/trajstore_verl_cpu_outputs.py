@@ -1,4 +1,4 @@
-"""An agent loop with several outputs per session, as one that cuts its context: tasks of even index have two."""
+"""An agent loop with two outputs for tasks of even index, like a loop that cuts its context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 
 class TwoOutputs(SingleTurnAgentLoop):  # type: ignore[misc]  # verl is not typed
-    """Answers; where the task's index is even, answers once more without its first answer in the context."""
+    """Answers; for an even task index, answers again without the first answer in the context."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         """Return the outputs of a session."""

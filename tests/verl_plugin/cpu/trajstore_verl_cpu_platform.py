@@ -85,7 +85,7 @@ class CpuPlatform(PlatformBase):
         yield
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # placement groups ask for it; Ray is told a logical number of them
+        return "GPU"  # requested by placement groups; Ray gets a logical number of GPUs
 
     def ray_noset_envvars(self) -> list[str]:
         return []

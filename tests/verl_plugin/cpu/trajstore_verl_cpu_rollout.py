@@ -1,11 +1,11 @@
-"""A rollout engine for verl that samples with transformers on CPU, the same tokens in every run.
+"""A reproducible rollout engine for verl that samples with transformers on CPU.
 
-The random generator of a generation is made of the prompt's token ids, the version of the weights, and how many
-requests with this prompt and version came before. Requests of one prompt may arrive in any order: as a set, their
-answers are those of any other run with the same weights. Greedy requests (temperature 0: validation) are not counted.
+A generation's seed combines the prompt's token ids, the version of the weights, and the number of earlier
+requests with this prompt and version. Requests of one prompt may arrive in any order: as a set, their
+answers equal those of any run with the same weights. Greedy requests (temperature 0: validation) are not counted.
 
 All replicas of a run share one engine, so that the count does not depend on the load balancer, and a run with two
-data-parallel workers samples what a run with one does.
+data-parallel workers samples the same as a run with one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Keeps what the loss sees: every micro-batch that the wrapper of the het loss hands to verl's ``ppo_loss``.
+"""Records every micro-batch that the het loss passes to verl's ``ppo_loss``.
 
-Loaded in every process of a run; writes to the folder that ``TRAJSTORE_VERL_WITNESS`` names, if it names one.
+Loaded in every process of a run; writes to the folder ``TRAJSTORE_VERL_WITNESS``, if set.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def _witness(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
         }
         seen["exp_mask"] = list(call.exp_mask.clone())
         seen["uid"] = list(data["uid"])
-        # The log-prob of a token stands at the token before it.
-        starts, whole = [len(one) for one in seen["prompts"]], model_output["log_probs"].unbind()
-        seen["log_probs"] = [one.detach()[start - 1 : -1].clone() for one, start in zip(whole, starts, strict=True)]
+        # A token's log-prob is stored at the previous token.
+        starts, whole = [len(values) for values in seen["prompts"]], model_output["log_probs"].unbind()
+        seen["log_probs"] = [
+            values.detach()[start - 1 : -1].clone() for values, start in zip(whole, starts, strict=True)
+        ]
         seen["loss"] = float(loss)
         seen["batch_tokens"] = int(data["batch_num_tokens"]) / int(data["dp_size"])
         target = Path(folder) / f"{uuid.uuid4().hex}.pt"

@@ -21,11 +21,11 @@ _NUMBERS, _TABLE = "int64[::1]", "int64[:, ::1]"
 
 
 def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that compiles a function for some arguments, or loads what an earlier process compiled.
+    """Return a decorator that compiles a function for these arguments, or loads it from numba's cache.
 
     Args:
-        types_of_arguments: as numba writes them.
-        nogil: let other threads have the interpreter while it runs.
+        types_of_arguments: in numba's notation.
+        nogil: release the GIL while it runs.
     """
 
     def compile_now(function: Callable[..., Any]) -> Any:
@@ -37,10 +37,10 @@ def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable
 
 
 _AHEAD = 16
-"""Rows that are being fetched while one is copied. Drawn rows lie anywhere, so no processor guesses the next one."""
+"""Rows to prefetch ahead of the copy. Drawn rows are scattered, so the processor's own prefetcher fails."""
 
 _FETCHED_BYTES = 512
-"""How much of a row is fetched ahead; in a longer one the processor recognises the sequence by itself."""
+"""Bytes of a row to prefetch; in a longer row the processor recognises the sequence by itself."""
 
 
 def _loader(element: types.Type) -> Any:
@@ -60,7 +60,7 @@ def _loader(element: types.Type) -> Any:
 
 
 def _prefetcher() -> Any:
-    """Return an intrinsic that asks the processor to fetch the line at an address into its caches; it never faults."""
+    """Return an intrinsic that prefetches the cache line at an address; it never faults."""
 
     @intrinsic
     def prefetch(typing_context: Any, address: Any) -> Any:
@@ -99,7 +99,7 @@ _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16
 def find_rows(samples: Array, first: int, end: int, ends: Array, positions: Array, rows: Array) -> None:
     """Find trajectory and row of samples drawn from the window of positions ``first <= p < end``.
 
-    Sample s of the window lies in the first trajectory whose running total exceeds s (``bucketize`` with
+    Sample s of the window is in the first trajectory whose running total exceeds s (``bucketize`` with
     ``right=True``).
     """
     base = ends[first - 1] if first > 0 else 0
@@ -133,7 +133,7 @@ def place_rows(
         places[SAMPLES, k] = start_samples[p] + row
         head = start_extra[p] + row
         tail = head
-        if 0 < extra[p] <= steps[p]:  # of an agent trajectory, extra are its response tokens, with or without others
+        if 0 < extra[p] <= steps[p]:  # for an agent trajectory, extra is its response tokens, with or without others
             epoch = row // (np.int64(steps[p]) // extra[p] * batch[p])
             head += (epoch + 1) * batch[p]
             tail += epoch * batch[p]
@@ -203,7 +203,7 @@ def row_addresses(
 def set_locations(
     slots: Array, samples: Array, extra: Array, document: Array, positions: Array, locations: Array
 ) -> None:
-    """Set slot and first rows of index entries, ``locations`` of ``[positions, 4]``; no interrupt comes in between."""
+    """Set slot and first rows of index entries, ``locations`` of ``[positions, 4]``, without interrupts in between."""
     for i in range(len(positions)):
         at = positions[i]
         slots[at], samples[at], extra[at], document[at] = (
@@ -216,10 +216,10 @@ def set_locations(
 
 @compiled(_TABLE, _NUMBERS, _NUMBERS, _TABLE, _TABLE, "int64", nogil=False)
 def lay_out(extents: Array, axes: Array, widths: Array, sizes: Array, offsets: Array, alignment: int) -> int:
-    """Lay trajectories out column by column; return the bytes that they take.
+    """Lay trajectories out column by column; return their size in bytes.
 
     ``extents[i]`` are steps, batch, extra rows and bytes of the document of trajectory i, ``axes`` and ``widths`` those
-    of the columns' rows. ``sizes[i, c]`` become the bytes of its column c, ``offsets[i, c]`` where they begin.
+    of the columns' rows. Sets ``sizes[i, c]`` to the bytes of its column c, ``offsets[i, c]`` to their beginning.
     """
     end = 0
     for c in range(len(axes)):
@@ -241,9 +241,9 @@ def lay_out(extents: Array, axes: Array, widths: Array, sizes: Array, offsets: A
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, nogil=False)
 def copy_few_blocks(targets: Array, sources: Array, sizes: Array) -> None:
-    """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
+    """Copy blocks of bytes from addresses to addresses, holding the GIL.
 
-    For what is copied in less time than it may take to get the interpreter back.
+    For copies that take less time than acquiring the GIL again.
     """
     for i in range(len(sizes)):
         _memcpy(targets[i], sources[i], sizes[i])
@@ -258,10 +258,10 @@ def copy_blocks(targets: Array, sources: Array, sizes: Array) -> None:
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")
 def are_there(addresses: Array, sizes: Array, bases: Array, ends: Array, marks: Array, block: int) -> bool:
-    """Return whether all blocks of pieces of memory are marked, as far as they lie in maps.
+    """Return whether all blocks of these pieces of memory are marked; pieces outside the maps are ignored.
 
-    Map m has the bytes ``bases[m] <= address < ends[m]``, in ascending order, and one byte for each of its blocks from
-    the address ``marks[m]`` on, which is not 0 if the block is there.
+    Map m covers the bytes ``bases[m] <= address < ends[m]``, in ascending order. It has one byte per block from
+    the address ``marks[m]`` on, nonzero if the block is there.
     """
     for i in range(len(addresses)):
         low, high = 0, len(bases)

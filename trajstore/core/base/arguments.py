@@ -1,4 +1,4 @@
-"""Arguments of public constructors: checked where they are given, by name, value and remedy. Pure."""
+"""Checks arguments of public calls; errors have name, value and remedy. Pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from trajstore.errors import ConfigurationError
 
 INT64_MAX = (1 << 63) - 1
 LONGEST = 1e9
-"""Seconds: locks wait no longer."""
+"""Longest time in seconds that a lock can wait."""
 
 
 def whole(name: str, value: Any, least: int, most: int = INT64_MAX) -> int:
-    """Return an argument that is a whole number; numpy's are taken, and floats without fraction (YAML's ``1e6``).
+    """Return a whole-number argument; accepts numpy's, and floats without fraction (YAML's ``1e6``).
 
     Raises:
-        ConfigurationError: it is none, or lies outside ``[least, most]``.
+        ConfigurationError: it is something else, or outside ``[least, most]``.
     """
     if type(value) is int and least <= value <= most:
         return value
-    found = None if isinstance(value, bool | np.bool_) else as_int(value)
-    if found is None:
+    number = None if isinstance(value, bool | np.bool_) else as_int(value)
+    if number is None:
         raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a whole number")
-    if not least <= found <= most:
-        most_text = f" and at most {most}" if most < INT64_MAX or found > most else ""
-        raise ConfigurationError(f"{name}: {shown(found)}, must be at least {least}{most_text}")
-    return found
+    if not least <= number <= most:
+        most_text = f" and at most {most}" if most < INT64_MAX or number > most else ""
+        raise ConfigurationError(f"{name}: {shown(number)}, must be at least {least}{most_text}")
+    return number
 
 
 def whole_or_none(name: str, value: Any, least: int, most: int = INT64_MAX) -> int | None:
@@ -45,23 +45,23 @@ def whole_or_none(name: str, value: Any, least: int, most: int = INT64_MAX) -> i
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return an argument that is a length of time.
+    """Return a duration in seconds.
 
     Raises:
-        ConfigurationError: it is no finite number, or negative.
+        ConfigurationError: it is not a finite number, or negative.
     """
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         try:
-            found = float(value)
+            duration = float(value)
         except OverflowError:
-            found = math.inf
-        if 0 <= found <= LONGEST:
-            return found
+            duration = math.inf
+        if 0 <= duration <= LONGEST:
+            return duration
     raise ConfigurationError(f"{name}: {shown(value)}, must be a number of seconds, at least 0 and at most {LONGEST:g}")
 
 
 def seconds_or_none(name: str, value: Any) -> float | None:
-    """Return an argument that is a length of time or None; see :func:`seconds`.
+    """Return a duration in seconds or None; see :func:`seconds`.
 
     Raises:
         ConfigurationError: it is neither.
@@ -70,22 +70,22 @@ def seconds_or_none(name: str, value: Any) -> float | None:
 
 
 def text(name: str, value: Any) -> str:
-    """Return an argument that is a text, not empty.
+    """Return a nonempty text.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is something else.
     """
     if isinstance(value, str) and value:
         return value
-    what = "is empty" if value == "" else f"is a {type(value).__name__}"
-    raise ConfigurationError(f"{name}: {shown(value)} {what}, must be a text")
+    problem = "is empty" if value == "" else f"is a {type(value).__name__}"
+    raise ConfigurationError(f"{name}: {shown(value)} {problem}, must be a text")
 
 
 def texts(name: str, value: Any, remedy: str = "") -> Sequence[str]:
-    """Return an argument that is a list of texts, which one text alone is not.
+    """Return a list of texts; a single text is refused.
 
     Raises:
-        ConfigurationError: it is none; a text alone would be taken letter by letter.
+        ConfigurationError: it is something else; a single text would be taken letter by letter.
     """
     if isinstance(value, str):
         raise ConfigurationError(f"{name}: {shown(value)} is one text, must be a list of them: {name}=[{shown(value)}]")
@@ -98,7 +98,7 @@ def columns_or_none(value: Any) -> Sequence[str] | None:
     """Return the names of the columns wanted; None for all.
 
     Raises:
-        ConfigurationError: it is no list of names, or an empty one.
+        ConfigurationError: it is not a list of names, or empty.
     """
     if value is None:
         return None
@@ -109,10 +109,10 @@ def columns_or_none(value: Any) -> Sequence[str] | None:
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
-    """Return an argument that is one of some texts.
+    """Return one of the known texts.
 
     Raises:
-        ConfigurationError: it is another; names them.
+        ConfigurationError: it is another; lists them.
     """
     if isinstance(value, str) and value in known:
         return value
@@ -120,10 +120,10 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def whole_numbers(name: str, value: Any) -> npt.NDArray[np.int64]:
-    """Return an argument that is a list, range, array or tensor of whole numbers, ``[n]``.
+    """Return a list, range, array or tensor of whole numbers as an array ``[n]``.
 
     Raises:
-        ConfigurationError: it is another thing, or has more than one dimension; a number alone is none.
+        ConfigurationError: it is something else, a single number, or has more than one dimension.
     """
     try:
         array = np.asarray(list(value) if isinstance(value, Set | KeysView) else value)
@@ -132,7 +132,7 @@ def whole_numbers(name: str, value: Any) -> npt.NDArray[np.int64]:
         ValueError,
         RuntimeError,
         OverflowError,
-    ):  # ragged, on another device, of numbers that do not fit
+    ):  # ragged, on another device, or numbers out of range
         array = np.zeros((), np.object_)
     fits = array.ndim == 1 and (not array.size or array.dtype.kind == "i")
     if array.dtype.kind == "u" and array.ndim == 1:
@@ -145,10 +145,10 @@ def whole_numbers(name: str, value: Any) -> npt.NDArray[np.int64]:
 
 
 def numbers(name: str, value: Any) -> npt.NDArray[np.float64]:
-    """Return an argument that is a list, array or tensor of numbers as float64; of a tensor, the values count.
+    """Return a list, array or tensor of numbers as float64, detached from any graph.
 
     Raises:
-        ConfigurationError: it is another thing.
+        ConfigurationError: it is something else.
     """
     if hasattr(value, "detach"):  # a tensor: perhaps on a device, with a gradient, or of a dtype that numpy lacks
         value = value.detach().to("cpu").double()
@@ -156,16 +156,16 @@ def numbers(name: str, value: Any) -> npt.NDArray[np.float64]:
         array = np.asarray(value)
         if array.dtype.kind in "iuf" or not array.size:
             return array.astype(np.float64, copy=False)
-    except (TypeError, ValueError, RuntimeError):  # ragged, or of things
+    except (TypeError, ValueError, RuntimeError):  # ragged, or not numbers
         pass
     raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a list of numbers")
 
 
 def path_or_url(name: str, value: Any) -> str | Path:
-    """Return an argument that is a path or URL.
+    """Return a path or URL.
 
     Raises:
-        ConfigurationError: it is none, or empty.
+        ConfigurationError: it is something else, or empty.
     """
     if isinstance(value, str | Path) and str(value):
         return value
@@ -173,7 +173,7 @@ def path_or_url(name: str, value: Any) -> str | Path:
 
 
 def check_instance(name: str, value: Any, kind: Any, wanted: str) -> Any:
-    """Return an argument that is of a type; None is not.
+    """Return an argument of a type; None is refused.
 
     Raises:
         ConfigurationError: it is of another type.
@@ -184,10 +184,10 @@ def check_instance(name: str, value: Any, kind: Any, wanted: str) -> Any:
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return an argument that is true or false.
+    """Return a bool.
 
     Raises:
-        ConfigurationError: it is another thing, which Python might take for either (``"false"`` for true).
+        ConfigurationError: it is something else, such as the truthy text ``"false"``.
     """
     if isinstance(value, bool | np.bool_) or (isinstance(value, int | np.integer) and value in (0, 1)):
         return bool(value)
@@ -205,10 +205,10 @@ def check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
 
 
 def share(name: str, value: Any) -> float:
-    """Return an argument that is a number in [0, 1].
+    """Return a number in [0, 1].
 
     Raises:
-        ConfigurationError: it is another thing.
+        ConfigurationError: it is something else.
     """
     if is_number(value) and 0 <= value <= 1:
         return float(value)
@@ -216,25 +216,25 @@ def share(name: str, value: Any) -> float:
 
 
 def finite(name: str, value: Any, least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> float:
-    """Return an argument that is a finite number.
+    """Return a finite number.
 
     Args:
         name: of the argument.
-        value: that was given.
-        least: lowest value that is taken.
-        most: highest.
-        above: whether it must be more than ``least``.
+        value: of the argument.
+        least: lowest accepted value.
+        most: highest accepted value.
+        above: refuse ``least`` itself.
 
     Raises:
-        ConfigurationError: it is none, or out of range.
+        ConfigurationError: it is not a finite number, or out of range.
     """
     if is_number(value):
         try:
-            found = float(value)
+            number = float(value)
         except OverflowError:
-            found = math.inf
-        if math.isfinite(found) and least <= found <= most and not (above and found == least):
-            return found
+            number = math.inf
+        if math.isfinite(number) and least <= number <= most and not (above and number == least):
+            return number
     wanted = "must be a finite number"
     if math.isfinite(least):
         wanted += f" above {least:g}" if above else f" of at least {least:g}"
@@ -244,15 +244,15 @@ def finite(name: str, value: Any, least: float = -math.inf, most: float = math.i
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number, numpy's among them; true and false are none."""
+    """Return whether a value is a number, including numpy's; bools are not."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def rank_of_ranks(name: str, value: Any) -> tuple[int, int]:
-    """Return an argument that is a pair (rank, number of ranks).
+    """Return a pair (rank, number of ranks).
 
     Raises:
-        ConfigurationError: it is none, or the rank is none of so many.
+        ConfigurationError: it is not such a pair, or the rank is out of range.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         rank, ranks = whole(name, value[0], 0), whole(name, value[1], 1)

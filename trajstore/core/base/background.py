@@ -1,4 +1,4 @@
-"""Work that nobody need wait for: calls, in the order in which they came, in threads of their own."""
+"""Background threads that run callables in order."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ class _Call:
 
 
 class Background:
-    """Begins calls in the order in which they came. What one raises is raised to the caller later, once.
+    """Runs callables in FIFO order; an exception is re-raised once, at the next submit, wait or close.
 
-    Who calls may be interrupted between any two instructions: a call enters with one ``deque.append``, and leaves
-    when it has ended. In a forked child all methods refuse: the threads are the parent's.
+    Safe against interrupts of the caller between any two instructions: a call is added by one ``deque.append`` and
+    removed once it has ended. In a forked child all methods refuse: the threads are the parent's.
 
     Args:
         name: of the threads, and in messages.
-        most: calls may wait whose weights add up to this; a heavier one waits alone. ``None`` = any.
-        workers: calls that run at the same time.
+        most: limit on the sum of pending calls' weights; a heavier call waits alone. ``None`` = no limit.
+        workers: number of calls that run at the same time.
     """
 
     def __init__(self, name: str, most: int | None = None, workers: int = 1) -> None:
         self._name = name
         self._most = most
         self._pid = os.getpid()
-        self._lock = locks.rlock("Background._lock")  # a signal handler may wait while its thread is in here
+        self._lock = locks.rlock("Background._lock")  # a signal handler may wait while its thread holds it
         self._wait_list = WaitList()
         self._calls: deque[_Call] = deque()
-        """Those that wait and those that run."""
+        """Pending and running calls."""
         self._error: BaseException | None = None
         self._closing = False
         try:
             for _ in range(workers):
                 start_thread(threading.Thread(target=self._run, name=name, daemon=True))
         except BaseException:
-            self._closing = True  # an interrupt may come when some run already
+            self._closing = True  # an interrupt may come when some threads already run
             raise
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is left to be done here: closed, or the parent's."""
+        """True once closed, and in a forked child."""
         return self._closing or os.getpid() != self._pid
 
     def submit(self, function: Callable[[], None], weight: int = 1, group: int = 0) -> None:
-        """Let this be called soon; waits while too much waits already.
+        """Queue a call; waits while the queue is full.
 
         Args:
-            function: what is called.
-            weight: counts in ``most`` and in what :meth:`close` returns.
-            group: told by :meth:`waiting`.
+            function: to call.
+            weight: counts towards ``most`` and the result of :meth:`close`.
+            group: reported by :meth:`waiting`.
 
         Raises:
             StoreClosedError: closed, or this is a forked child.
-            BaseException: what an earlier call raised; this one is submitted nevertheless.
+            BaseException: an earlier call's; this one is queued nevertheless.
         """
         call = _Call(function, weight, group)
 
         def taken() -> bool:
             if self._closing:
                 raise StoreClosedError(f"{self._name}: was closed")
-            weights = sum(one.weight for one in self._calls) + weight
+            weights = sum(queued.weight for queued in self._calls) + weight
             if self._calls and self._most is not None and weights > self._most:
                 return False
             self._calls.append(call)
@@ -88,14 +88,14 @@ class Background:
     def waiting(self) -> set[int]:
         """Return the groups of calls that have not begun."""
         with self._lock:
-            return {one.group for one in self._calls if not one.begun}
+            return {queued.group for queued in self._calls if not queued.begun}
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return whether everything submitted before has been called, within ``timeout`` seconds.
+        """Wait until all calls queued before have ended; return False after ``timeout`` seconds.
 
         Raises:
             StoreClosedError: this is a forked child.
-            BaseException: what a call raised.
+            BaseException: a call's.
         """
         before: list[_Call] | None = None
 
@@ -103,18 +103,18 @@ class Background:
             nonlocal before
             if before is None:
                 before = list(self._calls)
-            return not any(one in self._calls for one in before)
+            return not any(queued in self._calls for queued in before)
 
         return self._until(called, timeout)
 
     def close(self, timeout: float | None = None) -> tuple[int, int]:
-        """Take nothing more, and wait up to ``timeout`` seconds for what was submitted. Again, or in a child: nothing.
+        """Refuse new calls; wait up to ``timeout`` seconds for the others. Does nothing when repeated, or in a child.
 
         Returns:
-            Weight of the calls that had not begun by then and are given up, and number of those that are still running.
+            Weight of the calls dropped because they had not begun, and number of those still running.
 
         Raises:
-            BaseException: what a call raised.
+            BaseException: a call's.
         """
         if os.getpid() != self._pid:
             return 0, 0
@@ -123,17 +123,17 @@ class Background:
             self._wait_list.wake()
         self.wait(timeout)
         with self._lock:
-            left = [one for one in self._calls if not one.begun]
-            for one in left:
-                self._calls.remove(one)
+            left = [queued for queued in self._calls if not queued.begun]
+            for queued in left:
+                self._calls.remove(queued)
             self._wait_list.wake()
-            return sum(one.weight for one in left), len(self._calls)
+            return sum(queued.weight for queued in left), len(self._calls)
 
     def _until(self, reached: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Ask with the lock held, and after every change again, until it says yes; then raise what a call raised.
+        """Wait until ``reached()`` is true, checking it with the lock held; then re-raise a call's exception.
 
         Returns:
-            Whether it said yes in time.
+            False on timeout.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -156,18 +156,18 @@ class Background:
         while (call := self._next()) is not None:
             try:
                 call.function()
-            except BaseException as error:  # the thread must live on; whoever waits or submits is told
+            except BaseException as error:  # the thread must live on; the next submit or wait raises it
                 self._keep(error)
             with self._lock:
                 self._calls.remove(call)
                 self._wait_list.wake()
-            del call  # with all that it holds, while nothing comes
+            del call  # frees its objects before the wait
 
     def _next(self) -> _Call | None:
-        """Return the next call, which stays among those that there are; None if there will be none."""
+        """Return the next call, which stays in the queue; None if there will be none."""
         while True:
             with self._lock:
-                call = next((one for one in self._calls if not one.begun), None)
+                call = next((queued for queued in self._calls if not queued.begun), None)
                 if call is not None:
                     call.begun = True
                     return call

@@ -1,4 +1,4 @@
-"""The machine's time, as stores keep it."""
+"""The machine's time in microseconds, as stores record it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import time
 
 
 def microseconds() -> int:
-    """Return the µs since 1970; 0 where the clock is set before that: a store has no time below it."""
+    """Return the µs since 1970; 0 if the clock is set before that, since stores have no negative times."""
     return max(0, time.time_ns() // 1000)

@@ -1,4 +1,4 @@
-"""Objects that are closed where a ``with`` statement ends, and are of no use afterwards."""
+"""Context managers that refuse calls after ``close``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trajstore.errors import StoreClosedError
 
 
 class Closing:
-    """Calls :meth:`close` where a ``with`` statement ends, whatever ended it."""
+    """Calls :meth:`close` at the end of a ``with`` statement."""
 
     def close(self) -> None:
-        """Give back what this holds. Closing again does nothing."""
+        """Release all resources. Closing again does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -31,7 +31,7 @@ def of_no_use_when_closed(*, but: Collection[str] = ()) -> Callable[[Closed], Cl
     """Decorate a class: after ``close()`` its public methods raise ``StoreClosedError``, which names the method.
 
     Args:
-        but: methods that may be called all the same, such as one that tells what has been. Properties may always.
+        but: methods that stay usable, such as one that reports past results. Properties always do.
     """
 
     def decorate(target: Closed) -> Closed:

@@ -1,7 +1,7 @@
-"""Waiting and changing while exceptions may come at any moment: Ctrl-C, signal handlers that raise.
+"""Waiting and changing state safely with asynchronous exceptions: Ctrl-C, signal handlers that raise.
 
 Python raises them in the main thread, between any two instructions. Two things are safe there: to wait without
-holding a lock, and to let another thread do what must not stop half-way.
+holding a lock, and to run a critical change in another thread.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LONGEST = 1.0
-"""Seconds after which everybody who waits looks again: an interrupt may have swallowed what should wake them."""
+"""Seconds after which every waiter checks again: an interrupt may have swallowed the wake-up."""
 
 CHANGE_THREAD = "trajstore-change"
-"""Name of the threads in which changes run that an interrupt must not stop half-way."""
+"""Name of the threads that run changes which an interrupt must not stop half-way."""
 
 
 class WaitList:
-    """Where threads wait for a change. Unlike a condition's, their wait holds no lock and needs none afterwards."""
+    """Threads that wait for a change. Unlike with a condition, waiting holds no lock and needs none afterwards."""
 
     def __init__(self) -> None:
         self._gates: dict[int, threading.Lock] = {}
 
     def gate(self) -> threading.Lock:
-        """Return what to :meth:`wait` at; with the lock held under which things change."""
+        """Return the gate to :meth:`wait` at; call it with the lock that guards the changes."""
         gate = threading.Lock()
         gate.acquire()
         self._gates[id(gate)] = gate
         return gate
 
     def wait(self, gate: threading.Lock, seconds: float | None = None) -> None:
-        """Wait until somebody calls :meth:`wake`, or about a second, or ``seconds``; without the lock.
+        """Wait for :meth:`wake`, for about a second or ``seconds`` at most; without the lock.
 
-        The caller then looks whether what it waits for has come.
+        The caller then checks its condition again.
         """
         gate.acquire(timeout=max(0.0, min(_LONGEST, _LONGEST if seconds is None else seconds)))
         self._gates.pop(id(gate), None)
 
     def wake(self) -> None:
-        """Let everybody look again; with the lock held."""
+        """Wake all waiters; with the lock held."""
         gates, self._gates = self._gates, {}
         for gate in list(gates.values()):
             gate.release()
 
 
 def seconds_until(deadline: float | None) -> float | None:
-    """Return the seconds that are left before a moment of ``time.monotonic``; None for none."""
+    """Return the seconds until a time of ``time.monotonic``; None for none."""
     return None if deadline is None else deadline - time.monotonic()
 
 
 def uninterrupted(call: Callable[[], T]) -> T:
-    """Return what ``call`` returns. An interrupt ends the waiting for it, not the call itself.
+    """Return ``call()``. An interrupt ends the wait for it, not the call itself.
 
-    Only the main thread is interrupted; there, the call runs in a thread of its own.
+    Only the main thread is interrupted; there, the call runs in its own thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -77,7 +77,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
     try:
         start_thread(threading.Thread(target=run, name=CHANGE_THREAD, daemon=False))
     except RuntimeError:
-        return call()  # the interpreter is ending and starts no threads
+        return call()  # the interpreter is exiting and starts no threads
     done.acquire()
     if errors:
         raise errors.pop()
@@ -85,13 +85,13 @@ def uninterrupted(call: Callable[[], T]) -> T:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. An interrupt meanwhile leaves a thread that runs, or none.
+    """Start a thread. An interrupt meanwhile leaves a running thread, or none.
 
-    ``Thread.start`` waits for the thread's first sign at a condition. An interrupt there can leave its lock taken for
-    ever: the thread never begins, and the interpreter waits for it when it ends. So another thread does that waiting.
+    ``Thread.start`` waits for the thread's first sign at a condition. An interrupt there can leave its lock held for
+    ever: the thread never begins, and the interpreter waits for it at exit. So another thread does that waiting.
 
     Raises:
-        RuntimeError: the interpreter is ending, or the system has no thread left.
+        RuntimeError: the interpreter is exiting, or the system is out of threads.
     """
     if threading.current_thread() is not threading.main_thread():
         thread.start()

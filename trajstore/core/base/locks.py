@@ -1,7 +1,7 @@
-"""The order of locks: who holds one takes only those after it, so that no two threads wait for each other.
+"""The order of locks: a thread acquires only locks after those it holds, so there are no deadlocks.
 
-``docs/design/locks.md`` says what each one guards. The order is checked where :func:`checked` is in force, which a
-fixture of the tests sees to; elsewhere these are the locks of ``threading``, and cost what they cost.
+``docs/design/locks.md`` lists the state that each one guards. The order is checked inside :func:`checked`, which a
+test fixture enters; elsewhere these are plain locks of ``threading``, at their cost.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ SEVERAL = {
     "RunningCopies._lock": "of all buffers at once, before the process forks",
     "HeldFolder._mutex": "a folder's, then that of the folder in which it lies",
 }
-"""Locks of which one thread may hold those of several objects, and when."""
+"""Locks that one thread may hold for several objects, and when."""
 
 
 class Lock(Protocol):
-    """What both kinds of lock of ``threading`` can do."""
+    """Interface of both kinds of lock of ``threading``."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock; return whether it was taken."""
+        """Acquire the lock; return whether it was acquired."""
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
 
     def __enter__(self) -> bool: ...
 
@@ -79,20 +79,20 @@ class Lock(Protocol):
 
 
 _DEPTH = 6
-"""Calls that are told of each place."""
+"""Stack frames shown per acquisition."""
 
 _breaches: list[str] | None = None
-"""What was taken out of order; None while nothing is checked."""
+"""Violations of the order; None while nothing is checked."""
 
 _mine = threading.local()
 
 
 @contextmanager
 def checked() -> Iterator[list[str]]:
-    """Check all locks that are made meanwhile; what is taken out of order is put into the list, with both places.
+    """Check all locks made in the block; yield the list of violations, each with both places.
 
-    Not for tests in which an exception may come at any moment: a lock that is checked is taken by code in Python,
-    between two instructions of which it may come.
+    Not for tests with asynchronous exceptions: a checked lock is acquired by Python code, which they may
+    interrupt.
     """
     global _breaches
     before, _breaches = _breaches, []
@@ -103,7 +103,7 @@ def checked() -> Iterator[list[str]]:
 
 
 def lock(name: str) -> Lock:
-    """Return a lock that its own thread cannot take again.
+    """Return a non-reentrant lock.
 
     Args:
         name: of ``ORDER``.
@@ -113,7 +113,7 @@ def lock(name: str) -> Lock:
 
 
 def rlock(name: str) -> Lock:
-    """Return a lock that its own thread may take again.
+    """Return a reentrant lock.
 
     Args:
         name: of ``ORDER``.
@@ -123,7 +123,7 @@ def rlock(name: str) -> Lock:
 
 
 def condition(name: str) -> threading.Condition:
-    """Return a condition whose lock its own thread may take again.
+    """Return a condition with a reentrant lock.
 
     Args:
         name: of ``ORDER``.
@@ -169,7 +169,7 @@ class _Checked:
     def __exit__(self, *error: Any) -> None:
         self.release()
 
-    # What a condition asks of a lock that can be taken again.
+    # Methods that a condition needs from a reentrant lock.
 
     def _is_owned(self) -> bool:
         return bool(self._plain._is_owned())
@@ -186,7 +186,7 @@ class _Checked:
 
 
 def _held() -> list[tuple[_Checked, list[tuple[str, int]]]]:
-    """Return the locks that this thread holds, and where it took each."""
+    """Return the locks that this thread holds, with the place of each acquisition."""
     try:
         return _mine.held  # type: ignore[no-any-return]
     except AttributeError:
@@ -195,7 +195,7 @@ def _held() -> list[tuple[_Checked, list[tuple[str, int]]]]:
 
 
 def _place() -> list[tuple[str, int]]:
-    """Return files and lines of the calls that take a lock, the outermost first; this file is left out."""
+    """Return files and lines of the calling stack frames, the outermost first, without this file."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[str, int]] = []
     while frame is not None and len(found) < _DEPTH:

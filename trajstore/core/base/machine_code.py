@@ -1,9 +1,9 @@
-"""The modules that numba compiles, loaded where no signal comes.
+"""Imports numba modules in a thread that receives no signals.
 
-An exception that a signal handler raises (Ctrl-C) in the midst of importing numba, or of compiling, would leave numba
-unusable for the rest of the process. Python runs signal handlers in the main thread only, so another thread loads and
-compiles, to its end; whoever waits for it can be interrupted, and waits again with the next call. Importing numba takes
-a while, so nothing is loaded before it is needed.
+An exception from a signal handler (Ctrl-C) during numba's import or compilation would leave numba unusable for the
+rest of the process. Python runs signal handlers in the main thread only, so another thread loads and compiles. A
+caller that waits for it can be interrupted, and waits again with the next call. Importing numba is slow, so modules
+are loaded on first use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trajstore.core.base import locks
 from trajstore.core.base.interrupts import start_thread, uninterrupted
 
 LOADING_THREAD = "trajstore-load"
-"""Name of the thread that loads what is going to be needed."""
+"""Name of the loading thread."""
 
 
 class MachineCode:
-    """What a module that numba compiles has, as attributes; the module is imported when one is first asked for.
+    """Attributes of a numba module, which is imported on first access.
 
     Args:
         module: its full name.
@@ -43,10 +43,10 @@ class MachineCode:
         return self.__dict__[name]
 
     def begin(self) -> None:
-        """Begin to load the module, which goes on in the background; the process does not end in the midst of it."""
+        """Start loading the module in the background; the process does not exit before it has loaded."""
         if not self._begun:
             self._begun = True
-            # Without it, the first use loads: the interpreter is ending, or there is no memory for a thread.
+            # On failure the first use loads it: the interpreter is exiting, or there is no memory for a thread.
             with suppress(RuntimeError):
                 start_thread(threading.Thread(target=self._load, name=LOADING_THREAD))
 
@@ -56,7 +56,7 @@ class MachineCode:
             self.__dict__.update({name: functions[name] for name in functions if not name.startswith("_")})
 
 
-# A child that is forked while a thread loads would have modules that nobody loads to their end.
+# A child that is forked while a thread loads would have half-loaded modules.
 os.register_at_fork(
     before=MachineCode._lock.acquire,
     after_in_parent=MachineCode._lock.release,
@@ -64,7 +64,7 @@ os.register_at_fork(
 )
 
 kernels = MachineCode("trajstore.core.base._kernels")
-"""Kernels that move rows; a buffer begins to load them, so that the first add or sample hardly waits."""
+"""Kernels that move rows; a buffer starts to load them, so that the first add or sample hardly waits."""
 
 tree_kernels = MachineCode("trajstore.core.sampling._tree_kernels")
 """Kernels that search sum trees and compute orders."""

@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses whose annotations say what each key may be. msgspec compares them. Pure."""
+"""Settings: frozen dataclasses with annotated value ranges, checked by msgspec. Pure."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=LONGEST)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Number = Annotated[float, Meta(ge=-sys.float_info.max)]
-"""Infinity too."""
+"""A float, infinity included."""
 NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Text = Annotated[str, Meta(min_length=1)]
 
 Check = Callable[[str, Any], Any]
-"""Takes the name and the value of a key; returns what the value means, or raises ConfigurationError."""
+"""Takes the name and value of a key; returns the converted value, or raises ConfigurationError."""
 
 
 class Settings:
     """Base of frozen dataclasses whose fields are the keys of a section of a configuration.
 
-    The annotation of a key says what it may be, with ranges as msgspec's ``Meta``. ``Annotated`` with a :data:`Check`
-    is for what msgspec cannot say. Numpy's numbers are taken, and floats without a fraction for whole numbers (YAML's
-    ``1e6``).
+    The annotation of a key defines its values, with ranges as msgspec's ``Meta``. ``Annotated`` with a :data:`Check`
+    is for conditions beyond msgspec. Numpy's numbers are accepted, and floats without a fraction for whole numbers
+    (YAML's ``1e6``).
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
     section: ClassVar[str] = ""
-    """Where the keys stand in a configuration; begins the messages."""
+    """Name of the section in a configuration; begins the messages."""
 
     def __post_init__(self) -> None:
         values = dict(vars(self))
@@ -54,7 +54,7 @@ class Settings:
         refuse(self.section, problems or self.contradictions())
 
     def contradictions(self) -> list[str]:
-        """Return which keys cannot be wanted beside each other, one sentence each; each by itself is right."""
+        """Return a sentence for each pair of valid keys that exclude each other."""
         return []
 
     @classmethod
@@ -72,17 +72,17 @@ class Settings:
 
 
 def names_of(kind: type[Settings]) -> list[str]:
-    """Return the keys of some settings."""
+    """Return the keys of settings."""
     return [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # subclasses are dataclasses
 
 
 def settle(kind: type[Settings], values: MutableMapping[str, Any], said: Mapping[str, str] | None = None) -> list[str]:
-    """Put what values mean in their place (1000 for ``1e3``); return what is wrong with the others, one sentence each.
+    """Convert values in place (1000 for ``1e3``); return a sentence for each invalid one.
 
     Args:
-        kind: whose keys they are. Absent keys are fine.
+        kind: the settings class. Absent keys are fine.
         values: by key; changed in place.
-        said: names under which keys were given, if they were others.
+        said: the keys' original names, where they differ.
     """
     problems = []
     for key, check in _checks(kind).items():  # type: ignore[arg-type]  # mypy asks an instance for its hash
@@ -98,14 +98,14 @@ def refuse(section: str, problems: Sequence[str]) -> None:
     """Raise one error for all problems, if there are any.
 
     Raises:
-        ConfigurationError: there are.
+        ConfigurationError: there are problems.
     """
     if problems:
         raise ConfigurationError(f"{section}: {'; '.join(problems)}" if section else "; ".join(problems))
 
 
 def unknown(given: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Return a sentence for each key that is not known, with the nearest one that is."""
+    """Return a sentence for each unknown key, with the nearest known one."""
     problems = []
     for key in given:
         if key not in known:
@@ -116,10 +116,10 @@ def unknown(given: Iterable[str], known: Sequence[str]) -> list[str]:
 
 
 def keys_of(node: Any, name: str) -> dict[str, Any]:
-    """Return a section as a dict, with dicts and lists for what behaves like one (OmegaConf's); None is empty.
+    """Return a section as a dict, with plain dicts and lists in place of similar types (OmegaConf's); None is empty.
 
     Raises:
-        ConfigurationError: it is no mapping.
+        ConfigurationError: it is not a mapping.
     """
     if node is not None and not hasattr(node, "keys"):
         raise ConfigurationError(f"{name}: must be a mapping of keys, is a {type(node).__name__}")
@@ -129,7 +129,7 @@ def keys_of(node: Any, name: str) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "keys"):
-        return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - may be no dict
+        return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - may not be a dict
     return [_plain(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
@@ -151,7 +151,7 @@ def _check_of(hint: Any) -> Check:
 
 
 def converted(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as an annotation says.
+    """Convert a value according to an annotation.
 
     Raises:
         ConfigurationError: it is of another type, or out of range.

@@ -1,4 +1,4 @@
-"""Values that come late: a judge's score, a correction, a tag. From the writer, and from any other process."""
+"""Late values: a judge's score, a correction, a tag. From the writer, or from any other process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any] | torch.Tensor
 
 Values = Value | Sequence[Value] | Array | Sequence[Array]
-"""One value for all trajectories, or one for each; or, as a list of arrays, the rows of each."""
+"""One value for all trajectories, or one per trajectory; or, as a list of arrays, the rows of each."""
 
 
 def annotate(
@@ -54,37 +54,37 @@ def annotate(
     who: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give trajectories values that come late, which are durable when this returns: numbers, texts such as tags, rows.
+    """Set late values of trajectories, durably: numbers, texts such as tags, rows.
 
-    The latest value of a name counts, and is a column of questions (``query()``); all others stay in the history
-    (:func:`notes_of`). A number called ``outcome``, ``success_rate`` or ``reward_NAME`` takes the place of what the
-    rollout says of it. A rollback to an earlier point takes values back that came after it.
+    The latest value of a name counts, and is a column of queries (``query()``); earlier ones stay in the history
+    (:func:`notes_of`). A number called ``outcome``, ``success_rate`` or ``reward_NAME`` overrides the rollout's own
+    value. A rollback to an earlier point removes later values.
 
-    Any process may call this with the path of a store or of a run, whoever writes there: the values wait in the store's
-    inbox until its writer takes them in, a second later, or are taken in at once where nobody writes.
+    Any process may call this with the path of a store or of a run, even while another writes there: the values wait in
+    the store's inbox until its writer applies them, a second later, or are applied at once if there is no writer.
 
     Args:
         store: path or URL of a store or run directory; or the buffer that writes the store.
         ids: of the trajectories.
-        values: by name: a finite number, a bool, a text of up to 4,096 characters, or None, which takes back what there
-            is; one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
+        values: by name: a finite number, a bool, a text of up to 4,096 characters, or None, which removes the value;
+            one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
             ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
-            Rows take the process that writes the store, which is given as its buffer.
-        who: gives them, for the history; None or an empty text: nobody says.
+            Rows require the process that writes the store, with its buffer as ``store``.
+        who: author of the values, for the history; None or an empty text: unknown.
         storage_options: passed on to the fsspec file system.
 
     Raises:
-        ConfigurationError: a name or value cannot be kept, or contradicts the kind that a name has in the store or, if
-            it is new there, in another rank of the run; nothing was given.
-        TrajectoryUnavailableError: an id is not in the store; nothing was given.
+        ConfigurationError: a name or value cannot be stored, or contradicts the kind that a name has in the store or,
+            if it is new there, in another rank of the run; nothing was set.
+        TrajectoryUnavailableError: an id is not in the store; nothing was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
-        StoreWriteError: it could not be written.
+        StoreWriteError: writing failed.
     """
-    said, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
+    update, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):
-        if said.ids and (said.values or rows):
-            store.sink.annotate(said, rows)
+        if update.ids and (update.values or rows):
+            store.sink.annotate(update, rows)
         return
     if rows:
         raise ConfigurationError(
@@ -93,32 +93,32 @@ def annotate(
         )
     stores = _stores(store, storage_options or {})
     parts, known = [], {}
-    for rank in sorted({rank_of_id(number) for number in said.ids}):
+    for rank in sorted({rank_of_id(number) for number in update.ids}):
         if rank not in stores:
-            raise _no_rank(store, next(number for number in said.ids if rank_of_id(number) == rank), stores)
-        part = said.without({number for number in said.ids if rank_of_id(number) != rank})
+            raise _no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
+        part = update.without({number for number in update.ids if rank_of_id(number) != rank})
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)
         known[rank] = kinds_to_come(catalog, part.values.keys())
         check_given(part, known[rank])
         parts.append((stores[rank], catalog.store_id, part))
-    new = {name: some for name, some in said.values.items() if not all(name in kinds for kinds in known.values())}
+    new = {name: some for name, some in update.values.items() if not all(name in kinds for kinds in known.values())}
     if new:
-        _check_ranks(replace(said, values=new), stores, known)
-    for directory, store_id, part in parts if said.values else ():
+        _check_ranks(replace(update, values=new), stores, known)
+    for directory, store_id, part in parts if update.values else ():
         with written(f": nothing was given to the trajectories of {directory.url}"):
             put(directory, store_id, part)
         _take_in(directory)
 
 
 def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuse new names that stand for values of another kind in some rank of the run.
+    """Refuse new names whose values have another kind in some rank of the run.
 
     Args:
         said: the values of these names.
         stores: of the run.
-        known: kinds of names, by rank, where they are known already.
+        known: kinds of names, by rank, as far as known already.
 
     Raises:
         ConfigurationError: names the rank.
@@ -128,7 +128,7 @@ def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int
         if kinds is None:
             try:
                 kinds = kinds_to_come(Catalog.open(directory), said.values.keys())
-            except StoreError as error:  # which is no reason to give nothing to the other ranks
+            except StoreError as error:  # the other ranks still get their values
                 logger.warning("annotate: rank %d was not asked for its names of values: %s", rank, error)
                 continue
         check_same_kinds(said, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
@@ -140,7 +140,7 @@ def notes_of(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Note]:
-    """Return every value that a trajectory was given late, the earliest first, with who gave it and when.
+    """Return every late value of a trajectory, the earliest first, with author and time.
 
     Args:
         store: path or URL of a store or run directory; or the buffer that writes the store.
@@ -166,7 +166,7 @@ def notes_of(
 
 
 def _no_rank(store: str | Path | TrajectoryReplayBuffer, number: int, stores: Mapping[int, Directory]) -> Exception:
-    """Return the error for an id of a rank that is not among the stores of a path."""
+    """Return the error for an id whose rank is not among the stores of a path."""
     if (rank_of_id(number) == ALONE) != (ALONE in stores):
         return StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here; {spelling_hint(number)}")
     there = listed(f"rank {rank}" for rank in sorted(stores))
@@ -174,9 +174,9 @@ def _no_rank(store: str | Path | TrajectoryReplayBuffer, number: int, stores: Ma
 
 
 def _take_in(directory: Directory) -> None:
-    """Take in what the inbox of a store has, unless somebody writes there, who does it.
+    """Apply the late values in a store's inbox, unless it has a writer, which does so.
 
-    It is looked at again once the lock is free: who came meanwhile saw that it was held, and left the rest to us.
+    The inbox is read again once the lock is free: processes that found it held meanwhile left their values to us.
     """
     before: list[str] = []
     while (there := waiting(directory)) != before:
@@ -189,32 +189,32 @@ def _take_in(directory: Directory) -> None:
 
 
 def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
-    """Return what is said, checked but for what is there already, and the values by row.
+    """Check late values, except against existing ones; return them, and the values by row.
 
     Raises:
-        ConfigurationError: it cannot be kept.
+        ConfigurationError: a value cannot be stored.
     """
     wanted = ids_from("ids", [ids] if isinstance(ids, int | str) else ids)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    said = Said(tuple(wanted), listed, who, microseconds())
-    said.check()
+    update = Said(tuple(wanted), listed, who, microseconds())
+    update.check()
     check_names(values, FACTS)
     for name in rows:
         check_name(name)
         if name in OVER_FACTS or name.startswith(SCORE):
             raise ConfigurationError(f"annotate: {name}: has rows, but takes the place of a number")
-    return said, rows
+    return update, rows
 
 
 def _is_rows(values: Any) -> bool:
-    """Return whether values are those of rows: a list of arrays that are no single numbers, or one array of them."""
+    """Return whether values are rows: a list of arrays with dimensions, or one such array."""
     if isinstance(values, torch.Tensor | np.ndarray):
         return values.ndim > 1
     return isinstance(values, list | tuple) and any(
-        isinstance(one, torch.Tensor | np.ndarray) and one.ndim for one in values
+        isinstance(item, torch.Tensor | np.ndarray) and item.ndim for item in values
     )
 
 
@@ -222,21 +222,21 @@ def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
     """Return the rows of each trajectory, contiguous and on the CPU.
 
     Raises:
-        ConfigurationError: there are not as many, or one is no array.
+        ConfigurationError: their number is wrong, or one is not an array.
     """
     if len(values) != count:
         raise ConfigurationError(
             f"annotate: {name}: rows of {len(values)} trajectories for {count}, must be as many: a list of arrays"
         )
     tensors = []
-    for at, one in enumerate(values):
-        if not isinstance(one, torch.Tensor | np.ndarray):
+    for at, item in enumerate(values):
+        if not isinstance(item, torch.Tensor | np.ndarray):
             raise ConfigurationError(
-                f"annotate: {name}: value {at} is {shown(one)}, others are arrays of rows; take rows back with None "
+                f"annotate: {name}: value {at} is {shown(item)}, others are arrays of rows; take rows back with None "
                 "for all trajectories of a call"
             )
         try:
-            tensors.append(as_tensor(name, one))
+            tensors.append(as_tensor(name, item))
         except InvalidTrajectoryError as error:
             raise ConfigurationError(f"annotate: {error}") from error
     return tensors
@@ -254,13 +254,13 @@ def _stores(path: str | Path, storage_options: Mapping[str, Any]) -> dict[int, D
     """Return the store at a path (by ``ALONE``), or those of a run, by rank.
 
     Raises:
-        StoreNotFoundError: there is none.
+        StoreNotFoundError: there is no store.
     """
     check_options(path, storage_options)
     directory = open_directory(path_or_url("store", path), **storage_options)
     if kind_of(directory) == "store":
         return {ALONE: directory}
-    stores = {rank_of(one): one for one in ranks_of(directory).directories if kind_of(one) == "store"}
+    stores = {rank_of(place): place for place in ranks_of(directory).directories if kind_of(place) == "store"}
     if not stores:
         raise nothing_at(path, directory)
     return stores

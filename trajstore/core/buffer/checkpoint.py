@@ -63,14 +63,14 @@ logger = logging.getLogger(__name__)
 
 Layout = Literal["trajstore", "rlinf"]
 Loose = list[tuple[int, FlatTrajectory]]
-"""Trajectories that have no shard to link, each with its position in the snapshot."""
+"""Trajectories without a shard to link, each with its position in the snapshot."""
 
 _SHARD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The buffer's own state: what ``metadata.json`` says besides the trajectories."""
+    """The buffer's own state: the fields of ``metadata.json`` besides the trajectories."""
 
     trajectory_format: str
     trajectory_counter: int
@@ -84,7 +84,7 @@ class CheckpointState:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> CheckpointState:
-        """Return the state that a ``metadata.json`` or a pin tells; what it does not tell is None.
+        """Parse the state in a ``metadata.json`` or a pin; absent fields are None.
 
         Raises:
             CorruptStoreError: a value is of the wrong kind.
@@ -112,24 +112,24 @@ def save_checkpoint(
     *,
     converted: bool = False,
 ) -> None:
-    """Write a snapshot of a buffer to a directory of its own; what has ids of a run's ranks is numbered anew there.
+    """Write a snapshot of a buffer to its own directory; ids of a run's ranks are renumbered.
 
     Args:
-        target: where to.
-        snapshot: what.
+        target: the directory.
+        snapshot: the trajectories.
         state: of the buffer.
-        trajectory_format: of the shards that are written.
+        trajectory_format: of new shards.
         layout: of the directory.
-        converted: link no shard that is of another format.
+        converted: link only shards that are in this format.
 
     Raises:
-        ConfigurationError: the layout is unknown, or the directory holds something else.
-        StoreWriteError: it could not be written; what was there before is still there.
+        ConfigurationError: the layout is unknown, or the directory holds other files.
+        StoreWriteError: it could not be written; the earlier content is unchanged.
     """
     if layout not in ("trajstore", "rlinf"):
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
     ids = snapshot.index["trajectory_id"]
-    if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are those of that run alone
+    if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are unique in that run only
         one_rank = (rank_of_id(ids) == rank_of_id(ids[:1])).all()
         snapshot.index.renumber(own_id(ids) if one_rank else np.arange(len(ids)))
     write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
@@ -139,21 +139,21 @@ def save_checkpoint(
 
 
 def check_target(target: Directory, above: Iterable[Directory]) -> None:
-    """Refuse a directory that holds something else than an earlier checkpoint, or lies within a store.
+    """Refuse a directory that holds anything but an earlier checkpoint, or is inside a store.
 
     Args:
-        target: where a checkpoint is to be written.
-        above: the directories in which it lies.
+        target: of the checkpoint.
+        above: its parent directories.
 
     Raises:
-        ConfigurationError: says what is there, or which store it lies in.
+        ConfigurationError: names the other files or the store.
     """
     files, folders = target.listing()
     own = "give the checkpoint its own directory"
     if LOG_FOLDER in folders or LOCK_NAME in files:
         live = "that is being written" if LOCK_NAME in files and target.size(LOCK_NAME) else "of its own"
         raise ConfigurationError(f"{target.url}: is a store {live}; {own}")
-    if isinstance(target, LocalDirectory):  # elsewhere nothing is deleted, and one that was cut short is written again
+    if isinstance(target, LocalDirectory):  # elsewhere nothing is deleted, and an incomplete checkpoint is rewritten
         known = {METADATA_NAME, *INDEX_NAMES, SHARDS_FOLDER, READERS_FOLDER}
         others = [name for name in (*files, *folders) if name not in known and not is_file_of_rlinf(name)]
         if others or ((files or folders) and METADATA_NAME not in files):
@@ -182,7 +182,7 @@ def _write_store(
     loose: list[int] = []
 
     def linked(place: tuple[int, int]) -> int | None:
-        """Return the row of a shard that was linked here; None if it must be written in another format."""
+        """Return the row of a shard that was linked; None if it must be converted."""
         source = snapshot.sources[place[0]]
         old = source.manifest(place[1])
         if converted and old.format != trajectory_format.name:
@@ -246,19 +246,19 @@ def _write_store(
     if isinstance(target, LocalDirectory):
         target.publish(last)  # the directory is renamed into place as a whole
         return
-    for file in last:  # whoever sees the metadata finds everything else
+    for file in last:  # a reader that sees the metadata finds everything else
         target.publish([file])
 
 
 def _values_in(snapshot: ReadSnapshot) -> list[int]:
-    """Return the places, in ``snapshot.values``, of the shards whose values one of its trajectories has."""
+    """Return the indices in ``snapshot.values`` of the shards whose values one of its trajectories uses."""
     index = snapshot.index
     tables = [np.unique(index[NOTE_ROWS + name]) for name in index.row_notes]
     return [at for at in np.unique(np.concatenate([np.zeros(0, np.int32), *tables])).tolist() if at >= 0]
 
 
 def _values_at(snapshot: ReadSnapshot, at: int) -> ShardContent:
-    """Return the values by row of a shard as a whole, decoded."""
+    """Return the values by row of a whole shard, decoded."""
     source, row = snapshot.sources[snapshot.values[at][0]], snapshot.values[at][1]
     manifest, reader = source.manifest(row), source.reader(row)
     pieces = [[raw_bytes(reader.rows(number, 0, rows))] for number, rows in enumerate(manifest.rows)]
@@ -268,7 +268,7 @@ def _values_at(snapshot: ReadSnapshot, at: int) -> ShardContent:
 
 
 def _set_locations(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
-    """Set where trajectories are within the shard that was made of them."""
+    """Set the trajectories' locations in their new shard."""
     starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
     locations = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
     index.point(np.array(entries, np.int64), locations)
@@ -285,7 +285,7 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
 
 
 def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[Loose]:
-    """Yield trajectories that have no shard to link: of as many as a shard holds, those of each schema together."""
+    """Yield trajectories without a shard to link, by schema, in groups of a shard's size."""
     flats = ((at, _flat_at(snapshot, at)) for at in loose)
     for portion, _ in portions(flats, _SHARD_BYTES, lambda item: item[1].nbytes):
         groups: dict[Schema, Loose] = {}

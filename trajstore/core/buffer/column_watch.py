@@ -1,6 +1,6 @@
-"""Tells when what is added is of another kind, or has other columns, than what was there. No I/O.
+"""Warns when additions differ from earlier ones in kind or columns. No I/O.
 
-Takes no lock: of two threads that add at once, both may tell the same difference.
+Takes no lock: two threads that add at once may both warn of the same difference.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class ColumnWatch:
-    """Compares the columns of step trajectories with those of the ones before, and warns once of each difference.
+    """Compares the columns of step trajectories with those before, and warns once of each difference.
 
-    It warns once, too, where blocks of steps and rollouts of agents come into one store.
+    Warns once, too, when a store gets both blocks of steps and rollouts of agents.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class ColumnWatch:
         self._told: set[str] = set()
 
     def begin(self, schema: Schema) -> None:
-        """Note the columns of the newest trajectory that was there already."""
+        """Set the columns of the newest existing trajectory."""
         self._kind = schema.kind
         if schema.kind == "step":
             self._last = schema
 
     def look(self, flats: Sequence[FlatTrajectory]) -> None:
-        """Compare what is about to be added."""
+        """Compare trajectories that are about to be added."""
         for flat in flats:
             schema = flat.schema
             if schema.kind != self._kind:

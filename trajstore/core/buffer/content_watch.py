@@ -1,6 +1,6 @@
-"""Tells when rollouts are added that are certainly wrong, or that were added before. No I/O.
+"""Warns of added rollouts that are certainly wrong, or duplicates. No I/O.
 
-Takes no lock: of two threads that add at once, both may tell the same.
+Takes no lock: two threads that add at once may both give the same warning.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _REMEMBERED = 1 << 16
 
 
 class ContentWatch:
-    """Looks at what one process adds; warns at the 1st, 10th, 100th, ... rollout with the same thing wrong.
+    """Checks one process's additions; warns at the 1st, 10th, 100th, ... rollout with the same problem.
 
-    A rollout was added before if its task, ``rollout_id`` and policy version are those of one of the newest 65,536.
+    A rollout is a duplicate if its task, ``rollout_id`` and policy version are those of one of the newest 65,536.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict looks for its first one past all that went
+        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict would scan past deleted entries for its first
 
     def flatten(self, trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
         """Return trajectories as columns, all checked; empty ones are skipped with a warning.
@@ -63,7 +63,7 @@ class ContentWatch:
         return flats
 
     def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
-        """Look at trajectories that are about to be added, as they came and as columns."""
+        """Check trajectories that are about to be added, in both forms."""
         for trajectory, flat in zip(trajectories, flats, strict=True):
             if isinstance(trajectory, AgentTrajectory):
                 self._count(trajectory, [*doubts(flat, trajectory.response_start)])

@@ -1,4 +1,4 @@
-"""Samplers kept told of what a buffer shows. Called with ``Contents.lock`` held."""
+"""Keeps samplers up to date with a buffer's contents. Called with ``Contents.lock`` held."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trajstore.core.store.index import TrajectoryIndex
 from trajstore.errors import ConfigurationError, listed
 
 _VIEWS: weakref.WeakKeyDictionary[Sampler, weakref.ref[View]] = weakref.WeakKeyDictionary()
-"""Which view each sampler was told of last; not in the sampler, which travels between processes."""
+"""The view that each sampler follows; not in the sampler, which is sent between processes."""
 
 
 def claim(sampler: Sampler, view: View) -> None:
-    """Note that a sampler follows a view from now on.
+    """Make a sampler follow a view from now on.
 
     Raises:
-        ConfigurationError: it follows another one, whose ids stand for other trajectories.
+        ConfigurationError: it follows another one, whose ids name other trajectories.
     """
     reference = _VIEWS.get(sampler)
     before = None if reference is None else reference()
@@ -40,10 +40,10 @@ def _shown_stores(store_ids: set[str]) -> str:
 
 
 class Following:
-    """Keeps one sampler told of what contents hold. Use it with the lock of the contents held.
+    """Keeps one sampler up to date with contents. Use it with the lock of the contents held.
 
-    Additions, and the leaving of the oldest, cost what they are. Where entries leave from the middle, or contents are
-    replaced, all ids are compared, which costs no more than the leaving itself did.
+    Additions and evictions of the oldest cost time in proportion to their number. Evictions from the middle and
+    replaced contents compare all ids, which costs no more than the change itself.
     """
 
     def __init__(self, sampler: Sampler, view: View) -> None:
@@ -56,7 +56,7 @@ class Following:
         self._unavailable = range(0)
 
     def is_behind(self, contents: Contents) -> bool:
-        """Return whether there is something to tell the sampler."""
+        """Return whether the sampler needs an update."""
         return self._is_replaced(contents.index) or self._shown(contents) != (self._first, self._end, self._unavailable)
 
     def _is_replaced(self, index: TrajectoryIndex) -> bool:
@@ -67,7 +67,7 @@ class Following:
         return max(contents.index.first, contents.start), contents.index.end, contents.unavailable
 
     def sync(self, contents: Contents) -> None:
-        """Tell the sampler what has changed since the last time."""
+        """Update the sampler with the changes since the last call."""
         if not self.is_behind(contents):
             return
         index = contents.index
@@ -82,7 +82,7 @@ class Following:
             moved = np.flatnonzero(stay != wanted[: len(stay)])
             state = self._sampler.state_dict() if len(moved) else None
             same = int(moved[0]) if len(moved) else len(stay)
-            # A rank's commit that is seen later than younger ones of other ranks comes before them.
+            # A rank's commit that is seen after younger ones of other ranks comes before them.
             self._sampler.evicted(stay[same:])
             self._add(contents, positions[same:])
             if state is not None:
@@ -96,7 +96,7 @@ class Following:
         self._givers = self._view.givers(contents)
 
     def _forget_others(self, contents: Contents) -> None:
-        """Tell the sampler that all it knows has left, if ids may stand for other trajectories than before."""
+        """Evict everything from the sampler, if ids may now name other trajectories."""
         before, gave_all = self._givers
         replaced = self._index is not None and self._index() is not contents.index
         if replaced and not (gave_all and before <= self._view.givers(contents)[0]):

@@ -1,4 +1,4 @@
-"""Loading: what a path names, be it a store, a checkpoint, RLinf's, or a folder of ranks, as sources to show."""
+"""Opens the sources at a path: a store, a checkpoint, RLinf's, or a folder of ranks."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from trajstore.errors import (
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
+    """Arguments of ``load_checkpoint``, kept for ``refresh``.
 
     Attributes:
-        directory: what to load; held, so that it is found again wherever it or the process moves.
+        directory: to load; held open, so that it is found again after it or the process moves.
         share: (local_rank, world_size), or None to load everything.
         strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a pin of the store.
-        united: load these in place of what ``directory`` holds, by rank, with ids of a run; one store by ``ALONE``.
-        quiet: who asks tells of all damage; no warnings.
+        united: load these in place of the content of ``directory``, by rank, with ids of a run; one store by ``ALONE``.
+        quiet: no warnings; the caller reports all damage.
     """
 
     directory: Directory
@@ -65,7 +65,7 @@ class LoadRequest:
 
     @property
     def stride(self) -> int:
-        """By how much the ids of one rank's additions grow, so that they stay unique over ranks."""
+        """Distance between ids of one rank's additions, which keeps them unique over ranks."""
         return 1 if self.share is None else self.share[1]
 
     def first_id(self, next_id: int) -> int:
@@ -75,19 +75,19 @@ class LoadRequest:
 
 @dataclass
 class Loaded:
-    """What ``load_sources`` found.
+    """Result of ``load_sources``.
 
     Attributes:
-        parts: every source with the entries to show of it, none perhaps, each oldest first.
-        order: of the entries of all parts, the oldest first; None where they follow each other.
-        leases: announcements that keep the writer from deleting what is read.
-        state: of the buffer that saved it, which of several ranks is that of the same number, or of the first one.
-        new_rank: (rank, number of ranks) where no rank of now is one of then, so that each begins its draws anew.
+        parts: every source with its entries to show, possibly none, each oldest first.
+        order: of the entries of all parts, the oldest first; None if parts follow each other.
+        leases: keep writers from deleting files in use.
+        state: of the buffer that saved it; with several ranks, that of the same rank, or of the first.
+        new_rank: (rank, number of ranks) if the number of ranks has changed, so that each starts its draws anew.
         counter: one more than the highest id of the share.
-        next_id: one more than the highest id that any of the stores has given.
-        ranks: names of the ``rank_*`` folders of a run, also of those that are left out; None of a directory alone.
+        next_id: one more than the highest id that any of the stores has given out.
+        ranks: names of a run's ``rank_*`` folders, including those left out; None for a single directory.
         skipped: trajectories left out because their files are absent or damaged.
-        warnings: a sentence on all that is damaged, and on what was left out or worked out again (``strict=False``).
+        warnings: a sentence for each kind of damage, omission or reconstruction (``strict=False``).
     """
 
     parts: list[tuple[Source, TrajectoryIndex]]
@@ -104,7 +104,7 @@ class Loaded:
 
 @dataclass
 class _Opened:
-    """One directory: the entries that it shows, the buffer's state, how many entries were left out, and why."""
+    """One directory: its entries, the buffer's state, the number of entries left out, and the reasons."""
 
     source: Source
     index: TrajectoryIndex
@@ -127,26 +127,26 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
     try:
         whole_place = united is None and directories != [place]
         ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
-        found, kept, errors = _open_all(directories, ranks, leases, strict, request.pin)
-        lacking += _absent_above(place, [item.source for item in found]) if whole_place else []
-        if (strict is not False and (lacking or errors)) or not found:
+        opened, kept, errors = _open_all(directories, ranks, leases, strict, request.pin)
+        lacking += _absent_above(place, [item.source for item in opened]) if whole_place else []
+        if (strict is not False and (lacking or errors)) or not opened:
             raise _all_of([*lacking, *errors], path)
         whole = not lacking and not errors
-        same_ranks = share is not None and whole and len(found) == share[1]
-        state = found[share[0] if share is not None and same_ranks else 0].state
-        # Of a single directory of RLinf's every rank draws the same, as with RLinf.
-        as_rlinf = len(directories) == 1 and isinstance(found[0].source, RLinfSource)
+        same_ranks = share is not None and whole and len(opened) == share[1]
+        state = opened[share[0] if share is not None and same_ranks else 0].state
+        # Every rank draws the same from a single directory of RLinf, as in RLinf.
+        as_rlinf = len(directories) == 1 and isinstance(opened[0].source, RLinfSource)
         new_rank = None if same_ranks or as_rlinf else share
-        for item in found:
+        for item in opened:
             item.source.checked = verify_shards
-        loaded = Loaded([], kept, state, new_rank=new_rank, skipped=sum(item.skipped for item in found))
-        loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
+        loaded = Loaded([], kept, state, new_rank=new_rank, skipped=sum(item.skipped for item in opened))
+        loaded.warnings = [*map(str, lacking), *(text for item in opened for text in item.warnings)]
         for error, directory in errors.items():
             loaded.skipped += count_told(directory) or 0
             loaded.warnings.append(f"{directory.url} {left_out_in_words(directory, error)}")
         if whole_place:
             loaded.ranks = frozenset(name_of(directory) for directory in directories)
-        _unite(loaded, found, share, path)
+        _unite(loaded, opened, share, path)
         if strict is not False:
             _check_present(loaded, path)
         return loaded
@@ -163,7 +163,7 @@ def _open_all(
     strict: bool | None,
     pin: str | None,
 ) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
-    """Open each; return what was found with the announcements that it needs, and the errors of the rest."""
+    """Open each directory; return the results with their reader leases, and the errors of the rest."""
     found: list[_Opened] = []
     kept: list[ReaderLease] = []
     errors: dict[Exception, Directory] = {}
@@ -184,7 +184,7 @@ def _open_all(
 
 
 def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
-    """Return one error that says what all of them say, of their class if they have one."""
+    """Merge errors into one, of their class if they share one."""
     if len(errors) == 1:
         return errors[0]
     kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CorruptStoreError
@@ -195,14 +195,14 @@ def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
 
 
 def left_out_in_words(directory: Directory, error: Exception) -> str:
-    """Return what is said of a directory that cannot be read, with how many trajectories it has if that is known."""
+    """Describe an unreadable directory, with its number of trajectories if known."""
     count = count_told(directory)
     lost = "an unknown number of" if count is None else f"{count:,}"
     return f"is left out with {lost} trajectories: {error}"
 
 
 def count_told(directory: Directory) -> int | None:
-    """Return how many trajectories a directory that cannot be read says it has; None if it does not say."""
+    """Return the number of trajectories recorded in an unreadable directory; None if unknown."""
     try:
         size = orjson.loads(directory.read(METADATA_NAME))["size"]
     except (OSError, KeyError, TypeError, ValueError):
@@ -211,7 +211,7 @@ def count_told(directory: Directory) -> int | None:
 
 
 def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError]]:
-    """Return what to open, and an error for each thing that is not as it should be."""
+    """Return the directories to open, and an error for each unexpected or missing one."""
     path, kind, ranks = directory.url, kind_of(directory), ranks_of(directory)
     if kind in ("store", "rlinf"):
         mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
@@ -238,13 +238,13 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
 
 
 def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:
-    """Return an error for the highest ranks of a run that are absent, where saved points say how many there were."""
+    """Return an error for absent highest ranks of a run, if saved points record the number of ranks."""
     catalogs = [source.catalog for source in sources if isinstance(source, StoreSource)]
-    said = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
-    if not any(said):
+    rank_counts = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
+    if not any(rank_counts):
         return []
     ranks = ranks_of(place)
-    texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], said)
+    texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], rank_counts)
     return [IncompleteCheckpointError(f"{place.url}: {text}; there are {listed(ranks.names)}") for text in texts]
 
 
@@ -253,19 +253,19 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
         rlinf = RLinfSource.open(directory, strict)
-        unreadable = [] if strict is None else rlinf.leave_out_unreadable()  # as RLinf, which reads them when it draws
+        unreadable = [] if strict is None else rlinf.leave_out_unreadable()  # by default, as in RLinf, on drawing
         if unreadable and strict:
             raise CorruptStoreError(f"{'; '.join(map(str, unreadable))}{OR_WITHOUT_IT}")
-        left_out = len(rlinf.missing) + sum(one.count for one in (*rlinf.damaged, *unreadable))
-        told = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
-        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, told)
+        left_out = len(rlinf.missing) + sum(item.count for item in (*rlinf.damaged, *unreadable))
+        problems = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, problems)
     if strict is not False:
         catalog = ReadersCatalog.open(directory)
         index, state = _state_of(catalog, pin)
-        return _Opened(StoreSource(catalog), index, state)  # only what a rank takes needs to be there
+        return _Opened(StoreSource(catalog), index, state)  # only a rank's own share needs to be there
     catalog, damage = open_leniently(directory)
-    warnings = [str(one) for one in damage]
-    left_out = len(catalog.left_out) + sum(one.count for one in damage)
+    warnings = [str(item) for item in damage]
+    left_out = len(catalog.left_out) + sum(item.count for item in damage)
     index, state = _state_of(catalog, pin)
     source = StoreSource(catalog)
     lost = source.lost(index)
@@ -286,12 +286,12 @@ def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, Check
 
 
 def _check_present(loaded: Loaded, path: str | Path) -> None:
-    """Refuse a share of stores some of whose files are absent or cut."""
+    """Refuse a share of stores with absent or truncated files."""
     errors = []
     for source, part in loaded.parts:
         lost = source.lost(part) if isinstance(source, StoreSource) else None
         if lost is not None:
-            lost = replace(lost, ids=own_id(lost.ids))  # of the directory that is named
+            lost = replace(lost, ids=own_id(lost.ids))  # numbers within the named directory
             errors.append(
                 IncompleteCheckpointError(
                     f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
@@ -303,7 +303,7 @@ def _check_present(loaded: Loaded, path: str | Path) -> None:
 
 
 def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | None, path: str) -> None:
-    """Choose the entries of each source: all, or one rank's share of the union; nothing twice."""
+    """Choose the entries of each source: all, or one rank's share of the union; without duplicates."""
     alone = len(found) == 1 and share is None
     readable = [item.index if alone else _readable(item.index) for item in found]
     distinct = readable if len(found) == 1 else _distinct(readable)
@@ -313,7 +313,7 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
     for item, index in zip(found, distinct, strict=True):
         low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
         part = index.slice(low, high)
-        loaded.parts.append((item.source, part))  # also without an entry: a later commit may change that
+        loaded.parts.append((item.source, part))  # also without entries: a later commit may add some
         loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
         loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)
         before += len(index)
@@ -332,26 +332,26 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
 
 
 def _by_time(indexes: Sequence[TrajectoryIndex]) -> npt.NDArray[np.intp]:
-    """Return the order of the entries of several stores by when they were committed, ties by rank and id.
+    """Return the order of several stores' entries by commit time, ties by rank and id.
 
-    Each store's own order stays, whatever its clock did.
+    Each store's own order is kept, whatever its clock.
     """
     times = [np.maximum.accumulate(index["committed"]) for index in indexes]
     return np.argsort(np.concatenate(times), kind="stable")
 
 
 def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
-    """Return the entries that have a shard: what RLinf counts but never wrote is not shared out."""
+    """Return the entries that have a shard; entries that RLinf counts but never wrote are not distributed."""
     lost = index.first + np.flatnonzero(index["shard"] < 0)
     return index.without(lost) if len(lost) else index
 
 
 def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
-    """Return the entries without those whose UUIDs were committed before, by their own store or another one."""
+    """Return the entries without UUIDs that were committed before, by the same store or another one."""
     uuids = np.concatenate([index["uuid"] for index in indexes])
     halves = uuids.view(np.dtype("2u8")).reshape(-1, 2) if len(uuids) else np.zeros((0, 2), np.uint64)
     ordered = np.sort(halves[:, 0])
-    if not np.any(ordered[1:] == ordered[:-1]):  # the halves of random UUIDs differ already
+    if not np.any(ordered[1:] == ordered[:-1]):  # usually the halves of random UUIDs differ already
         return list(indexes)
     order = _by_time(indexes)
     _, first = np.unique(halves[order], axis=0, return_index=True)

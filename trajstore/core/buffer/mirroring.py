@@ -1,4 +1,4 @@
-"""The mirror of a buffer's store, as its users see it."""
+"""The public view of a store's mirror."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MirrorOfBuffer:
-    """``buffer.mirror``: how far the mirror of a buffer's store is, and waiting for it.
+    """``buffer.mirror``: state of the mirror of a buffer's store, and waiting for it.
 
     Args:
         _sink: of the buffer.
@@ -26,16 +26,16 @@ class MirrorOfBuffer:
 
     @property
     def state(self) -> MirrorState | None:
-        """What is on the mirror, and why the last attempt failed; None without a mirror."""
+        """State of the mirror, with the error of the last attempt; None without a mirror."""
         mirror = self._sink.mirror
         return None if mirror is None else mirror.state
 
     def wait(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
-        """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
+        """Wait until trajectories are on the mirror; return False after ``timeout`` seconds.
 
         Args:
-            ids: of trajectories; None: everything, what was added before and waits to be written, evictions, saved
-                points and rollbacks too.
+            ids: of trajectories; None: everything, including pending writes, evictions, saved
+                points and rollbacks.
             timeout: in seconds; None = no limit.
 
         Raises:

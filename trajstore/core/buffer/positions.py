@@ -1,4 +1,4 @@
-"""Positions of trajectories that a buffer shows, kept so that many reads need one search for ids."""
+"""Positions of trajectories in a buffer, kept so that many reads need one search for ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trajstore.core.store.index import TrajectoryIndex
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Positions:
-    """Positions of trajectories in an index, for as long as no trajectory has left it.
+    """Positions of trajectories in an index, valid until a trajectory leaves it.
 
     Attributes:
-        positions: of each trajectory that was asked for, ``[n]``; -1 where it was not shown.
-        index: in which they count.
+        positions: of each requested trajectory, ``[n]``; -1 if it was not shown.
+        index: that they refer to.
         revision: of the index.
         first: position of its oldest trajectory.
     """
@@ -30,5 +30,5 @@ class Positions:
         return Positions(index.find_many(ids), index, index.revision, index.first)
 
     def hold(self, index: TrajectoryIndex) -> bool:
-        """Return whether the positions are those of an index as it is now."""
+        """Return whether the positions are still valid for an index."""
         return (index is self.index) and (index.revision, index.first) == (self.revision, self.first)

@@ -106,14 +106,14 @@ class Reader(Closing):
             pin: name of a pin, whose trajectories are shown instead of the newest ones.
             share: (rank, number of ranks): show only this rank's contiguous share.
             strict: as for ``TrajectoryReplayBuffer.load_checkpoint``.
-            seed: of the generator, used as it is. None: the seed of the store, and of a checkpoint also the state of
-                its generator. A share among another number of ranks than have saved: the store's seed and the rank.
+            seed: of the generator. None: the seed of the store, and of a checkpoint also the state of
+                its generator. With another number of ranks than at saving: the store's seed and the rank.
             sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
             verify_shards: compare the checksums of each shard when it is read for the first time.
             storage_options: passed on to the fsspec file system.
 
         Raises:
-            StoreNotFoundError: there is nothing that can be read; says what is there.
+            StoreNotFoundError: there is nothing to read; describes the path.
             IncompleteCheckpointError, CorruptStoreError, UnsafeContentError, UnsupportedVersionError: as for
                 ``load_checkpoint``.
         """
@@ -150,12 +150,12 @@ class Reader(Closing):
         """Draw transitions from the window of the newest trajectories, uniformly with replacement or by a sampler.
 
         Args:
-            num_chunks: number of transitions, at least 1. Drawn without a sampler, more than the window has is cut to
-                what it has, as RLinf's buffer does, with a warning once; a sampler that draws with replacement
-                (:class:`~trajstore.core.sampling.WeightedSampler`) gives as many as asked for, however few there are.
+            num_chunks: number of transitions, at least 1. Without a sampler it is cut to the size of the window, as in
+                RLinf's buffer, with a warning once; a sampler that draws with replacement
+                (:class:`~trajstore.core.sampling.WeightedSampler`) always returns this many.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
-            sampler: chooses the transitions; the same object each time, as it is told of what was added and evicted.
+            sampler: chooses the transitions; pass the same object each time, since it tracks additions and evictions.
 
         Returns:
             A nested dict of tensors ``[num_chunks, ...]`` with keys and dtypes as they were added. With a sampler it
@@ -239,18 +239,18 @@ class Reader(Closing):
         return nest(self.live.locked(lambda contents: self.sampling.plan(contents, drawn, columns)).read(out))
 
     def follow(self, sampler: Sampler) -> None:
-        """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""
+        """Update a sampler with the present trajectories, as the next draw would; before its state is loaded."""
         check_sampler(sampler)
         self.sampling.together(sampler, lambda contents: None)
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
-        """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
+        """Set new priorities for rows that a sampler drew; return how many of them have been evicted since.
 
         Args:
             sampler: the one that drew them.
             drawn: of the batch (``batch.drawn``).
-            priorities: one for each row, at least 0: usually the absolute TD error. Of a tensor the values count,
-                wherever it is and whether it requires grad or not.
+            priorities: one per row, at least 0: usually the absolute TD error. A tensor may be on any device and
+                require grad.
 
         Raises:
             ConfigurationError: the sampler has no priorities, or one is negative, not finite or so large that its power
@@ -271,15 +271,15 @@ class Reader(Closing):
         return self.sampling.together(sampler, update)
 
     def get(self, trajectory_id: int | str) -> AnyTrajectory:
-        """Return a copy of a trajectory, by id. What is changed in it does not reach the store.
+        """Return a copy of a trajectory, by id. Changes to it do not reach the store.
 
-        Scores, corrections and tags of what is stored are given with :func:`trajstore.annotate`.
+        Use :func:`trajstore.annotate` to store scores, corrections and tags.
 
         Args:
-            trajectory_id: as a number, or as it is shown: ``"3/17"`` of a run's rank 3.
+            trajectory_id: a number, or the text shown for it: ``"3/17"`` of a run's rank 3.
 
         Raises:
-            TrajectoryUnavailableError: there is none, or it has left memory.
+            TrajectoryUnavailableError: it does not exist, or has left memory.
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
@@ -289,27 +289,27 @@ class Reader(Closing):
     # -- looking ----------------------------------------------------------------------------------
 
     def query(self, relation: str = "trajectories") -> Query:
-        """Ask about the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
+        """Query the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
 
-        The index has the facts of rollouts.
-        Messages, tokens and steps are read from the trajectories of which the conditions on facts hold.
+        The index holds the facts of rollouts.
+        Messages, tokens and steps are read only from trajectories that match the conditions on facts.
         Needs Polars (extra ``query``).
 
         Args:
-            relation: what a row is: ``"trajectories"``; a message or token of a rollout (``"messages"``, ``"tokens"``);
-                a step of an environment of a block (``"steps"``).
+            relation: the kind of rows: ``"trajectories"``; messages or tokens of rollouts (``"messages"``,
+                ``"tokens"``); steps of an environment of a block (``"steps"``).
 
         Raises:
             ConfigurationError: there is no such relation.
         """
         if self._queries is None:
-            # Queries are above the core, which loads them on first use.
+            # The query package is above the core, so it is imported on first use.
             self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self.live.locked))
         return self._queries.query(relation)
 
     @property
     def closed(self) -> bool:
-        """True after :meth:`close`: loaders yield no more of its batches."""
+        """True after :meth:`close`: loaders stop yielding its batches."""
         return self.live.released
 
     @property
@@ -359,9 +359,9 @@ class Reader(Closing):
 
     @property
     def trajectory_ids(self) -> npt.NDArray[np.int64]:
-        """Ids of all trajectories, as an int64 array: in the order in which they were committed, the oldest first.
+        """Ids of all trajectories, as an int64 array, in commit order, the oldest first.
 
-        Those of a run directory are by the time of their commits, whichever rank made them.
+        Those of a run directory are ordered by commit time over all ranks.
         """
         with self.live.contents.lock:
             return np.array(self.live.contents.index["trajectory_id"], np.int64)
@@ -396,30 +396,30 @@ class Reader(Closing):
             }
 
     def clear_cache(self) -> None:
-        """Drop what the cache holds; what is nowhere else stays."""
+        """Empty the cache; trajectories that exist in memory only stay."""
         self.live.contents.clear_cache()
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
+        """Return the generator's state for :meth:`load_state_dict`."""
         return self._draws.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the draws where :meth:`state_dict` left them.
+        """Continue the draws from :meth:`state_dict`.
 
-        A state is that of the generator alone: it fits any buffer, and names no trajectories.
+        A state belongs to the generator alone: it fits any buffer, and names no trajectories.
 
         Raises:
-            ConfigurationError: it is no such state; nothing was changed.
+            ConfigurationError: the state is malformed; nothing was changed.
         """
         self._draws.load_state_dict(state)
 
     def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
-        """Save the trajectories shown now to a directory of its own; adding may go on meanwhile.
+        """Save the trajectories shown now to their own directory; adding may go on meanwhile.
 
-        Files are hard-linked where the file system can, else copied; the directory appears whole or not at
-        all. Trajectories of a buffer in memory that have left it are not saved.
+        Files are hard-linked where the file system supports it, else copied; the directory appears atomically.
+        Trajectories of a buffer in memory that have left it are not saved.
 
         Args:
             save_path: directory or URL; absent, empty, or an earlier checkpoint, which is replaced.
@@ -447,15 +447,15 @@ class Reader(Closing):
             save_checkpoint(target, snapshot, state, self._format, layout)
 
     def _keeping_files(self) -> AbstractContextManager[object]:
-        """Keep files that are to be linked or copied."""
+        """Keep the files to be linked or copied."""
         return nullcontext()
 
-    # -- what is shown ----------------------------------------------------------------------------
+    # -- refreshing and loading -------------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """Show what a live writer has committed to the loaded directory since; return whether it committed anything.
+        """Show a live writer's new commits to the loaded directory; return whether there were any.
 
-        That may be nothing visible: shards that were rewritten, or commits that a pin does not name.
+        They may change nothing visible: rewritten shards, or commits outside a pin.
 
         For one store that is shown whole this takes time in proportion to the news; maps and cache stay. A share, a
         pin, the ranks of a run, and a store whose log has been merged into its index since, are loaded again.
@@ -480,21 +480,21 @@ class Reader(Closing):
         return next_id is not None
 
     def _show(self, request: LoadRequest) -> Loaded:
-        """Replace the contents by those that a request names. ``View.steady`` is held."""
+        """Replace the contents by those for a request. ``View.steady`` is held."""
         contents, loaded = self.live.open(request)
         self.live.replace(request, contents, loaded)
         self._counter = loaded.counter
         return loaded
 
     def _load(self, request: LoadRequest) -> None:
-        """Show what a request names; continue with the generator and the format of what was loaded."""
+        """Show the contents for a request; adopt its generator and format."""
         with self.live.steady:
             loaded = self._show(request)
         self.left_out = loaded.skipped
         self._take_up(loaded)
 
     def _take_up(self, loaded: Loaded) -> None:
-        """Take over the format and the generator of what was loaded."""
+        """Adopt the format and the generator of a load."""
         state = loaded.state
         if state.trajectory_format != self.trajectory_format:
             self._format = get_format(state.trajectory_format)
@@ -516,10 +516,10 @@ class Reader(Closing):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Send the reader to another process, which opens the same path (made absolute).
 
-        Unpickling raises StoreNotFoundError if another store is there by then.
+        Unpickling raises StoreNotFoundError if another store is at the path by then.
         """
         options = self.sample_window_size, self.live.verify_shards, True, self._storage_options
-        # As bytes: torch would send a tensor as an open file, of which there are few.
+        # As bytes: torch would send a tensor as an open file, and the number of open files is limited.
         state = pickle.dumps(self.state_dict())
         return unpickled, (partial(_unloaded, None, *options), self.live.request, self.live.store_ids, state)
 
@@ -533,10 +533,11 @@ def load_reader(
     cache: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Reader:
-    """Return a reader of the directories that a request names.
+    """Return a reader of a request's directories.
 
     Args:
         request: what to load.
+        seed: as for :meth:`Reader.open`.
         seed: as for :meth:`Reader.open`.
         sample_window_size: as for :meth:`Reader.open`.
         verify_shards: as for :meth:`Reader.open`.
@@ -554,7 +555,7 @@ def load_reader(
 def _unloaded(
     seed: int | None, sample_window_size: int, verify_shards: bool, cache: bool, storage_options: Mapping[str, Any]
 ) -> Reader:
-    """Return a reader that shows nothing yet."""
+    """Return an empty reader."""
     live = View((sample_window_size or None, None) if cache else None, Retention(), verify_shards)
     return Reader(live, Draws(seed), sample_window_size, storage_options)
 
@@ -562,7 +563,7 @@ def _unloaded(
 def unpickled(
     make: Callable[[], Reader], request: LoadRequest | None, store_ids: Sequence[str], state: bytes
 ) -> Reader:
-    """Return a reader or buffer that reads what another process had loaded.
+    """Return a reader or buffer with the contents that another process had loaded.
 
     Raises:
         StoreNotFoundError: another store is there now.

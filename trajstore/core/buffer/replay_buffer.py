@@ -47,37 +47,37 @@ logger = logging.getLogger(__name__)
 class TrajectoryReplayBuffer(Reader):
     """A replay buffer of trajectories ``[T, B, ...]`` (or agent trajectories) on disk, or in memory only.
 
-    With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; what was
-    flushed survives a crash, and a buffer made on a directory that holds a store continues it. With
-    ``auto_save=False`` the newest ``sample_window_size`` trajectories are kept in memory; older ones are
-    counted, as RLinf does, but never drawn. The first seven arguments, their defaults, and the samples drawn
-    for a seed are those of RLinf's buffer. ``TrajectoryReplayBuffer.open(path)`` returns a :class:`Reader`.
+    With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; flushed trajectories
+    survive a crash, and a buffer on an existing store continues it. With ``auto_save=False`` the newest
+    ``sample_window_size`` trajectories are kept in memory; older ones are counted, as in RLinf, but never drawn. The
+    first seven arguments, their defaults, and the samples for a seed are those of RLinf's buffer.
+    ``TrajectoryReplayBuffer.open(path)`` returns a :class:`Reader`.
 
     Attributes:
         sink: where additions go; for other packages of trajstore.
 
     Args:
-        seed: seed of the generator that draws samples; None draws one from the system. ``load_checkpoint`` says when
-            what was loaded replaces it.
-        enable_cache: keep trajectories in memory after they were written. Only of use for formats that
-            cannot be mapped, or when the files lie on a slow disk.
-        cache_size: number of trajectories that the cache keeps (``auto_save=True``).
+        seed: seed of the sampling generator; None draws one from the system. ``load_checkpoint`` says when a load
+            replaces it.
+        enable_cache: keep written trajectories in memory. Useful only for formats that cannot be mapped, or slow
+            disks.
+        cache_size: number of trajectories in the cache (``auto_save=True``).
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
         auto_save: write trajectories to ``auto_save_path``.
         auto_save_path: directory or fsspec URL (``s3://bucket/run``); without ``auto_save`` a warning says that nothing
             is written there.
         trajectory_format: ``"pt"``, ``"pkl"`` or ``"zarr"``.
-        cache_bytes: bytes that the cache keeps (``auto_save=False``: that stay in memory); None = no bound.
+        cache_bytes: size limit of the cache (``auto_save=False``: of the trajectories in memory); None = no bound.
         retention: limits; the oldest trajectories beyond them are deleted.
         writer: threads and memory of the writer.
         format_options: options of the format (zarr: codec, chunking).
         storage_options: passed on to the fsspec file system of URLs; a local ``auto_save_path`` takes none.
-        mirror: path or URL to which everything committed is copied in the background, or a :class:`Mirror` with options
-            (``auto_save=True``). What is there can be opened like any store, and ``trajstore restore`` makes a store
-            of it after this machine is lost. Adding never waits for it; see :attr:`mirror`.
-        on_commit: called with the ids of each commit, in order, by a thread of its own that holds no lock, so that it
-            may call the buffer back. ``flush`` does not wait for it, ``close`` does. What it raises is logged.
-        verify_shards: compare the checksums of a shard, whole, when it is read for the first time, so that changed
+        mirror: path or URL to which all commits are copied in the background, or a :class:`Mirror` with options
+            (``auto_save=True``). The mirror can be opened like any store, and ``trajstore restore`` makes a store
+            of it if this machine is lost. Adding never waits for it; see :attr:`mirror`.
+        on_commit: called with the ids of each commit, in order, in its own thread without a lock, so it may call the
+            buffer. ``close`` waits for it, ``flush`` does not. Its exceptions are logged.
+        verify_shards: compare the checksums of a whole shard when it is read for the first time, so that changed
             bytes raise CorruptStoreError instead of being drawn. Costs one pass over each shard.
 
     Raises:
@@ -85,7 +85,7 @@ class TrajectoryReplayBuffer(Reader):
             a directory of RLinf.
         StoreLockedError: another process writes to ``auto_save_path``.
         StoreWriteError: ``auto_save_path`` cannot be written.
-        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: what lies there cannot be continued.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class TrajectoryReplayBuffer(Reader):
             raise ConfigurationError("auto_save_path: must be given when auto_save is true")
         idle = {f"auto_save_path={path!r}": path, "writer": writer, "on_commit": on_commit}
         if not auto_save and any(idle.values()):
-            told = listed(name for name, value in idle.items() if value)
-            warnings.warn(f"{told} has no effect without auto_save=True: nothing is written", stacklevel=2)
+            arguments = listed(name for name, value in idle.items() if value)
+            warnings.warn(f"{arguments} has no effect without auto_save=True: nothing is written", stacklevel=2)
         if mirror is not None and not auto_save:
             raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
         self.auto_save = auto_save
@@ -150,35 +150,34 @@ class TrajectoryReplayBuffer(Reader):
     def add_trajectories(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids. All are checked before any is added.
 
-        One with nothing in it (no fields, or no samples) is passed over with a warning, and has no id.
-
-        The tensors are copied before this returns; writing goes on in the background. With the memory for
-        waiting writes full, this waits or raises, as ``WriterOptions.on_full`` says.
+        An empty trajectory (no fields, or no samples) is skipped with a warning, and gets no id.
+        The tensors are copied before this returns; writing goes on in the background. When the memory for
+        pending writes is full, this waits or raises, according to ``WriterOptions.on_full``.
 
         Raises:
             InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored and read
                 back; names the field, and its shapes or value. Nothing was added.
-            StoreWriteError: an earlier write failed; nothing was added. Each failure is told once; what could not be
-                written is kept in memory and tried again.
-            UnwritableTrajectoryError: earlier trajectories could not be written for their own sake; nothing was added.
-            PartlyAddedError: the list needs more memory than a shard, and what is above befell a later part of it; its
-                ``ids`` are those of the trajectories that were added.
-            PendingFullError: no room for more waiting writes (``on_full="raise"``).
+            StoreWriteError: an earlier write failed; nothing was added. Each failure is raised once; unwritten
+                trajectories stay in memory and are retried.
+            UnwritableTrajectoryError: earlier trajectories could not be encoded; nothing was added.
+            PartlyAddedError: the list needs more memory than a shard, and a later part of it failed as above; its
+                ``ids`` are those of the added trajectories.
+            PendingFullError: no memory for more pending writes (``on_full="raise"``).
         """
         return self.sink.add(trajectories)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.
+        """Wait until everything added before survives SIGKILL and power loss. Does nothing in memory only.
 
         Raises:
-            StoreWriteError: a write failed; names the file. What was not written is kept; call again.
-            UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
+            StoreWriteError: a write failed; names the file. Unwritten trajectories are kept; call again.
+            UnwritableTrajectoryError: some trajectories could not be encoded; all others are on disk.
             TimeoutError: ``timeout`` seconds passed.
         """
         self.sink.flush(seconds_or_none("timeout", timeout))
 
     def wait(self, ids: Sequence[int], timeout: float | None = None) -> bool:
-        """Wait until trajectories are committed; return whether all are (False after ``timeout`` seconds).
+        """Wait until trajectories are committed; return False after ``timeout`` seconds.
 
         Raises:
             StoreWriteError: they cannot be written at present.
@@ -187,16 +186,15 @@ class TrajectoryReplayBuffer(Reader):
         return self.sink.wait(wanted, seconds_or_none("timeout", timeout))
 
     def evict(self, ids: Sequence[int | str]) -> None:
-        """Delete trajectories, durably. Files go when no pin and no reader needs them.
+        """Delete trajectories, durably. Files are removed when no pin and no reader needs them.
 
-        What was loaded is shown no longer, and stays where it is. Ids are numbers, or as they are shown (``"3/17"``).
-
-        Those of the buffer's own store that are not shown because their files are missing or cut can be deleted too.
+        Loaded trajectories are only hidden. Ids are numbers, or the texts shown for them (``"3/17"``).
+        Trajectories of the buffer's own store that are hidden because of missing or truncated files can be deleted too.
 
         Raises:
             TrajectoryUnavailableError: an id is not in the buffer; nothing was deleted.
-            StoreWriteError: the log could not be written; nothing was deleted. Or trajectories that wait to be written
-                could not be; all others were deleted.
+            StoreWriteError: the log could not be written and nothing was deleted; or pending trajectories could not be
+                written, and all others were deleted.
         """
         wanted = ids_from("ids", ids)
         if not wanted:
@@ -205,18 +203,18 @@ class TrajectoryReplayBuffer(Reader):
         self.sink.evict(wanted)
 
     def clear(self) -> None:
-        """Delete all trajectories. Ids go on; they are never given twice."""
+        """Delete all trajectories. Their ids are never given again."""
         self.evict(self.trajectory_ids.tolist())
 
     def compact(self) -> None:
-        """Give back the disk space that evicted trajectories have in shards of live ones, and unite small shards.
+        """Free the disk space of evicted trajectories in shared shards, and merge small shards.
 
-        The writer does this by itself, in the background, for shards of which half or more is dead, as soon as the dead
-        bytes exceed the live ones by more than 1 MiB. This goes on until no shard has a dead row and no two small ones
-        are left. It copies what it keeps; others may add and sample meanwhile. Nothing to do in memory only.
+        The writer also does this in the background for shards at least half dead, once dead bytes exceed live ones by
+        more than 1 MiB. This call continues until no shard has a dead row and at most one is small. It copies live
+        rows; others may add and sample meanwhile. Does nothing in memory only.
 
         Raises:
-            StoreWriteError: it could not be written; the store is as it was.
+            StoreWriteError: it could not be written; the store is unchanged.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self.sink.compact()
@@ -225,7 +223,7 @@ class TrajectoryReplayBuffer(Reader):
 
     @property
     def points(self) -> PointsOfBuffer:
-        """Saved points of this buffer's store, to which it can go back, and pins."""
+        """Saved points of this buffer's store, for going back, and pins."""
         return PointsOfBuffer(self.sink, self.live, self._draws)
 
     @property
@@ -245,40 +243,39 @@ class TrajectoryReplayBuffer(Reader):
     ) -> int:
         """Replace the contents by those of a directory, which is read in place and never written to.
 
-        A store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` directories, which are united.
+        A store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` directories, which are merged.
         Later additions go to this buffer's own path.
 
-        The generator takes up where the checkpoint left it, whatever ``seed`` this buffer was made with; for a store,
-        which does not say how far it had drawn, it begins with the store's seed. With ``is_distributed``, rank ``r`` of
-        as many ranks as have saved takes up that of ``rank_<r>``. Of another number each begins anew by its own
-        ``seed`` and its rank: no two draw alike, also with equal seeds. (Of a single directory of RLinf's all
-        ranks draw by its seed, as with RLinf.)
+        The generator continues from a checkpoint's state, whatever this buffer's ``seed``; for a store, which does not
+        record the generator's progress, it starts from the store's seed. With ``is_distributed`` and the same number of
+        ranks as at saving, rank ``r`` continues that of ``rank_<r>``. With another number each rank starts from its own
+        ``seed`` and its rank: no two draw alike, even with equal seeds. (A single directory of RLinf's: all ranks draw
+        by its seed, as in RLinf.)
 
         Args:
             load_path: directory or URL.
             is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
             local_rank: 0-based.
             world_size: number of shares.
-            strict: refuse a directory of which anything is damaged or absent (True; what lies in shards is not read:
-                sizes are compared), or leave out what cannot be read, work out what can be, and log a warning on each
-                (False). By default a directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory
-                only list more trajectories than they hold, which is told in a warning; any other directory is refused.
-                Of RLinf's directories, True and False open every file (some tenths of a millisecond each): one that
-                cannot be read is refused or left out; by default it fails when it is drawn, as in RLinf. Files absent
-                before the oldest one that is there are counted by ``len`` and ``is_ready``, as RLinf counts them, and
-                never drawn.
+            strict: True refuses a directory with anything damaged or absent (shards' contents are not read: sizes are
+                compared). False leaves out unreadable data, reconstructs the rest, and logs a warning for each. By
+                default a directory of RLinf is loaded as in RLinf: checkpoints made in memory list more
+                trajectories than they hold, which causes a warning; any other directory is refused. For RLinf's
+                directories, True and False open every file (some tenths of a millisecond each) and refuse or leave out
+                unreadable ones; by default these fail when drawn, as in RLinf. Files absent before the oldest existing
+                one are counted by ``len`` and ``is_ready``, as in RLinf, and never drawn.
             pin: name of a pin of the store.
 
         Returns:
-            The number of trajectories whose files are absent, or which were left out because they are damaged, as far
-            as it can be told: of a rank whose folder is empty or gone nobody knows how many it had.
+            The number of trajectories with absent files, or left out because of damage, as far as known: a rank whose
+            folder is empty or gone counts as 0.
 
         Raises:
-            StoreNotFoundError: there is nothing that can be loaded.
-            IncompleteCheckpointError: files or ranks are absent, or files cut (``strict``); lists them.
+            StoreNotFoundError: there is nothing to load.
+            IncompleteCheckpointError: files or ranks are absent, or files truncated (``strict``); lists them.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; names
-                all ranks that cannot be.
-            StoreError: a store lies beside ``rank_*`` stores (``strict``).
+                all unreadable ranks.
+            StoreError: there is a store beside ``rank_*`` stores (``strict``).
         """
         share = None
         if truth("is_distributed", is_distributed):
@@ -332,7 +329,7 @@ class TrajectoryReplayBuffer(Reader):
     def _keeping_files(self) -> AbstractContextManager[object]:
         return self.sink.keeping_files()
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def grows(self) -> bool:
@@ -341,7 +338,7 @@ class TrajectoryReplayBuffer(Reader):
 
     @property
     def retention(self) -> Retention:
-        """Limits, beyond which the oldest trajectories are deleted."""
+        """Limits beyond which the oldest trajectories are deleted."""
         return self.live.retention
 
     @property
@@ -355,10 +352,10 @@ class TrajectoryReplayBuffer(Reader):
         return self.sink.counter
 
     def get_stats(self) -> dict[str, float]:
-        """Return the numbers of a reader, and those of the buffer's own store.
+        """Return the statistics of a reader, and those of the buffer's own store.
 
         ``pending_bytes`` wait to be written. ``live_bytes`` are of its trajectories, ``shard_bytes`` of the files that
-        these and its pins need, ``held_bytes`` of files that stay only because a reader still shows what was evicted.
+        these and its pins need, ``held_bytes`` of files kept only because a reader still shows evicted trajectories.
         """
         figures = self.sink.figures()
         return {**super().get_stats(), **figures}
@@ -371,25 +368,25 @@ class TrajectoryReplayBuffer(Reader):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, wait: bool = True) -> None:
-        """Flush and give the directory back. Closing again does nothing.
+        """Flush and release the directory. Closing again does nothing.
 
-        Loaders give no more batches of it. Releases the reader's lease: what it showed can be sampled only as long as
-        its files are there.
+        Loaders stop yielding its batches. Releases the reader's lease: its trajectories can be sampled only as long as
+        their files exist.
 
         Args:
-            wait: kept for callers of RLinf's buffer; what was added is always written first.
+            wait: for compatibility with RLinf's buffer; additions are always written first.
 
         Raises:
-            StoreWriteError: something did not reach the disk; the buffer is closed all the same.
+            StoreWriteError: a write failed; the buffer is closed all the same.
         """
         super().close()
         self.sink.close()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Send a buffer that has added nothing to another process, which opens what this one loaded.
+        """Send a buffer that has added nothing to another process, which opens the same load.
 
         Raises:
-            StoreError: the buffer writes, or holds trajectories that are nowhere else; says what to do instead.
+            StoreError: the buffer writes, or holds trajectories that exist in memory only; names the alternative.
         """
         if isinstance(self.sink, StoreSink):
             raise StoreError(
@@ -415,5 +412,5 @@ class TrajectoryReplayBuffer(Reader):
 
 
 def _mirror_options(mirror: str | Path | Mirror) -> Mirror:
-    """Return the argument ``mirror`` as options. Mirrors are above the core, which loads them when a buffer has one."""
+    """Convert the argument ``mirror`` to options. Mirrors are above the core, so they are imported on first use."""
     return cast("Mirror", import_module("trajstore.remote.mirror.options").as_mirror(mirror))

@@ -1,4 +1,4 @@
-"""What a store may hold, and which trajectories must go for it. Pure: deleting is done elsewhere."""
+"""Limits of a store, and which trajectories exceed them. Pure: eviction is elsewhere."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Retention(Settings):
     """Limits of a store; None is no limit. The oldest trajectories go first; the newest always stays.
 
     Attributes:
-        max_trajectories: how many trajectories.
-        max_samples: how many samples, T·B summed.
+        max_trajectories: number of trajectories.
+        max_samples: number of samples, T·B summed.
         max_bytes: bytes of all columns.
-        max_policy_age: how many policy versions a trajectory's newest step may lie behind the newest of
-            all; trajectories whose versions are unknown stay.
+        max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
+            all; trajectories with unknown versions stay.
 
     Raises:
-        ConfigurationError: a limit is no whole number, or too low.
+        ConfigurationError: a limit is not a whole number, or too low.
     """
 
     max_trajectories: Count | None = None
@@ -33,7 +33,7 @@ class Retention(Settings):
     max_policy_age: Whole | None = None
 
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
-        """Return the positions of the trajectories that must go, oldest first."""
+        """Return the positions of the trajectories to evict, oldest first."""
         count = len(index)
         if count == 0 or self._holds(index):
             return np.zeros(0, np.intp)
@@ -58,7 +58,7 @@ class Retention(Settings):
         return index.first + np.flatnonzero(going)
 
     def _holds(self, index: TrajectoryIndex) -> bool:
-        """Return whether the limits hold, where that is told by totals alone."""
+        """Return whether the totals alone show that the limits hold."""
         if self.max_policy_age is not None or self.max_bytes is not None:
             return False
         if self.max_trajectories is not None and len(index) > self.max_trajectories:

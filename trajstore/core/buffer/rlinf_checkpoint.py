@@ -19,7 +19,7 @@ from trajstore.core.store.rlinf_layout import (
 from trajstore.core.store.sealed import METADATA_NAME
 
 _GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
-"""How much is written at a time."""
+"""Bytes and files written at a time."""
 
 
 def write_rlinf(
@@ -32,7 +32,7 @@ def write_rlinf(
     """Write a directory that RLinf reads; formats that RLinf does not know are written as ``pt``.
 
     Raises:
-        ConfigurationError: an agent trajectory is among them.
+        ConfigurationError: there is an agent trajectory.
     """
     suffix = "pkl" if trajectory_format == "pkl" else "pt"
 

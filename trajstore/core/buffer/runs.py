@@ -1,7 +1,7 @@
 """Saved points of a run: one step, over the stores of all its ranks. A point counts when every rank has it.
 
-Each rank writes a store of its own, ``<run>/rank_<r>``. The ranks agree through ``torch.distributed``, and nothing is
-written but the points of their stores: each says how many ranks save it together, so a reader can tell what lacks.
+Each rank writes its own store, ``<run>/rank_<r>``. The ranks agree through ``torch.distributed``. Only the stores'
+points are written: each records the number of ranks that save it together, so readers find missing ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class RunPoint:
 
     Attributes:
         step: of the model.
-        ranks: how many ranks save it together, or more, where there are stores of more.
-        lacking: numbers of the ranks that do not have it; a run cannot go back to such a point.
-        trajectories: how many it names, in all stores that have it.
-        saved_by: how many ranks saved it together; None if it does not say.
+        ranks: number of ranks that save it together, or of stores if there are more.
+        lacking: numbers of the ranks without it; a run cannot go back to such a point.
+        trajectories: their number, in all stores that have the point.
+        saved_by: number of ranks that saved it together; None if unknown.
     """
 
     step: int
@@ -55,22 +55,22 @@ def unite_points(points: Mapping[int, Sequence[SavedPoint]]) -> list[RunPoint]:
     Args:
         points: of each rank's store, by number of the rank.
     """
-    found = []
+    united = []
     for step in sorted({point.step for of_rank in points.values() for point in of_rank}):
         have = {rank: point for rank, of_rank in points.items() for point in of_rank if point.step == step}
-        # Points that were saved by each store by itself do not say how many belong together: all that there are.
+        # Points that each store saved by itself do not record the number of ranks: expect all existing stores.
         ranks = max([point.ranks or 0 for point in have.values()] + [max(points, default=-1) + 1])
         lacking = tuple(rank for rank in range(ranks) if rank not in have)
         trajectories = sum(point.trajectories for point in have.values())
-        found.append(RunPoint(step, ranks, lacking, trajectories, max(p.ranks or 0 for p in have.values()) or None))
-    return found
+        united.append(RunPoint(step, ranks, lacking, trajectories, max(p.ranks or 0 for p in have.values()) or None))
+    return united
 
 
 def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
-    """Return the saved points of a run, lowest step first; those that a rank lacks are among them, and say so.
+    """Return the saved points of a run, lowest step first; includes incomplete ones, with their missing ranks.
 
     Args:
-        path: of the run, the folder that has the stores as ``rank_*``.
+        path: of the run, the folder with the stores ``rank_*``.
         storage_options: passed on to the fsspec file system.
 
     Raises:
@@ -82,17 +82,17 @@ def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
     ranks = ranks_of(run)
     if not ranks.directories:
         raise nothing_at(path, run)
-    found = {}
+    by_rank = {}
     for directory in ranks.directories:
         catalog = Catalog.open(directory)
-        found[rank_of(directory)] = [SavedPoint.of(head) for head in catalog.points()]
-    return unite_points(found)
+        by_rank[rank_of(directory)] = [SavedPoint.of(head) for head in catalog.points()]
+    return unite_points(by_rank)
 
 
 def save_rank_point(
     buffer: TrajectoryReplayBuffer, step: int, state: Mapping[str, Any] | None, ranks: int
 ) -> SavedPoint:
-    """Save one rank's part of a point of a run, which counts when all ``ranks`` of them are saved; earlier ones stay.
+    """Save one rank's part of a run's point, which counts once all ``ranks`` have saved it; earlier ones stay.
 
     Raises:
         StoreError, ConfigurationError, StoreWriteError: see :meth:`PointsOfBuffer.save`.
@@ -110,27 +110,27 @@ def save_run_point(
 ) -> SavedPoint:
     """Save a point on every rank; return this rank's when all have it. Every rank calls it, with the same step.
 
-    Call it before the model's own checkpoint is written: then every checkpoint of the model has its point on every
-    rank. Earlier points are released only after that, so a complete one is there at every moment.
+    Call it before writing the model's own checkpoint, so that every checkpoint of the model has its point on every
+    rank. Earlier points are removed only afterwards, so a complete one always exists.
 
     Args:
         buffer: of this rank; its store is ``<run>/rank_<r>``, where r is the rank in the group.
         step: of the model.
-        state: what else this rank needs, see :meth:`PointsOfBuffer.save`.
-        keep: points that stay on each rank; None = all.
+        state: further state of this rank, see :meth:`PointsOfBuffer.save`.
+        keep: number of points to keep on each rank; None = all.
         group: of ``torch.distributed``; None: all ranks.
 
     Raises:
         ConfigurationError: the store is not that of this rank.
-        StoreWriteError: a rank could not save it, or did not answer; names it. The point is incomplete then, and the
-            earlier ones are still there.
+        StoreWriteError: a rank failed to save it, or did not answer; names it. The point is incomplete then, and the
+            earlier ones still exist.
     """
     keep = whole_or_none("keep", keep, 1)
     rank, ranks = _rank_in(buffer, group)
     point, error = None, None
     try:
         point = save_rank_point(buffer, step, state, ranks)
-    except Exception as failure:  # the other ranks wait for an answer, whatever it is
+    except Exception as failure:  # the other ranks wait for the result
         error = failure
     failed = _told_by_all(group, None if error is None else f"rank_{rank}: {error}", f"save_run_point({step})")
     if failed or point is None:
@@ -147,13 +147,13 @@ def roll_back_run(
 ) -> tuple[int | None, dict[str, Any]]:
     """Go back to one point on every rank; every rank calls it, before anything is added.
 
-    What some ranks saved of a later step, and others did not, is set aside with what was written since. When a rank is
-    killed in the midst of this, call it again: ranks that are back at the point stay there.
+    Incomplete later points are set aside together with newer data. If a rank is killed meanwhile, call it again: ranks
+    that are back at the point stay there.
 
     Args:
         buffer: of this rank.
         step: of the point; None: the newest one that every rank has.
-        aside: False deletes what was written since the point.
+        aside: False deletes data written since the point.
         group: of ``torch.distributed``; None: all ranks.
 
     Returns:
@@ -162,18 +162,18 @@ def roll_back_run(
     Raises:
         ConfigurationError: the store is not that of this rank, or another number of ranks saved the run's points.
         StoreNotFoundError: there is no such point, or a rank lacks it; says which. Without ``step``: none is complete
-            and a store was lost, because there are several points, or nothing was ever added to a rank that lacks one.
-        StoreWriteError: a rank could not go back, or did not answer; names it.
+            and a store was lost, because there are several points, or a rank that lacks one never had additions.
+        StoreWriteError: a rank failed to go back, or did not answer; names it.
     """
     import torch.distributed as dist
 
     rank, ranks = _rank_in(buffer, group)
-    _told_by_all(group, None, "roll_back_run")  # every rank has opened its store, which rank 0 will look into
+    _told_by_all(group, None, "roll_back_run")  # every rank has opened its store, which rank 0 reads next
     decided: list[Any] = [None, None]
     if rank == 0:
         try:
             decided[0] = _choose(buffer, step, ranks)
-        except Exception as error:  # to be raised by every rank
+        except Exception as error:  # raised on every rank
             decided[1] = error
     try:
         dist.broadcast_object_list(decided, group_src=0, group=group)
@@ -200,7 +200,7 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
 
     Raises:
         ConfigurationError: another number of ranks saved it together.
-        StoreNotFoundError: some rank does not have the one that was asked for, or a store was lost.
+        StoreNotFoundError: a rank lacks the requested point, or a store was lost.
     """
     run = _run_of(buffer)
     points = run_points(run, **buffer._storage_options)
@@ -219,7 +219,7 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
 
 
 def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[RunPoint]) -> None:
-    """Refuse to begin anew where no point is complete because a store was lost, and not because a job was killed."""
+    """Refuse to start over if no point is complete because a store was lost, not because a job was killed."""
     lacking = sorted({rank for point in points for rank in point.lacking})
     empty = [rank for rank in lacking if not _ever_added(buffer, f"{run}/rank_{rank}")]
     if len(points) > 1:
@@ -259,7 +259,7 @@ def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
 
 
 def incomplete_sentence(point: RunPoint) -> str:
-    """Return what is said of a point that not every rank has."""
+    """Describe a point that some ranks lack."""
     names = listed(f"rank_{rank}" for rank in point.lacking)
     return f"the saved point of step {point.step} is incomplete: of {point.ranks} ranks, it is not in {names}"
 
@@ -269,7 +269,7 @@ def _run_of(buffer: TrajectoryReplayBuffer) -> str:
 
 
 def _rank_in(buffer: TrajectoryReplayBuffer, group: Any) -> tuple[int, int]:
-    """Return this process's rank and their number.
+    """Return this process's rank and the number of ranks.
 
     Raises:
         ConfigurationError: ``torch.distributed`` is not initialized, or the store is not that of the rank.
@@ -290,17 +290,17 @@ def _rank_in(buffer: TrajectoryReplayBuffer, group: Any) -> tuple[int, int]:
 
 
 def _told_by_all(group: Any, mine: str | None, call: str) -> list[str]:
-    """Return what went wrong on any rank.
+    """Gather the errors of all ranks.
 
     Raises:
         StoreWriteError: a rank does not answer.
     """
     import torch.distributed as dist
 
-    told: list[Any] = [None] * dist.get_world_size(group)
+    errors: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(told, mine, group=group)
+        dist.all_gather_object(errors, mine, group=group)
     except RuntimeError as error:
         own = "" if mine is None else f"; here: {mine}"
         raise StoreWriteError(f"{call}: a rank does not answer ({error}); it may lack the point{own}") from error
-    return [text for text in told if text is not None]
+    return [text for text in errors if text is not None]

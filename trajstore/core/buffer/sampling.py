@@ -1,6 +1,6 @@
 """Draws by the buffer's generator or a sampler, and rows of trajectories by arrays of ids.
 
-Samplers are called with ``Contents.lock`` held, which every method takes itself; rows are copied without it.
+Samplers are called with ``Contents.lock`` held, which every method acquires itself; rows are copied without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SAMPLER = "a sampler of trajstore.core.sampling (sampler_of makes one of a dict
 
 
 class Batch(dict[str, Any]):
-    """A batch that a sampler drew: the nested dict of tensors, and which rows they are.
+    """A batch that a sampler drew: the nested dict of tensors, and the rows drawn.
 
     Attributes:
         drawn: ids, places and importance weights of the rows, in the order of the batch.
@@ -59,7 +59,7 @@ def check_sampler(sampler: Sampler) -> None:
     """Refuse anything but a sampler.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is something else.
     """
     check_instance("sampler", sampler, Sampler, _SAMPLER)
 
@@ -77,7 +77,7 @@ def check_unit(sampler: Sampler, unit: str, otherwise: str) -> None:
 
 def _check_fits(sampler: Sampler) -> None:
     parameters = inspect.signature(sampler.draw).parameters.values()
-    if not any(one.name == "fits" or one.kind is one.VAR_KEYWORD for one in parameters):
+    if not any(parameter.name == "fits" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise ConfigurationError(
             f"sampler: {type(sampler).__name__}.draw takes no fits=, which says of rows whether a whole sequence "
             "follows them; let it take fits, as Sampler.draw says, or ask for sequences with pad=True"
@@ -85,7 +85,7 @@ def _check_fits(sampler: Sampler) -> None:
 
 
 class Sampling:
-    """Draws from a view, and reads by arrays of ids. Loaders and Ray's stores use it; it may change with any release.
+    """Draws from a view, and reads by arrays of ids. For loaders and Ray's stores; may change with any release.
 
     Args:
         view: the trajectories shown.
@@ -97,7 +97,7 @@ class Sampling:
         self._draws = draws
         self._own_name = f"memory {uuid4()}"
         self._within: int | None = None
-        """The thread that is in a call of :meth:`together`."""
+        """The thread inside a call of :meth:`together`."""
         self._following: weakref.WeakKeyDictionary[Sampler, Following] = weakref.WeakKeyDictionary()
 
     @property
@@ -106,7 +106,7 @@ class Sampling:
         return self._draws.generator
 
     def draw(self, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None) -> Drawn:
-        """Draw rows of the window, only those that fit; a sampler decides how many and which.
+        """Draw rows of the window, only those that fit; a sampler decides which and how many.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
@@ -134,10 +134,10 @@ class Sampling:
             finally:
                 self._within = None
 
-        if self._within == threading.get_ident():  # it holds the lock: another thread would wait for that for ever
+        if self._within == threading.get_ident():  # it holds the lock, so another thread would deadlock
             return self._view.locked(tell_and_call)
         done = self._view.locked(call_if_told)
-        # An interrupt amid the telling would leave a sampler that knows of a half; here the next draw waits for it.
+        # An interrupt would leave a sampler updated by half; in this thread the next draw waits for it.
         return uninterrupted(lambda: self._view.locked(within)) if done is None else done[0]
 
     def choose(
@@ -146,7 +146,7 @@ class Sampling:
         """Draw rows within :meth:`together`, see :meth:`draw`; return also the positions of their trajectories.
 
         Raises:
-            TrajectoryUnavailableError: the sampler drew a trajectory that is not here.
+            TrajectoryUnavailableError: the sampler drew a trajectory that the buffer lacks.
         """
         window = Window.newest(contents.index, window_size, contents.unavailable, contents.start)
         ids = contents.index.at("trajectory_id", slice(None))
@@ -155,7 +155,7 @@ class Sampling:
         else:
             narrowed = len(window) < len(contents.index)
             first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
-            if fits is None:  # a sampler of the user's need not know of it
+            if fits is None:  # custom samplers may lack the argument
                 drawn = sampler.draw(count, self._draws.generator, first)
             else:
                 _check_fits(sampler)
@@ -188,10 +188,10 @@ class Sampling:
         following.sync(contents)
 
     def plan(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> RowPlan:
-        """Return the copy of drawn rows.
+        """Return a plan for copying drawn rows.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
+            TrajectoryUnavailableError: a trajectory was evicted since, or its id now names a shorter one.
             ConfigurationError: a row number is negative.
         """
         positions = self.rows(contents, drawn)
@@ -203,16 +203,16 @@ class Sampling:
         return contents.plan(positions, drawn.samples, contents.index.first, columns)
 
     def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return of which drawn rows the trajectory is not that of this id any more, after contents were replaced."""
+        """Return a mask of the drawn rows whose id names another trajectory since contents were replaced."""
         if drawn.names is None:
             return np.zeros(len(positions), np.bool_)
         now = self._view.names_at(contents, positions)
-        said = (now != 0) & (drawn.names != 0)
+        both_named = (now != 0) & (drawn.names != 0)
         elsewhere = drawn.buffer is not None and drawn.buffer not in self.names()
-        return np.where(said, now != drawn.names, elsewhere)
+        return np.where(both_named, now != drawn.names, elsewhere)
 
     def locate(self, trajectory_ids: IntArray) -> Positions:
-        """Return the positions of trajectories, for whoever reads of the same ones many times."""
+        """Return the positions of trajectories, for repeated reads of them."""
         return self._view.locked(lambda contents: Positions.of(contents.index, trajectory_ids))
 
     def read_at(
@@ -224,31 +224,31 @@ class Sampling:
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, Any] | None:
-        """Return transitions as :meth:`read` does; None if trajectories have left since: ask for positions again.
+        """Return transitions as :meth:`read` does; None if trajectories have left: call :meth:`locate` again.
 
         Args:
-            known: whose positions are used.
+            known: result of :meth:`locate`.
             positions: of the rows' trajectories, ``[n]``.
             rows: within their trajectories, ``[n]``.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name.
 
         Raises:
-            SchemaMismatchError: their trajectories differ in their columns.
-            TrajectoryUnavailableError: one of them was in memory only, and has left it.
+            SchemaMismatchError: the trajectories differ in their columns.
+            TrajectoryUnavailableError: one was in memory only, and has left it.
         """
 
         def plan(contents: Contents) -> RowPlan | None:
             index = contents.index
             return contents.plan(positions, rows, index.first, columns) if known.hold(index) else None
 
-        found = self._view.locked(plan)
-        return None if found is None else nest(found.read(out))
+        values = self._view.locked(plan)
+        return None if values is None else nest(values.read(out))
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable.
 
-        Of rows that were drawn (``batch.drawn``) also whether they are still the same, as after another load.
+        For drawn rows (``batch.drawn``) also whether the ids still name the same trajectories, as after another load.
         """
         drawn = trajectory_ids
         if not isinstance(drawn, Drawn):
@@ -264,29 +264,29 @@ class Sampling:
         return self._view.locked(look)
 
     def token_rows(self, trajectory_ids: IntArray, columns: Sequence[str] | None = None) -> TokenRows:
-        """Return the token columns of agent trajectories, ready to be copied; what feeds batches of tokens is made of.
+        """Return the token columns of agent trajectories, ready to be copied into batches of tokens.
 
         Raises:
             TrajectoryUnavailableError: one of them has been evicted meanwhile.
-            SchemaMismatchError: one is no agent trajectory, or lacks a column.
+            SchemaMismatchError: one is not an agent trajectory, or lacks a column.
         """
         ids, columns = whole_numbers("trajectory_ids", trajectory_ids), columns_or_none(columns)
         return self._view.locked(lambda found: token_rows(found, self.positions(found, ids), columns))
 
     def names_of(self, trajectory_ids: IntArray) -> IntArray:
-        """Return the first half of the UUID of some trajectories, by which states tell them from others of their ids.
+        """Return the first half of each trajectory's UUID, which sampler states use to recognise trajectories.
 
-        0 stands for those that are not shown, and for all where UUIDs are made anew in each process: in memory only,
-        and of RLinf's directories.
+        0 for those that are not shown, and for all whose UUIDs are new in each process: in memory only, and in RLinf's
+        directories.
         """
         ids = whole_numbers("trajectory_ids", trajectory_ids)
 
         def look(contents: Contents) -> IntArray:
             positions = contents.index.find_many(ids)
             there = positions >= 0
-            found = np.zeros(len(positions), np.int64)
-            found[there] = self._view.names_at(contents, positions[there])
-            return found
+            names = np.zeros(len(positions), np.int64)
+            names[there] = self._view.names_at(contents, positions[there])
+            return names
 
         return self._view.locked(look)
 
@@ -306,10 +306,10 @@ class Sampling:
         return self._view.locked(look)
 
     def rows(self, contents: Contents, drawn: Drawn) -> npt.NDArray[np.int64]:
-        """Return the positions of the trajectories of drawn rows, which can be read there.
+        """Return the positions of drawn rows' trajectories, after checking that they can be read.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory was evicted since, or replaced by a shorter one of its id.
+            TrajectoryUnavailableError: a trajectory was evicted since, or its id now names a shorter one.
             ConfigurationError: a row number is negative.
         """
         positions = self.positions(contents, drawn.ids)

@@ -1,4 +1,4 @@
-"""Saved points of a buffer: store, generator and whatever else a loop needs to go on, at one step of its model."""
+"""Saved points of a buffer: its store, generator and other resume state, at a step of the model."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEPT = 3
-"""Saved points that stay unless saving is told otherwise."""
+"""Default number of saved points to keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointsOfBuffer:
-    """``buffer.points``: moments of a buffer's store: what is committed, and what is kept as saved points and pins.
+    """``buffer.points``: the watermark, saved points and pins of a buffer's store.
 
     Args:
-        _sink: its store; in memory only it saves no points.
-        _view: what it shows.
+        _sink: its store; a buffer in memory only saves no points.
+        _view: its contents.
         _draws: its generator.
     """
 
@@ -46,10 +46,10 @@ class PointsOfBuffer:
     _draws: Draws
 
     def _own(self, call: str) -> StoreWriter:
-        """Return the writer of a buffer that shows its own store alone.
+        """Return the writer of a buffer that shows only its own store.
 
         Raises:
-            StoreError: it has no store, or shows what was loaded from elsewhere.
+            StoreError: it has no store, or shows a load from elsewhere.
         """
         if not isinstance(self._sink, StoreSink):
             raise StoreError(f"points.{call}: this buffer has no store of its own; use auto_save=True")
@@ -71,11 +71,11 @@ class PointsOfBuffer:
     def saved(self) -> list[SavedPoint]:
         """The saved points of the current line, lowest step first; :func:`trajstore.saved_points` reads any store's.
 
-        The current line is what led to the present state. Points that were saved after one to which the store went
-        back are not on it: :attr:`snapshots` has them.
+        The current line is the history of the present state. Points saved after one to which the store went back are on
+        other lines: :attr:`snapshots` has them.
 
         Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            StoreError: the buffer has no store, or shows a load from elsewhere.
         """
         return self._own("saved").points.saved()
 
@@ -84,66 +84,65 @@ class PointsOfBuffer:
         """Everything that :meth:`go_to` accepts: saved points of all lines, pins, and heads that were left.
 
         Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            StoreError: the buffer has no store, or shows a load from elsewhere.
         """
         return self._own("snapshots").points.snapshots()
 
     def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
-        """Mark what the store holds now with the model's step, so that :meth:`go_to` can go back to it.
+        """Save a point of the store at a step of the model, for :meth:`go_to`.
 
-        Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
+        Everything added before is flushed first. Call it before writing the model's own checkpoint, so that every
         checkpoint of the model has its point.
 
         Args:
             step: of the model; a point of the same step is replaced.
-            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
-                a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
-            keep: points of the current line that stay, those of the highest steps; older ones are removed, with the
+            state: further state of the run: plain values, tensors, and objects with a ``state_dict`` (a loader, a
+                sampler), which is called at that moment. The buffer's own generator is saved anyway.
+            keep: number of points of the current line to keep, by highest step; older ones are removed, with
                 trajectories that only they held. None = all.
 
         Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            ConfigurationError: there is a point of a later step; or ``state`` has what cannot be saved; says where.
-            StoreWriteError: it could not be written; an earlier point of this step is still there.
+            StoreError: the buffer has no store, or shows a load from elsewhere.
+            ConfigurationError: there is a point of a later step; or ``state`` has an unsupported value; says where.
+            StoreWriteError: it could not be written; an earlier point of this step is unchanged.
         """
         return self._save(step, state, keep)
 
     def _save(
         self, step: int, state: Mapping[str, Any] | None, keep: int | None, ranks: int | None = None
     ) -> SavedPoint:
-        """See :meth:`save`; ``ranks``: how many ranks of a run save it together."""
+        """See :meth:`save`; ``ranks``: number of ranks of a run that save together."""
         step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
         check_kind("state", state, Mapping, "a dict")
         writer = self._own("save")
         writer.flush()
 
         def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-            # First the parts, then the generator that they draw from: parts bring their own state of it.
+            # The parts before the generator that they draw from: parts bring their own state of it.
             parts = asked(state or {})
-            said = CheckpointState.rng_json(self._draws.seed, self._draws.rng_state)
-            return parts, said if ranks is None else {**said, "ranks": ranks}
+            generator = CheckpointState.rng_json(self._draws.seed, self._draws.rng_state)
+            return parts, generator if ranks is None else {**generator, "ranks": ranks}
 
         return uninterrupted(partial(writer.points.save, step, capture, keep))
 
     def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
-        """Show what a snapshot showed: its trajectories, late values and saved points; draws go on from there.
+        """Show a snapshot: its trajectories, late values and saved points; draws continue from there.
 
-        Trajectories that were evicted since come back; those that were added since are no longer shown. The state that
-        is left becomes a snapshot itself, ``aside-...``, unless a snapshot has it already: going to that undoes this.
-        No id is given twice.
+        Trajectories evicted since come back; trajectories added since are hidden. The state before becomes a snapshot
+        itself, ``aside-...``, unless one has it already: going to that undoes this. No id is given twice.
 
         Args:
             name: of a snapshot; or step of a saved point of the current line.
-            aside: False deletes the state that is left, with the saved points that no other state needs.
+            aside: False deletes the state before, with the saved points that no other state needs.
 
         Returns:
-            The state that was saved with a point, what had a ``state_dict`` as what that returned; else empty.
+            The state that was saved with a point, with the state dicts of objects that had one; else empty.
 
         Raises:
-            StoreNotFoundError: there is no such snapshot; names those that there are.
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            StoreNotFoundError: there is no such snapshot; names the existing ones.
+            StoreError: the buffer has no store, or shows a load from elsewhere.
             CorruptStoreError: the snapshot is damaged; nothing was changed.
-            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
+            StoreWriteError: it could not be written; make the buffer again, which shows one state or the other.
         """
         name = text("name", name) if isinstance(name, str) else whole("name", name, 0)
         aside, writer = truth("aside", aside), self._own("go_to")
@@ -164,14 +163,14 @@ class PointsOfBuffer:
         return self.go_to(whole("step", step, 0), aside=aside)
 
     def pin(self, name: str) -> int:
-        """Keep the present state under a name of its own; return the store's generation.
+        """Keep the present state under a name; return the store's generation.
 
         ``load_checkpoint(path, pin=name)`` reads it and :meth:`go_to` goes back to it, whatever is added, evicted or
         annotated later.
 
         Raises:
             StoreError: the buffer has no store (``auto_save=False``).
-            ConfigurationError: the name cannot be that of a file, or is one that saved points have.
+            ConfigurationError: the name is not a valid file name, or is reserved for saved points.
         """
         name = text("name", name)
         self._sink.flush()
@@ -180,8 +179,8 @@ class PointsOfBuffer:
     def remove(self, name: str | int) -> None:
         """Remove a pin, a saved point (its step, or ``step-750``), or a head that was left (``aside-12``).
 
-        With a head that was left go the saved points that are on its line alone. Evicted trajectories that only it
-        named are deleted. Where there is no such snapshot a warning says so.
+        Removing a head also removes the saved points on its line alone. Evicted trajectories that only it named are
+        deleted. Warns if there is no such snapshot.
         """
         self._sink.remove_snapshot(text("name", name) if isinstance(name, str) else whole("name", name, 0))
 
@@ -215,7 +214,7 @@ def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
 
 
 def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str, Any]:
-    """Return the state that was saved with a point: for readers of a store, of which another process is the writer.
+    """Return the state saved with a point, for readers of a store that another process writes.
 
     Args:
         path: directory or URL of the store.
@@ -223,7 +222,7 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
         storage_options: passed on to the fsspec file system.
 
     Raises:
-        StoreNotFoundError: there is no store, or no such point; names those that there are.
+        StoreNotFoundError: there is no store, or no such point; names the existing ones.
         CorruptStoreError: the state is missing or damaged.
     """
     check_options(path, storage_options)
@@ -232,7 +231,7 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
 
 
 def _left(gone: Gone) -> str:
-    """Return what going to a snapshot changed, in words."""
+    """Describe the changes by going to a snapshot."""
     change = gone.change
     counted = (
         (len(change.leaving), f"trajectories ({change.nbytes} bytes) are no longer shown"),
@@ -241,7 +240,7 @@ def _left(gone: Gone) -> str:
         (change.values_back, "late values count again"),
         (len(change.points), "saved points are on another line now"),
     )
-    parts = [f"{count} {what}" for count, what in counted if count]
+    parts = [f"{count} {effect}" for count, effect in counted if count]
     if gone.aside is not None:
         parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
     return "; ".join(parts)

@@ -19,17 +19,17 @@ from trajstore.core.sampling.spans import Mask, discounts, last_of, rows_after, 
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
 _IN_VAIN = 1000
-"""Starts drawn in a row, none with a whole sequence after it, before that is an error."""
+"""Consecutive draws without a whole sequence before an error."""
 
 _MOST_STEPS = 1 << 24
-"""Steps of a span at most: all of them are looked at at once."""
+"""Largest number of steps in a span, all of which are read at once."""
 
 Ends = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Rows of spans, and which of them count, ``[n, length]``."""
+    """Rows of spans, and a mask of the valid ones, ``[n, length]``."""
 
     rows: IntArray
     mask: Mask
@@ -45,22 +45,22 @@ def sample_sequences(
     columns: Sequence[str] | None = None,
     ends: Ends = ("dones",),
 ) -> Batch:
-    """Draw runs of steps of one environment that never go beyond the end of an episode or of a trajectory.
+    """Draw sequences of steps of one environment, within an episode and a trajectory.
 
     Args:
-        buffer: where from.
-        count: how many sequences.
+        buffer: to draw from.
+        count: number of sequences.
         length: steps of each.
-        pad: also draw starts less than ``length`` steps before an end: the rest repeats the last step and is marked
-            in ``mask``. Without it every start has the same chance among those from which a whole sequence follows.
+        pad: also draw starts less than ``length`` steps before an end; the last step is repeated and
+            masked in ``mask``. Without it, the draw is uniform over starts of whole sequences.
         sampler: chooses the starts instead of a uniform draw.
         columns: dotted names of the columns wanted; None = all.
-        ends: columns of which a true value says that an episode ends with this step.
+        ends: columns in which a true value ends an episode with this step.
 
     Returns:
-        A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for steps that
-        count. Padded, it has no more sequences than the window has steps.
-        An episode never continues in another trajectory: nothing in the data says which trajectory that would be.
+        A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for valid
+        steps. Padded, it has no more sequences than the window has steps.
+        An episode never continues in another trajectory: the data does not say in which.
 
     Raises:
         EmptyBufferError: there is nothing to draw from, or hardly a start with ``length`` steps after it.
@@ -93,26 +93,26 @@ def sample_n_step(
     ends: Ends = ("dones",),
     terminations: str = "terminations",
 ) -> Batch:
-    """Draw transitions over n steps: the reward is the discounted sum, what comes next is what came n steps later.
+    """Draw transitions over n steps: the reward is the discounted sum, the next observation is from n steps later.
 
     ``R = sum_i gamma^i r_i`` over the steps up to the n-th, or to the end of the episode or the trajectory if that
-    comes first; the target of a value is then ``R + bootstrap * V(next)``, with values of the shape of the rewards.
+    comes first; a value's target is then ``R + bootstrap * V(next)``, with values in the shape of the rewards.
     Source: Sutton and Barto, "Reinforcement Learning", second edition, equation 7.1.
 
     Args:
-        buffer: where from.
-        count: how many transitions; without a sampler at most as many as the window has, with a warning once.
+        buffer: to draw from.
+        count: number of transitions; without a sampler at most as many as the window has, with a warning once.
         n: steps of each at most.
         gamma: discount of a step, in ``[0, 1]``.
         sampler: chooses the first steps instead of a uniform draw.
         columns: dotted names of the columns wanted, besides rewards; None = all.
-        ends: columns of which a true value says that an episode ends with this step.
-        terminations: column of which a true value says that nothing follows, so that nothing is bootstrapped.
+        ends: columns in which a true value ends an episode with this step.
+        terminations: column in which a true value is a terminal state, without bootstrapping.
 
     Returns:
         The batch of the first steps, in which ``rewards`` ``[count, ...]`` are the sums, and columns below ``next_obs``
-        those of the last step; besides, ``"bootstrap"`` float32 (``gamma^k`` after k steps, 0 where the last step
-        terminated), ``[count]`` with as many dimensions of 1 as rewards have more, so that both go together, and
+        those of the last step. Also ``"bootstrap"`` float32 (``gamma^k`` after k steps, 0 if the last step
+        terminated), ``[count]`` with trailing dimensions of 1 so that it broadcasts with the rewards, and
         ``"steps"`` int64 ``[count]`` (k).
 
     Raises:
@@ -134,11 +134,11 @@ def sample_n_step(
         if after:
             values |= _read(contents, positions, end, after)
         rewards = _read(contents, positions, spans.rows, ["rewards"])["rewards"]
-        rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch promotes no eight-bit floats
+        rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch does not promote eight-bit floats
         factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
         shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
         discounted = rewards * factors.reshape(1, *shape[1:])
-        # Chosen, not multiplied by 0: what lies beyond the end may be no number.
+        # Selected, not multiplied by 0: values beyond the end may be NaN.
         values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
         terminated = _any(contents, positions, end, [terminations])
         bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
@@ -163,27 +163,27 @@ def sample_hindsight(
     columns: Sequence[str] | None = None,
     ends: Ends = ("dones",),
 ) -> Batch:
-    """Draw transitions, some of them as if the goal had been what was achieved later in their episode.
+    """Draw transitions, some relabelled with a goal that was achieved later in their episode.
 
     Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 3.3.
 
     Args:
-        buffer: where from.
-        count: how many transitions; without a sampler at most as many as the window has, with a warning once.
-        goal: dotted name of the column of goals below ``curr_obs``; the one of the same name below ``next_obs`` is
-            relabelled too, where there is one.
-        achieved: dotted name of the column of what each step achieved, usually below ``next_obs``.
+        buffer: to draw from.
+        count: number of transitions; without a sampler at most as many as the window has, with a warning once.
+        goal: dotted name of the column of goals below ``curr_obs``; the column of the same name below ``next_obs`` is
+            relabelled too, if it exists.
+        achieved: dotted name of the column of achieved goals, usually below ``next_obs``.
         reward: given achieved and goal, both ``[k, ...]``, returns the rewards of k relabelled transitions, in the
             shape of the column ``rewards`` ``[k, ...]``.
-        share: part of the transitions that are relabelled, each by chance.
-        strategy: the new goal is of this or a later step of the same episode, each as likely, or of its last step.
-        horizon: how many steps ahead are looked at; more of them are an error, as goals beyond would not be drawn.
+        share: probability that a transition is relabelled.
+        strategy: take the new goal uniformly from this and later steps of the episode, or from its last step.
+        horizon: limit on the steps ahead; longer episodes are an error, since goals beyond would not be drawn.
         sampler: chooses the transitions instead of a uniform draw.
-        columns: dotted names of the columns wanted, among them those above; None = all.
-        ends: columns of which a true value says that an episode ends with this step.
+        columns: dotted names of the columns wanted, including those above; None = all.
+        ends: columns in which a true value ends an episode with this step.
 
     Returns:
-        A nested dict of tensors ``[count, ...]``, and ``"relabelled"`` ``[count]``, true where the goal is another one.
+        A nested dict of tensors ``[count, ...]``, and ``"relabelled"`` ``[count]``, true where the goal was replaced.
 
     Raises:
         EmptyBufferError: there is nothing to draw from.
@@ -249,7 +249,7 @@ def _checked(buffer: Any, ends: Any) -> Ends:
 
 
 def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: int, ends: Ends) -> _Spans:
-    """Return the spans that begin with some samples of trajectories; with the lock of the contents held."""
+    """Return the spans from these samples of trajectories; with the lock of the contents held."""
     steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
     rows, inside = rows_after(samples, steps, batch, length)
     mask = within_episode(inside, _any(contents, positions, rows, ends))
@@ -258,7 +258,7 @@ def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: i
 
 
 def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends: Ends) -> Fits:
-    """Return a function that says which starts have ``length`` steps after them; the others count as not drawn."""
+    """Return a function that accepts starts with ``length`` steps after them; others are drawn again."""
     in_vain = 0
 
     def fits(ids: IntArray, samples: IntArray) -> Mask:
@@ -277,12 +277,12 @@ def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends
 
 
 def _any(contents: Contents, positions: IntArray, rows: IntArray, names: Sequence[str]) -> Mask:
-    """Return, for rows ``[n]`` or ``[n, k]``, whether any value of any of some columns is true."""
+    """Return, for rows ``[n]`` or ``[n, k]``, whether any value in these columns is true."""
     columns = _read(contents, positions, rows, names) if names else {}
-    found = np.zeros(rows.shape, np.bool_)
+    result = np.zeros(rows.shape, np.bool_)
     for tensor in columns.values():
-        found |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()
-    return found
+        result |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()
+    return result
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""Where additions go: trajectories are copied, numbered, shown, and queued for the store if the buffer has one."""
+"""Takes additions: copies, numbers and shows trajectories, and queues them for the store if there is one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNLIMITED = Retention()
 
 
 class Sink:
-    """Keeps additions in memory, as many as cache and retention allow. Safe to call from several threads.
+    """Keeps additions in memory, within the limits of cache and retention. Thread-safe.
 
     Attributes:
         lock: held while additions are shown and while the contents are replaced.
@@ -84,10 +84,10 @@ class Sink:
 
         Args:
             flats: see :func:`trajstore.core.columns.conversion.flatten`; copied before this returns.
-            uuids: UUID of each, 16 bytes; where directories are united, trajectories of the same UUID count once.
+            uuids: UUID of each, 16 bytes; merged directories count trajectories of the same UUID once.
 
         Raises:
-            StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by ``add_trajectories``.
+            StoreWriteError, UnwritableTrajectoryError, PendingFullError: see ``add_trajectories``.
             ConfigurationError: the numbers of UUIDs and trajectories differ.
         """
         if len(uuids) != 16 * len(flats):
@@ -99,37 +99,37 @@ class Sink:
         return self._add(flats, uuids) if flats else []
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
-        """Add trajectories, one or more, whose tensors are copied; ``uuids``: 16 bytes each, None = random ones."""
+        """Add one or more trajectories, copying their tensors; ``uuids``: 16 bytes each, None = random ones."""
         blocks = copied(flats, self._arena)
         with self.lock:
             ids = [self._next_id + i * self._stride for i in range(len(flats))]
-            self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
+            self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never a repeated id
             self.counter = ids[-1] + 1
             self._view.contents.add(blocks, flats, ids, uuids or random_uuids(len(flats)), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
         return ids
 
     def go_on(self, counter: int, first: int, stride: int) -> None:
-        """Set the ids that follow a load; the caller holds the lock.
+        """Set the next ids after a load; the caller holds the lock.
 
         Args:
             counter: one more than the newest loaded id.
-            first: lowest id that may be given; lower ones are skipped, none is given twice.
-            stride: from one id to the next.
+            first: lowest id to give out; lower ones are skipped, none is given twice.
+            stride: distance between ids.
         """
         self.counter = counter
         self._next_id, self._stride = max(first, self._next_id), stride
 
     def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
-        """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
+        """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that ids are unique over stores.
 
         Args:
             rank: of this store.
-            ranks: how many there may be.
+            ranks: largest possible number of ranks.
             at_least: no lower id is given out from now on.
 
         Returns:
-            The next id that is given out. Every lower id is shown already, or never will be.
+            The next id. Every lower id is shown already, or will never exist.
 
         Raises:
             StoreError: the buffer has no store (``auto_save=False``).
@@ -137,7 +137,7 @@ class Sink:
         raise StoreError("share_ids: this buffer has no store of its own; use auto_save=True")
 
     def retain(self) -> None:
-        """Let go of what lies beyond the limits, before the next addition; of what was loaded, only here."""
+        """Evict trajectories beyond the limits, before the next addition; loaded ones are only hidden."""
         if self._view.retention == _UNLIMITED:
             return
         before = len(self._view.contents.index)
@@ -147,7 +147,7 @@ class Sink:
             logger.info("retention: %d of %d trajectories are shown no longer", before - after, before)
 
     def _retain(self) -> None:
-        """Let go of what lies beyond the limits."""
+        """Evict trajectories beyond the limits."""
         newest = self._view.newest_id()
         if newest is not None:
             self._view.forget(self._view.expire(newest))
@@ -162,17 +162,17 @@ class Sink:
         return -1
 
     def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
-        """Wait until trajectories are committed; return whether all are."""
+        """Wait until trajectories are committed; return False on timeout."""
         return False
 
     def flush(self, timeout: float | None = None) -> None:
-        """Return when everything added before survives a crash."""
+        """Wait until everything added before survives a crash."""
 
     def take_in_values(self) -> None:
-        """Apply the late values that other processes have left in the inbox."""
+        """Apply the late values in the inbox, from other processes."""
 
     def compact(self) -> None:
-        """Give back the disk space of evicted trajectories."""
+        """Free the disk space of evicted trajectories."""
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:
         """Keep the present state readable under a name; return its generation."""
@@ -182,7 +182,7 @@ class Sink:
         """Remove a snapshot."""
 
     def annotate(self, said: Said, rows: Rows) -> None:
-        """Give trajectories of the store values, and values by row, a tensor for each of them.
+        """Set late values of the store's trajectories, and values by row, one tensor per trajectory.
 
         Raises:
             StoreError: there is no store.
@@ -192,33 +192,33 @@ class Sink:
         )
 
     def history(self, trajectory_id: int) -> list[Note]:
-        """Return what a trajectory of the store was given."""
+        """Return the late values of a trajectory of the store."""
         raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
 
     def keeping_files(self) -> AbstractContextManager[object]:
-        """Keep files that are to be linked or copied, also those of evicted trajectories."""
+        """Keep files to be linked or copied, also those of evicted trajectories."""
         return nullcontext()
 
     def figures(self) -> dict[str, float]:
-        """Return numbers of what waits to be written and of disk space."""
+        """Return statistics of pending writes and disk space."""
         names = ("pending_bytes", "write_retries", "set_aside", "live_bytes", "shard_bytes", "held_bytes")
         return dict.fromkeys(names, 0)
 
     def close(self) -> None:
-        """Write what waits, and give the directory back."""
+        """Write pending trajectories, and release the directory."""
 
 
 class StoreSink(Sink):
-    """Writes what is added to a store, which it creates or continues.
+    """Writes additions to a store, which it creates or continues.
 
     Args:
-        view: what the buffer shows.
+        view: contents of the buffer.
         draws: its seed goes into the store's metadata.
-        directory: where the store lies.
+        directory: of the store.
         trajectory_format: of new shards.
-        options: the writer's.
-        on_commit: the user's function.
-        mirror: where the store is mirrored to.
+        options: of the writer.
+        on_commit: the user's callback.
+        mirror: options of the mirror.
     """
 
     def __init__(
@@ -232,21 +232,21 @@ class StoreSink(Sink):
         mirror: Mirror | None,
     ) -> None:
         super().__init__(view)
-        # Mirrors are above the core, which loads them when a buffer has one.
+        # Mirrors are above the core, so they are imported on first use.
         mirroring = None if mirror is None else import_module("trajstore.remote.mirror.mirror")
         target = None if mirroring is None else mirroring.mirror_directory(mirror, directory)
         check_no_ranks(directory)
-        check_not_rlinf(directory)  # before anything is written there, the lock included
+        check_not_rlinf(directory)  # before any write there, even of the lock
         view.on_commit = on_commit
         listener = ViewListener(view, draws)
-        told = None if on_commit is None else listener.on_commit
-        self.writer = StoreWriter(directory, trajectory_format, options, listener, told)
+        callback = None if on_commit is None else listener.on_commit
+        self.writer = StoreWriter(directory, trajectory_format, options, listener, callback)
         if mirroring is not None:
             format_name = trajectory_format.name
             self.mirror = mirroring.StoreMirror(
                 self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
             )
-        # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
+        # Releases the lock after an interrupt at any point, unless the writer is closed first.
         self._finalizer = weakref.finalize(self, _close_quietly, self.mirror, self.writer)
         self._finalizer.atexit = False  # too late for zarr; see trajstore.core.base.exits
         remember(self.writer)
@@ -269,15 +269,14 @@ class StoreSink(Sink):
             self.mirror.start()
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
-        """Add trajectories; waits for room in the queue, or raises, as its options say.
+        """Add trajectories; on a full queue this waits or raises, according to the options.
 
-        A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
-        whole or not at all.
+        A list that needs more memory than a shard is added in pieces, each atomically.
 
         Raises:
             StoreWriteError: an earlier write failed.
-            PartlyAddedError: it failed after pieces were added; has their ids.
-            PendingFullError: there is no room and ``on_full`` is ``"raise"``.
+            PartlyAddedError: adding failed after the first pieces; has their ids.
+            PendingFullError: the queue is full and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         ids: list[int] = []
@@ -287,7 +286,7 @@ class StoreSink(Sink):
             given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
             try:
                 ids += self._submit(piece, Batch(nbytes), total, given)
-            except Exception as error:  # whatever it is, the caller must learn which ids there are
+            except Exception as error:  # for any error the caller needs the ids
                 if not ids:
                     raise
                 raise PartlyAddedError(
@@ -304,7 +303,7 @@ class StoreSink(Sink):
         queue = self.writer.queue
         ids: list[int] = []
         blocks: list[Block] = []
-        queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
+        queue.check_process()  # a forked child cannot undo either: the lock may be held for ever
         try:
             queue.reserve(batch, total)
             blocks = copied(flats, self._arena)
@@ -318,7 +317,7 @@ class StoreSink(Sink):
         return ids
 
     def _take_back(self, batch: Batch, blocks: Sequence[Block], ids: Sequence[int]) -> None:
-        """Undo what was begun; a batch that is queued already stays."""
+        """Undo an interrupted addition; a batch that is queued already stays."""
         if self.writer.queue.withdraw(batch):
             self._view.contents.retract(blocks, ids)
 
@@ -338,7 +337,7 @@ class StoreSink(Sink):
         if mine:
             contents = self._view.contents
             waiting = {number for number in mine if contents.is_pending(number)}
-            # First what needs no space: on a full disk, writing what waits is only possible afterwards.
+            # First those that need no space: on a full disk, pending writes are possible only afterwards.
             if len(waiting) < len(mine):
                 uninterrupted(partial(self.writer.log.evict, [number for number in mine if number not in waiting]))
             if waiting:
@@ -428,7 +427,7 @@ class StoreSink(Sink):
 
 
 def _tell_format(directory: Directory, before: str, now: str) -> None:
-    """Warn of a store whose shards are of another format than those to come."""
+    """Warn of a store with shards of another format than new ones."""
     if before != now:
         logger.warning(
             "%s: its newest shard is of format %s, and new ones are written as %s, which both are read; say "
@@ -441,18 +440,18 @@ def _tell_format(directory: Directory, before: str, now: str) -> None:
 
 
 def _close_mirror(mirror: StoreMirror, writer: StoreWriter) -> None:
-    """Bring everything to the mirror, as far as its time allows; before the writer replaces the log by a snapshot."""
+    """Copy everything to the mirror, within its time limit; before the writer replaces the log by an index."""
     if not mirror.closed:
-        with suppress(StoreError):  # said again when the writer is closed
+        with suppress(StoreError):  # raised again when the writer is closed
             writer.flush()
         mirror.close()
     forget(mirror)
 
 
 def _close_quietly(mirror: StoreMirror | None, writer: StoreWriter) -> None:
-    """Close what a buffer left that nobody closed; errors can only be logged by then."""
+    """Close an abandoned buffer; errors can only be logged."""
     if writer.is_own_thread() or (mirror is not None and mirror.is_own_thread()):
-        # It held the last reference, while telling of a commit, say; it cannot wait for itself.
+        # This thread held the last reference, perhaps in a commit callback, and cannot wait for itself.
         threading.Thread(target=_close_quietly, args=(mirror, writer), name="trajstore-close").start()
         return
     if mirror is not None:

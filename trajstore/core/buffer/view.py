@@ -1,4 +1,4 @@
-"""What a buffer shows: contents that a load replaces as a whole, and the announcements that keep their files."""
+"""The buffer's contents (swapped whole on load) and the reader leases on their files."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _MAP_LIMIT = 16384
 _UNLIMITED = Retention()
 
 OWN_SOURCE = 0
-"""Number of the buffer's own store among the sources of the contents: it is attached first."""
+"""Index of the buffer's own store among the sources: it is attached first."""
 
 
 class View:
-    """The contents of a buffer, from its own store and from what was loaded.
+    """The contents of a buffer: its own store and loaded directories.
 
     Args:
-        cache_bounds: most trajectories and most bytes that the cache keeps; None = no cache.
-        retention: limits; what lies beyond them is to leave.
+        cache_bounds: most trajectories and most bytes in the cache; None = no cache.
+        retention: limits; trajectories beyond them are evicted.
         verify_shards: compare the checksums of each shard when it is read for the first time.
     """
 
@@ -66,22 +66,22 @@ class View:
         self.cache_bytes = None if cache_bounds is None else cache_bounds[1]
         self._own: Catalog | None = None
         self._own_lost: frozenset[int] = frozenset()
-        """Ids in the buffer's own store whose files are missing or cut; they are not shown."""
+        """Ids in the buffer's own store whose files are missing or truncated; they are not shown."""
         self._leases: list[ReaderLease] = []
         self.released = False
         """Whether the buffer was closed."""
         self.on_commit: Callable[[Sequence[int]], None] | None = None
-        """The user's function, told of commits. It may hold the buffer, so nobody but the buffer may hold it."""
+        """The user's commit callback. It may hold the buffer, so only the buffer may hold it."""
         self.out_of_step: Exception | None = None
-        """Why what is shown may not be what the buffer's own store has, once telling of a change has failed."""
+        """The error of a failed update from the buffer's own store, after which the contents may be stale."""
         self._half_followed = False
-        """Whether following what was loaded was cut short."""
+        """Whether following loaded directories was interrupted."""
         self.request: LoadRequest | None = None
-        """What was loaded; None if nothing was."""
+        """The last load; None before it."""
         self._ranks: frozenset[str] | None = None
         self._told: set[str] = set()
         self.steady = locks.lock("View.steady")
-        """Held while what was loaded is replaced, followed or saved: files that are to be linked stay."""
+        """Held while loaded directories are replaced, followed or saved, so that files to be linked stay."""
         self.contents = self._empty()
 
     def _empty(self) -> Contents:
@@ -92,14 +92,14 @@ class View:
         return contents
 
     def locked(self, call: Callable[[Contents], T]) -> T:
-        """Return what ``call`` makes of the contents, whose lock is held meanwhile.
+        """Return ``call(contents)``, called with the contents' lock held.
 
-        Contents that were replaced while their lock was waited for may lack files by now. (A context manager written
-        in Python would keep the lock if Ctrl-C came while it returns.)
+        Contents that were replaced during the wait for their lock are not used: their files may be gone. (A context
+        manager written in Python would keep the lock if Ctrl-C came while it returns.)
 
         Raises:
             StoreClosedError: the buffer was closed, and a file is gone or damaged.
-            StoreError: a change of the buffer's own store could not be shown.
+            StoreError: an earlier update from the buffer's own store failed.
         """
         while True:
             if self.out_of_step is not None:
@@ -120,9 +120,9 @@ class View:
                 ) from error
 
     def names_at(self, contents: Contents, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """Return the names of trajectories, by which other processes know them too; with the lock of ``contents`` held.
+        """Return names of trajectories that are the same in all processes; call with the lock of ``contents`` held.
 
-        Those in memory only, and those of RLinf, get their UUIDs anew in each process: all names are 0 then.
+        Trajectories in memory only, and RLinf's, get new UUIDs in each process: all names are 0 then.
         """
         stored = all(isinstance(source, StoreSource) for source in contents.sources)
         if not stored or (self._own is None and contents.added):
@@ -130,9 +130,9 @@ class View:
         return names_of(contents.index.at("uuid", positions))
 
     def givers(self, contents: Contents) -> tuple[frozenset[str], bool]:
-        """Return which directories gave the ids that are shown, and whether they gave all of them.
+        """Return the directories that gave the shown ids, and whether they gave all of them.
 
-        Contents that replace others may have other trajectories under the same ids, where one of these is gone.
+        After a replacement the same ids may name other trajectories, if one of these directories is gone.
         """
         loaded = contents.sources[0 if self._own is None else OWN_SOURCE + 1 :]
         alone = not loaded and self._own is not None
@@ -145,7 +145,7 @@ class View:
         return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
 
     def stores_by_rank(self) -> dict[int, tuple[str, int]]:
-        """Return UUID and next id of the stores that were loaded, by rank (or ``ALONE``); RLinf's have neither."""
+        """Return UUID and next id of the loaded stores, by rank (or ``ALONE``); RLinf's have neither."""
         return {
             rank: (source.catalog.store_id, source.catalog.next_id)
             if isinstance(source, StoreSource)
@@ -154,7 +154,7 @@ class View:
         }
 
     def catalogs_by_rank(self) -> dict[int, Catalog]:
-        """Return the catalogs of the stores that were loaded, by rank; read them while nothing is refreshed."""
+        """Return the catalogs of the loaded stores, by rank; not to be used during a refresh."""
         loaded = self._loaded_by_rank().items()
         return {rank: source.catalog for rank, source in loaded if isinstance(source, StoreSource)}
 
@@ -166,16 +166,16 @@ class View:
         return {rank_number(source.directory, request.directory) if run else ALONE: source for source in self.loaded()}
 
     def show_own(self, catalog: Catalog) -> None:
-        """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
+        """Show the trajectories of the buffer's own store; called before any load."""
         self._own = catalog
         with self.contents.lock:
             self.contents.attach(StoreSource(catalog, self.verify_shards))
             self._show_own(self.contents)
 
     def show_own_again(self) -> None:
-        """Show what the buffer's own store has by now; told with ``CommitLog._lock`` held, so that nothing changes it.
+        """Show the present state of the buffer's own store; not to be called during additions or loads.
 
-        To be called while nothing is being added or loaded.
+        Called with ``CommitLog._lock`` held, which keeps the store unchanged.
         """
         contents = self._empty()
         self._show_own(contents)
@@ -206,10 +206,10 @@ class View:
     # -- loading ----------------------------------------------------------------------------------
 
     def open(self, request: LoadRequest) -> tuple[Contents, Loaded]:
-        """Return the contents that a request asks for; they are not shown yet.
+        """Return the contents for a request, without showing them.
 
         Raises:
-            StoreNotFoundError: there is nothing that can be loaded.
+            StoreNotFoundError: there is nothing to load.
             IncompleteCheckpointError: files are absent (``strict``); lists them.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
         """
@@ -224,7 +224,7 @@ class View:
         return contents, loaded
 
     def tell_hidden(self) -> None:
-        """Warn of what the buffer's own store has and what is shown no longer, once the contents were replaced."""
+        """Warn of trajectories of the buffer's own store that a load has hidden."""
         hidden = 0 if self._own is None else int(np.count_nonzero(self._own.index["trajectory_id"] < self.own_first))
         if self._own is not None and hidden:
             self._tell(
@@ -233,7 +233,7 @@ class View:
             )
 
     def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:
-        """Show these contents instead of the present ones, while nothing is being added."""
+        """Replace the contents, while nothing is being added."""
         with self.contents.lock:
             self.contents = contents
             old, self._leases = self._leases, loaded.leases
@@ -243,16 +243,16 @@ class View:
             lease.release()
 
     def loaded(self) -> list[Source]:
-        """Return the sources of what was loaded; none before that."""
+        """Return the sources of the last load; empty before it."""
         return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self.request is not None else []
 
     def request_if_changed(self) -> LoadRequest | None:
-        """Return what to load again; None if nothing was loaded, or nothing was committed to it and no rank joined."""
+        """Return what to load again; None without a load, or without new commits and ranks."""
         changed = self._half_followed or any(source.changed() for source in self.loaded()) or self._has_joined()
         return self.request if changed else None
 
     def _has_joined(self) -> bool:
-        """Return whether the run that was loaded has ranks that it did not have then, and all below them."""
+        """Return whether the loaded run has new ranks, with none missing below them."""
         if self.request is None or self._ranks is None:
             return False
         directory = self.request.directory
@@ -262,13 +262,13 @@ class View:
         return not ranks.lacking and not self._ranks.issuperset(ranks.names)
 
     def follow(self) -> int | None:
-        """Show what was committed since to what was loaded, without opening it again; None where that cannot be.
+        """Show new commits of the loaded store without opening it again; return None where that is impossible.
 
-        It is for one store that is shown whole and alone, from the log that its writer still keeps. The time it takes
-        is that of what is new; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
+        Works for a single store that is shown whole, whose writer still keeps the log. Takes time in proportion to the
+        news; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
 
         Returns:
-            One more than the highest id that the store has given.
+            One more than the highest id that the store has given out.
         """
         contents, request, loaded = self.contents, self.request, self.loaded()
         source = loaded[0] if len(loaded) == 1 else None
@@ -287,11 +287,11 @@ class View:
             if news is None:
                 return None
             changes, number = catalog.changes(news), contents.sources.index(source)
-            # What was added and evicted since, or moved twice, has no files any more: nobody may see a part of it.
+            # Trajectories added and evicted since, or moved twice, have no files any more: show no partial state.
             at_once = any(record.get("operation") != "add" for _, tail in news for record in tail.records)
-            self._half_followed = True  # until the end: an interrupt may come anywhere
+            self._half_followed = True  # until the end, for interrupts
             while True:
-                with contents.lock:  # else for one commit at a time: whoever samples waits no longer than that
+                with contents.lock:  # otherwise per commit, so that sampling waits only briefly
                     for change in changes:
                         contents.follow(number, change_in_run(change, rank))
                         if not at_once:
@@ -305,46 +305,46 @@ class View:
 
     @property
     def generations(self) -> list[int]:
-        """Number of commits that are seen, of each directory."""
+        """Number of commits seen, of each directory."""
         return [source.generation for source in self.contents.sources]
 
     def release(self) -> None:
-        """Announce no reader any more; files of loaded directories may go."""
+        """Release the reader leases; writers may now delete these files."""
         self.released = True
         for lease in self._leases:
             lease.release()
         self._leases = []
 
     def moved(self, moved: Moved) -> None:
-        """Let trajectories of the buffer's own store be read from the shard where they are now."""
+        """Read trajectories of the buffer's own store from their new shard from now on."""
         self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
 
     def noted(self, noted: Noted) -> None:
-        """Show values of trajectories of the buffer's own store that came late."""
+        """Show late values of trajectories of the buffer's own store."""
         self.locked(lambda contents: contents.noted(OWN_SOURCE, noted, self.own_first))
 
     # -- leaving ----------------------------------------------------------------------------------
 
     def is_own(self, number: int) -> bool:
-        """Return whether an id is one that the buffer gave, and not one of what was loaded."""
+        """Return whether an id was given by this buffer, not loaded."""
         return self.own_first <= number < ID_LIMIT
 
     def _own_or_loaded(self, ids: npt.NDArray[np.int64], at: int) -> int:
-        """Return the id at a place, -1 for one that was loaded."""
+        """Return the id at a position, -1 for a loaded one."""
         number = int(ids[at])
         return number if self.is_own(number) else -1
 
     def newest_id(self) -> int | None:
-        """Return the highest id that is shown; None if nothing is."""
+        """Return the highest shown id; None if the buffer is empty."""
         with self.contents.lock:
             ids = self.contents.index["trajectory_id"]
             return int(ids.max()) if len(ids) else None
 
     def check_shown(self, ids: Sequence[int]) -> None:
-        """Refuse ids of which one is neither shown nor lost with a file of the buffer's own store.
+        """Refuse ids that are neither shown nor lost with a file of the buffer's own store.
 
         Raises:
-            TrajectoryUnavailableError: names it.
+            TrajectoryUnavailableError: names the first such id.
         """
         with self.contents.lock:
             for number in ids:
@@ -352,7 +352,7 @@ class View:
                     self.contents.index.position_of(number)
 
     def forget(self, ids: Sequence[int]) -> None:
-        """Show these trajectories no longer; unknown ids are passed over."""
+        """Hide these trajectories; unknown ids are ignored."""
         if not len(ids):
             return
         if self._own_lost:
@@ -365,11 +365,11 @@ class View:
         self.locked(drop)
 
     def expire(self, newest: int) -> list[int]:
-        """Return what retention wants evicted, oldest first; of a store's buffer, what was loaded is only forgotten.
+        """Return the ids beyond the retention limits, oldest first; with a store, loaded trajectories are only hidden.
 
         Args:
-            newest: id of the newest trajectory that counts. With a store it is the newest committed one: a crash
-                must not take those after it and find the older ones evicted already.
+            newest: id of the newest trajectory that counts. With a store it is the newest committed one, so that a
+                crash cannot lose the trajectories after it with the older ones evicted already.
         """
         if self.retention == _UNLIMITED:
             return []
@@ -377,7 +377,7 @@ class View:
         def to_evict(contents: Contents) -> list[int]:
             index = contents.index
             shown = index["trajectory_id"]
-            # Own ones come last, by id; what was loaded is on disk elsewhere.
+            # Own trajectories come last, by id; loaded ones are on disk elsewhere.
             own = partial(self._own_or_loaded, shown)
             safe = bisect_right(range(len(shown)), newest, key=own)
             positions = index.first + self.retention.to_evict(index.slice(0, safe))
@@ -391,12 +391,12 @@ class View:
 
 
 class ViewListener(CommitListener):
-    """Applies commits and evictions of the buffer's own store to its view, which it refers to weakly.
+    """Applies commits and evictions of the buffer's own store to its view, which it references weakly.
 
     Each method is called with ``CommitLog._lock`` held; ``Contents.lock`` is taken under it.
 
     Args:
-        view: the view. Only the buffer holds it, so that an unclosed buffer can be collected.
+        view: the view. Only the buffer holds it, so that an unclosed buffer can be garbage-collected.
         draws: its seed goes into the store's metadata.
     """
 
@@ -409,11 +409,11 @@ class ViewListener(CommitListener):
         return {"seed": self._draws.seed}
 
     def opened(self, newest: int) -> None:
-        """Note that everything up to this id was committed before."""
+        """Record that everything up to this id is committed."""
         self._committed = newest
 
     def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
-        """Have memory for entries in the store's index: that of the view where it shows the store's entries."""
+        """Reserve memory for index entries, in the view's index if it shows the store's entries."""
         if (view := self._view()) is None:
             index.reserve(len(ids))
         else:
@@ -431,7 +431,7 @@ class ViewListener(CommitListener):
         self.evicted(ids)
 
     def to_evict(self) -> Sequence[int]:
-        """Return the ids that the store shall delete; what was loaded from elsewhere is only forgotten."""
+        """Return the ids that the store must delete; loaded trajectories are only hidden."""
         view = self._view()
         return () if view is None else view.expire(self._committed)
 
@@ -456,7 +456,7 @@ class ViewListener(CommitListener):
             view.out_of_step = error
 
     def on_commit(self, ids: Sequence[int]) -> None:
-        """Call the user's function with the ids of a commit, holding nothing of the buffer meanwhile."""
+        """Call the user's commit callback with the ids, holding no lock of the buffer."""
         view = self._view()
         call = None if view is None else view.on_commit
         del view

@@ -1,1 +1,1 @@
-"""A trajectory as columns: its fields, schema, checks, and memory of its own. Imports nothing of the rooms above it."""
+"""A trajectory as columns: its fields, schema, checks, and private memory. Imports no higher package."""

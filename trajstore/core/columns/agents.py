@@ -1,4 +1,4 @@
-"""Rollouts of language model agents taken apart into columns, and put together again. Pure; no I/O."""
+"""Converts rollouts of language-model agents to columns and back. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
 
 
 def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None:
-    """Refuse fields of another type than their annotation says; whole numbers and the reward become plain ones.
+    """Refuse fields that do not match their annotations; whole numbers and the reward become plain values.
 
     Args:
         values: all fields.
-        document: those that are known and no tensors; changed.
+        document: the known fields that are not tensors; changed.
     """
     for name in _TEXTS:
         if type(values[name]) is not str and not isinstance(values[name], str):
@@ -126,7 +126,7 @@ def _agent_columns(
     columns: list[NewColumn],
     tensors: list[torch.Tensor],
 ) -> int | None:
-    """Append those of the columns that are known, and return their length; None if none is."""
+    """Append the known columns, and return their length; None if there are none."""
     length: int | None = None
     first = ""
     for name in names:
@@ -155,7 +155,7 @@ def agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any
     """Return the trajectory of stored columns and a document.
 
     Raises:
-        TypeError: the document has names that are no fields, or values that are no objects.
+        TypeError: the document has names that are not fields, or values that are not objects.
     """
     reward = document.pop("reward", None)
     given: dict[str, Any] = {**values, **document}

@@ -1,4 +1,4 @@
-"""Trajectories to columns and back, whatever their kind. Pure; no I/O."""
+"""Converts trajectories of any kind to columns and back. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 
 def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
-    """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
+    """Check a trajectory and convert it to columns, which share the trajectory's tensors where possible.
 
-    What this takes can be written, and read back equal; see ``limits`` and ``document`` beside this module.
+    Accepted trajectories can be written, and read back equal; see ``limits`` and ``document`` beside this module.
 
     Raises:
         InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored; the message
@@ -37,12 +37,12 @@ def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
     except InvalidTrajectoryError as error:
         if str(error).isprintable():
             raise
-        text = str(error).encode("unicode_escape").decode()  # names that nothing has checked yet
+        text = str(error).encode("unicode_escape").decode()  # names that are not checked yet
         raise InvalidTrajectoryError(text) from error
 
 
 def _refuse_notes(notes: Any) -> None:
-    """Refuse values by row that were given late: they are given to what is in a store, not added with it."""
+    """Refuse late values by row: they are set on stored trajectories only."""
     if not isinstance(notes, Mapping | None):
         raise InvalidTrajectoryError(f"field notes: must be an empty dict, is a {type(notes).__name__}")
     if notes:
@@ -79,7 +79,7 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
             merged: dict[str, Any] = {**values, **leaves_of(document)}
             return Trajectory(**known, **nest(merged))
         return agent_trajectory(values, document)
-    except TypeError as error:  # names that are no fields, or values that are no objects
+    except TypeError as error:  # names that are not fields, or values that are not objects
         raise CorruptStoreError(f"column {DOCUMENT}: does not describe a trajectory: {error}") from error
 
 
@@ -87,7 +87,7 @@ def parse_document(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the JSON document of a trajectory.
 
     Raises:
-        CorruptStoreError: it is none.
+        CorruptStoreError: it is malformed.
     """
     try:
         return decode_document(tensor.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""The part of a trajectory that is not tensors, as JSON: what goes in comes out again, or is refused. Pure."""
+"""The part of a trajectory that is not tensors, as JSON: values round-trip exactly, or are refused. Pure."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from trajstore.core.columns.limits import MOST_NESTED, RANGES, shown
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 
 LEAVES = "leaves"
-"""Part of a step trajectory's document that has the leaves of its dicts which are JSON values, by dotted name."""
+"""Part of a step trajectory's document with the JSON leaves of its dicts, by dotted name."""
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 64) - 1
 
 
 def encode_document(document: dict[str, Any]) -> bytes:
-    """Return a document as JSON that reads back equal to what was given.
+    """Encode a document as JSON that reads back equal.
 
-    Scalars and arrays of numpy become numbers and lists, tuples become lists. Everything else that JSON lacks is
-    refused: what would come back as something else (NaN as null, dates as text) as well.
+    Numpy's scalars and arrays become numbers and lists, tuples become lists. Other values without a JSON equivalent are
+    refused, including those that JSON would change (NaN to null, dates to text).
 
     Raises:
-        InvalidTrajectoryError: names the place of what cannot be stored.
+        InvalidTrajectoryError: names the place of a value that cannot be stored.
     """
     try:
         data = orjson.dumps(document)
-    except (TypeError, ValueError, RecursionError):  # something is refused; find out what, and where
+    except (TypeError, ValueError, RecursionError):  # find the refused value and its place
         return _checked(orjson.dumps(_json_of(document, "")))
-    # The encoder writes null for NaN, and text for UUIDs and dates, without a word.
+    # The encoder silently writes null for NaN, and text for UUIDs and dates.
     return _checked(data if _is_plain(document) else orjson.dumps(_json_of(document, "")))
 
 
@@ -39,7 +39,7 @@ _ATOMS = frozenset({str, int, bool, type(None)})
 
 
 def _is_plain(value: dict[str, Any] | list[Any]) -> bool:
-    """Return whether a value is made of nothing but what comes back as it was."""
+    """Return whether a value consists only of types that round-trip unchanged."""
     for item in value.values() if isinstance(value, dict) else value:
         kind = type(item)
         if kind in _ATOMS:
@@ -60,10 +60,10 @@ def _checked(data: bytes) -> bytes:
 
 
 def _json_of(value: Any, path: str, depth: int = 0) -> Any:
-    """Return a value as JSON has it.
+    """Convert a value to JSON types.
 
     Raises:
-        InvalidTrajectoryError: it, or a part of it, has no equal in JSON; names the path.
+        InvalidTrajectoryError: it, or a part of it, has no JSON equivalent; names the path.
     """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
@@ -100,7 +100,7 @@ def _object_of(value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any
 
 def _text_of(value: str, path: str) -> str:
     try:
-        return value.encode().decode()  # of a subclass's text a plain one
+        return value.encode().decode()  # converts subclasses of str
     except UnicodeEncodeError as error:
         raise _refusal(
             path, f"the text has half of a surrogate pair at character {error.start}: {shown(value[error.start :])}"
@@ -114,10 +114,10 @@ def _refusal(path: str, what: str) -> InvalidTrajectoryError:
 
 
 def decode_document(data: bytes) -> dict[str, Any]:
-    """Return the document of stored bytes.
+    """Parse the stored bytes of a document.
 
     Raises:
-        CorruptStoreError: they are no JSON object.
+        CorruptStoreError: they are not a JSON object.
     """
     try:
         document = orjson.loads(data)

@@ -1,6 +1,6 @@
-"""What a rollout can hold and still be certainly wrong: a mask that contradicts another, log-probs above 0. Pure.
+"""Finds rollouts that can be stored and are certainly wrong: contradicting masks, log-probs above 0. Pure.
 
-A store keeps such a rollout, for it may be all that there is of an expensive generation. Who adds it is told.
+A store keeps such a rollout, which may be the only result of an expensive generation, and warns the caller.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from trajstore.core.columns.flat import FlatTrajectory
 
 _HALF = (torch.bfloat16, torch.float16)
-_COMPARED = (*_HALF, torch.float32, torch.float64)  # torch finds no least value of some of the others
+_COMPARED = (*_HALF, torch.float32, torch.float64)  # torch has no minimum for some of the other dtypes
 
 
 def doubts(rollout: FlatTrajectory, response_start: int | None) -> Iterator[str]:
-    """Yield what is certainly wrong with a rollout that can be stored, each as the end of "rollouts with ..."."""
+    """Yield each certain problem of a rollout that can be stored, as the end of "rollouts with ..."."""
     columns = dict(zip((column.name for column in rollout.schema.columns), rollout.tensors, strict=True))
     ids, mask, written = columns.get("input_ids"), columns.get("response_mask"), columns.get("loss_mask")
     if ids is not None and ids.shape[0] and ids.dtype.is_signed and ids.min().item() < 0:
@@ -38,24 +38,24 @@ def doubts(rollout: FlatTrajectory, response_start: int | None) -> Iterator[str]
 
 def _equal_masks(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two masks are true in the same places."""
-    if one.dtype is other.dtype and torch.equal(one, other):  # what nearly all are, without two copies
+    if one.dtype is other.dtype and torch.equal(one, other):  # the usual case, without two copies
         return True
     return torch.equal(one.bool(), other.bool())
 
 
 def _possible(log_probs: torch.Tensor) -> bool:
-    """Return whether these can be logarithms of probabilities, as far as their dtype can say."""
+    """Return whether these can be log-probabilities, within the precision of their dtype."""
     if not log_probs.shape[0]:
         return True
     if log_probs.is_complex():
         return False
     wide = log_probs if log_probs.dtype in _COMPARED else log_probs.double()
     low, high = torch.aminmax(wide)
-    return bool(high.item() <= _most(log_probs.dtype) and low.item() > -math.inf)  # a NaN is neither
+    return bool(high.item() <= _most(log_probs.dtype) and low.item() > -math.inf)  # NaN fails both
 
 
 @cache
 def _most(dtype: torch.dtype) -> float:
-    """Return what rounding may add to the logarithm of 1, as the dtype has it."""
+    """Return the largest rounding error of the logarithm of 1 in a dtype."""
     most = torch.tensor(0.1 if dtype in _HALF else 1e-3, dtype=dtype if dtype in _COMPARED else torch.float64)
     return float(most.item())

@@ -1,4 +1,4 @@
-"""Facts of a rollout: what is asked of it most, without its messages and tokens. Pure."""
+"""Facts of a rollout: the values queried most, without its messages and tokens. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DOCUMENT_FACTS: Mapping[str, str] = {
     "response_start": "tokens of the prompt, as the rollout says",
     "terminated": "is_terminated of the rollout",
 }
-"""Names of the facts, and what each is. An empty text counts as absent."""
+"""Names and sources of the facts. An empty text counts as absent."""
 
 GIVEN, RECORDED = "trajstore.notes", "trajstore.recorded"
-"""Keys of a rollout's ``metadata``: all values that it was given late, and what of its reward they replace."""
+"""Keys of a rollout's ``metadata``: all its late values, and the values of its reward that they replace."""
 
 SCORE = "reward_"
-"""Begins the name of a fact that is a number or bool of ``reward.metadata``."""
+"""Prefix of facts that are numbers or bools of ``reward.metadata``."""
 
 _TEXTS = (("task", "task_id"), ("data_id", "data_id"), ("rollout_id", "rollout_id"))
 
@@ -32,10 +32,10 @@ _NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
 def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that a document tells, by name; what it lacks is not among them.
+    """Return the facts in a document, by name; absent ones are left out.
 
     Args:
-        document: fields of an agent trajectory that are no tensors, as they were given or as they are stored.
+        document: fields of an agent trajectory that are not tensors, as given or as stored.
     """
     reward, messages = document.get("reward") or {}, document.get("messages")
     start, terminated = document.get("response_start"), document.get("is_terminated")

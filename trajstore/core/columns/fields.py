@@ -7,8 +7,8 @@ is written ``\.``.
 Some fields may carry extra rows, one for each of E rollout epochs (T divisible by E), and so have
 T + E rows. ``dones``, ``terminations`` and ``truncations`` begin every epoch with a bootstrap row;
 ``prev_values`` ends every epoch with the value of the last observation; ``actions``, ``intervene_flags``
-and ``forward_inputs`` may end it with what the policy said to that observation (RLinf's real-world RLT), ``versions``
-with a row that says nothing (RLinf without final values).
+and ``forward_inputs`` may end it with the policy's response to that observation (RLinf's real-world RLT), ``versions``
+with an unused row (RLinf without final values).
 Sampling skips these rows, files keep them.
 """
 
@@ -33,17 +33,17 @@ TENSOR_FIELDS = (
     "prev_values",
     "versions",
 )
-"""Tensor fields of a step trajectory, in the order in which batches list them."""
+"""Tensor fields of a step trajectory, in the order of batches."""
 
 DICT_FIELDS = ("curr_obs", "next_obs", "forward_inputs")
-"""Fields that hold (nested) dicts of tensors, in the order in which batches list them."""
+"""Fields that hold (nested) dicts of tensors, in the order of batches."""
 
 FIRST_ROW_EXTRA = frozenset({"dones", "terminations", "truncations"})
 LAST_ROW_EXTRA = frozenset({"prev_values", "actions", "intervene_flags", "forward_inputs", "versions"})
 
 
 class Axis(IntEnum):
-    """What a column's rows count. Columns on one axis of one trajectory have equally many rows."""
+    """The unit that a column's rows count. Columns on one axis of one trajectory have equally many rows."""
 
     SAMPLES = 0
     """Step: T·B transitions, row = t·B + b. Agent: L tokens."""
@@ -90,7 +90,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield ``(path, leaf)`` for every leaf of a nested dict, in insertion order: what is no dict, or an empty one.
+    """Yield ``(path, leaf)`` for every leaf of a nested dict, in insertion order; an empty dict is a leaf.
 
     Raises:
         InvalidTrajectoryError: a key is not a string, or dicts are nested too deeply.
@@ -129,7 +129,7 @@ def axis_of(field: str, rows: int, steps: int) -> tuple[Axis, int]:
     """Return the axis of a step column and its number of extra rows E.
 
     Args:
-        field: the column's dotted name; its first part says which extra rows it may have.
+        field: the column's dotted name; its first part determines which extra rows it may have.
         rows: length of the field's leading dimension.
         steps: T, the number of steps of the trajectory.
 
@@ -157,7 +157,7 @@ def skip_extra_rows(axis: Axis, sample: int, batch: int, epoch_samples: int) -> 
         batch: B.
         epoch_samples: (T / E)·B, transitions per rollout epoch; ignored on ``SAMPLES``.
 
-    The gather kernel repeats this arithmetic; a test holds the two together.
+    The gather kernel repeats this arithmetic; a test compares the two.
     """
     if axis is Axis.FIRST_EXTRA:
         return sample + (sample // epoch_samples + 1) * batch

@@ -1,8 +1,8 @@
-"""Trajectories as columns: what every format stores, whatever the trajectory's kind. Pure; no I/O.
+"""Trajectories as columns, which every format stores, for any kind of trajectory. Pure; no I/O.
 
-A :class:`FlatTrajectory` is one trajectory taken apart into contiguous CPU tensors, one per column of its
-:class:`Schema`, plus an :class:`Extent` that says how many rows each axis has. Text and numbers that
-are not tensors travel in one more column, ``_document``: the bytes of a JSON object.
+A :class:`FlatTrajectory` is one trajectory as contiguous CPU tensors, one per column of its
+:class:`Schema`, plus an :class:`Extent` with the number of rows per axis. Text and numbers that
+are not tensors are in one more column, ``_document``: the bytes of a JSON object.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trajstore.core.columns.schema import Extent, Schema
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Block:
-    """Columns of trajectories of one schema in one piece of memory, those of several one after the other as in a shard.
+    """Columns of trajectories of one schema in one piece of memory, consecutive per column as in a shard.
 
     Attributes:
         schema: the columns.
-        lease: what holds the memory.
+        lease: holds the memory.
         places: address of the first byte of each column, ``[trajectories, columns]``.
         sizes: bytes of each column, ``[trajectories, columns]``.
     """
@@ -62,9 +62,9 @@ class Block:
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockTensors(Sequence[torch.Tensor]):
-    """Columns of the one trajectory in a block of memory, made into tensors only where somebody asks for one.
+    """Columns of the only trajectory in a block of memory, made into tensors on access.
 
-    Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
+    Most trajectories are written without any access, and a tensor costs more than a small column's bytes.
     """
 
     block: Block
@@ -90,7 +90,7 @@ class BlockTensors(Sequence[torch.Tensor]):
 
 @dataclass(slots=True, eq=False)
 class FlatTrajectory:
-    """One trajectory as columns. Nobody changes it; that Python would see to that makes it five times as dear.
+    """One trajectory as columns. Immutable by convention; enforcing that makes it five times as expensive.
 
     ``tensors[i]`` is contiguous, on the CPU, and holds ``extent.rows(axis) x row_shape`` values of
     ``schema.columns[i]``; its own shape may still be ``[T, B, ...]``.
@@ -105,7 +105,7 @@ class FlatTrajectory:
     versions: tuple[int, int] | None
     """Lowest and highest policy version; ``None`` if unknown."""
     facts: Mapping[str, Any] | None = None
-    """Of a rollout, as :func:`~trajstore.core.columns.facts.facts_of` tells them."""
+    """Facts of a rollout, see :func:`~trajstore.core.columns.facts.facts_of`."""
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +122,7 @@ class FlatTrajectory:
 
     @property
     def addresses(self) -> list[int]:
-        """Address of each column's first byte, for as long as this object lives; of one without bytes any number."""
+        """Address of each column's first byte, valid as long as this object; arbitrary for an empty column."""
         if isinstance(self.tensors, BlockTensors):
             addresses: list[int] = self.tensors.block.places[0].tolist()
             return addresses

@@ -1,7 +1,7 @@
-"""What a trajectory holds besides columns: values without a row for each step, kept in its JSON document. Pure.
+"""Leaves without a row per step, which are kept in a trajectory's JSON document. Pure.
 
-JSON values stand there as they are. Tensors that have no row for each step and environment (scalars, one dimension)
-stand there as dtype, shape and bytes; they are given back and never sampled.
+JSON values are stored unchanged. Tensors without a row for each step and environment (scalars, one dimension)
+are stored as dtype, shape and bytes; they are returned and never sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VALUES, _TENSORS = LEAVES, "tensors"
 
 
 def document_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document of a step trajectory's leaves that are no columns; empty if there are none.
+    """Return the document of a step trajectory's leaves that are not columns; empty if there are none.
 
     Args:
         leaves: JSON values and CPU tensors, by dotted name.
@@ -63,8 +63,8 @@ def _tensor_of(name: str, described: Any) -> torch.Tensor:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether a value comes back from JSON exactly as it is."""
+    """Return whether a value round-trips through JSON unchanged."""
     try:
         return bool(orjson.loads(orjson.dumps(value)) == value)
-    except (TypeError, ValueError, RuntimeError):  # not JSON; a tensor in it that cannot be compared
+    except (TypeError, ValueError, RuntimeError):  # not JSON, or with a tensor that cannot be compared
         return False

@@ -1,6 +1,6 @@
-"""What the numbers and names of a trajectory may be: one definition, by which adding and opening go. Pure.
+"""Valid ranges of a trajectory's numbers and names, for adding and opening alike. Pure.
 
-What adding takes can be written and read for ever, so nothing may be taken that opening would refuse.
+Accepted values must stay readable for ever, so adding accepts nothing that opening would refuse.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trajstore.errors import InvalidTrajectoryError
 _INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 
 UNKNOWN_VERSION = int(_INT64.min)
-"""Stands for "no version known" inside the index; entries show None."""
+"""Value for an unknown version in the index; entries show None."""
 
 UNKNOWN_TIME = -1
-"""Stands for "nothing says when it was committed" inside the index: RLinf's directories do not."""
+"""Value for an unknown commit time in the index, as in RLinf's directories."""
 
 MAX_ID = 1 << 62
-"""Highest trajectory id; a store that says it is beyond half of this is refused, so that ids never end."""
+"""Highest trajectory id; a store with a counter above half of this is refused, so that ids never run out."""
 
 MAX_GENERATION = 10**15
-"""Most commits of a store: log segments are named by 16 digits."""
+"""Largest number of commits of a store: names of log segments have 16 digits."""
 
 RANGES: Mapping[str, tuple[int, int]] = {
     "trajectory_id": (0, MAX_ID),
@@ -44,32 +44,32 @@ RANGES: Mapping[str, tuple[int, int]] = {
     "start_extra": (0, _INT64.max),
     "start_document": (0, _INT64.max),
 }
-"""Lowest and highest value of the columns of the index; those that refer to tables aside."""
+"""Lowest and highest values of the index's columns, except references to tables."""
 
 MAX_STEPS = RANGES["steps"][1]
 MAX_SAMPLES = RANGES["num_samples"][1]
 
 MOST_NESTED = 200
-"""Levels of dicts and lists; the encoder of documents takes 254 of them."""
+"""Nesting limit of dicts and lists; the encoder of documents supports 254."""
 
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHOWN = 60
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: short, printable, whatever it is."""
+    """Return any value as a short printable text, for a message."""
     try:
-        text = " ".join(ascii(value).split())  # a tensor's has several lines
-    except Exception:  # a value's own repr may do anything, and Python prints no number of 5,000 digits
+        text = " ".join(ascii(value).split())  # tensors print on several lines
+    except Exception:  # a custom repr may raise anything, and Python prints no number of 5,000 digits
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def whole_number(field: str, value: Any, low: int, high: int) -> int:
-    """Return a number that a trajectory carries as an int; numpy's and torch's, and floats without fraction, are taken.
+    """Return an int of a trajectory; accepts numpy's and torch's, and floats without fraction.
 
     Raises:
-        InvalidTrajectoryError: it is none, or lies outside ``[low, high]``.
+        InvalidTrajectoryError: it is something else, or outside ``[low, high]``.
     """
     number: int | None = value if type(value) is int else as_int(value)
     if number is None:
@@ -82,12 +82,12 @@ def whole_number(field: str, value: Any, low: int, high: int) -> int:
 
 
 def as_int(value: Any) -> int | None:
-    """Return a whole number of any kind as an int; None if it is none."""
+    """Return a whole number of any type as an int; None for other values."""
     if isinstance(value, float | np.floating):
         return int(value) if float(value).is_integer() else None
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError, ValueError):  # the latter two from tensors of several numbers, or without any
+    except (TypeError, RuntimeError, ValueError):  # the latter two from tensors with several values or none
         return None
 
 
@@ -95,17 +95,17 @@ def version_number(field: str, value: Any) -> int:
     """Return a policy version.
 
     Raises:
-        InvalidTrajectoryError: it is no whole number, or none of 64 bits.
+        InvalidTrajectoryError: it is not a whole number, or exceeds 64 bits.
     """
     low, high = RANGES["version_low"]
-    return whole_number(field, value, low + 1, high)  # the lowest stands for "unknown"
+    return whole_number(field, value, low + 1, high)  # the lowest value is "unknown"
 
 
 def plain_name(field: str, name: Any) -> str:
-    """Return a name that can be stored, shown on a terminal, and be part of a file's name.
+    """Return a name that can be stored, shown on a terminal, and used in a file name.
 
     Raises:
-        InvalidTrajectoryError: it is no string, or has control characters or halves of surrogate pairs in it.
+        InvalidTrajectoryError: it is not a string, or contains control characters or lone surrogates.
     """
     if not isinstance(name, str):
         raise InvalidTrajectoryError(f"field {field}: {shown(name)} is a {type(name).__name__}, must be a string")

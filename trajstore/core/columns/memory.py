@@ -1,4 +1,4 @@
-"""Memory that is used again: to touch fresh pages costs several times what copying into known ones does."""
+"""Reusable memory: touching fresh pages costs several times as much as copying into used ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trajstore.core.base import locks
 ALIGNMENT = 64
 
 _LARGE = 4
-"""A block of more than this part of a slab has memory of its own, so that little of a slab is left unused."""
+"""A block larger than 1/_LARGE of a slab gets its own memory, so that little of a slab is wasted."""
 
 
 def aligned(nbytes: int) -> int:
-    """Return what a block of this many bytes takes: the next multiple of a cache line."""
+    """Round a size up to a multiple of a cache line."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Lease:
-    """Some memory for as long as anything refers to ``memory``, be it an array, a memoryview or a tensor.
+    """Memory that stays reserved while anything refers to ``memory``: an array, a memoryview or a tensor.
 
     Attributes:
         memory: the bytes; views of them keep the lease.
@@ -35,7 +35,7 @@ class Lease:
 
     def __init__(self, block: npt.NDArray[np.uint8]) -> None:
         buffer: Any = block.data
-        # Not a slice of the block: views of a slice refer to the block itself, and the last one could not be told.
+        # Not a slice of the block: views of a slice refer to the block itself, so the last one would go unnoticed.
         self.memory = np.frombuffer(buffer, np.uint8)
         view: Any = self.memory
         self.data = memoryview(view)
@@ -43,20 +43,20 @@ class Lease:
 
 
 def _allocate(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return fresh memory that begins at a multiple of 64."""
+    """Return fresh memory, 64-byte aligned."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     skip = -raw.ctypes.data % ALIGNMENT
     return raw[skip : skip + max(nbytes, 1)]
 
 
 class Arena:
-    """Hands out blocks of slabs; a slab comes back by itself when nothing refers to any of its blocks.
+    """Hands out blocks of slabs; a slab is reused once nothing refers to any of its blocks.
 
-    Meant for blocks that are let go in about the order in which they were taken. Safe to call from several threads.
+    Meant for blocks that are freed in about the order of allocation. Thread-safe.
 
     Args:
-        slab_bytes: size of a slab; 0 gives every block memory of its own.
-        spare: most slabs that are kept while nobody uses them.
+        slab_bytes: size of a slab; 0 gives every block its own memory.
+        spare: largest number of unused slabs to keep.
     """
 
     def __init__(self, slab_bytes: int, spare: int = 2) -> None:
@@ -67,7 +67,7 @@ class Arena:
         self._used = 0
 
     def take(self, nbytes: int) -> tuple[Lease, int]:
-        """Return memory and the offset in it at which ``nbytes`` bytes, uninitialised, are the caller's."""
+        """Allocate ``nbytes`` uninitialised bytes; return the memory and their offset in it."""
         if nbytes * _LARGE > self._slab_bytes:
             return Lease(_allocate(nbytes)), 0
         nbytes = aligned(nbytes)

@@ -1,4 +1,4 @@
-"""Trajectories in private memory: what a buffer keeps between ``add_trajectories`` and the disk."""
+"""Copies trajectories to private memory, where a buffer keeps them until they are on disk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trajstore.core.columns.portions import portions
 _FEW_BYTES = 4 << 20
 
 _BLOCK_BYTES = 1 << 20
-"""Most bytes of a block of several trajectories: it stays as long as one of them is needed."""
+"""Size limit of a block of several trajectories: it stays as long as one of them is needed."""
 
 
 def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[Block]:
-    """Return copies of trajectories in memory of the arena, in blocks of some that follow each other.
+    """Copy trajectories to memory of the arena, in blocks of consecutive ones.
 
     The caller may then change or free their tensors.
     """

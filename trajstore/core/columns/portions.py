@@ -1,4 +1,4 @@
-"""Long lists in portions: consecutive items that are handled together, bounded by their bytes. Pure."""
+"""Splits long lists into portions of consecutive items, bounded by their bytes. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def portions(
     *,
     most: int | None = None,
 ) -> Iterator[tuple[list[T], int]]:
-    """Yield consecutive items and their bytes; items are taken one by one, as portions are asked for.
+    """Yield consecutive items and their bytes; items are consumed lazily.
 
     Args:
         items: of any number.
-        limit: most bytes of a portion that has more than one item.
+        limit: largest size in bytes of a portion of several items.
         nbytes: returns the bytes of an item.
-        most: most items of a portion; None = no bound.
+        most: largest number of items in a portion; None = no bound.
     """
     portion: list[T] = []
     total = 0

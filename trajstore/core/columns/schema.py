@@ -1,4 +1,4 @@
-"""What columns a trajectory has, and how many rows. Pure; no I/O."""
+"""Schema of a trajectory's columns, and its numbers of rows. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENT = "_document"
 """Name of the column that holds a trajectory's JSON document, as bytes."""
 
 _MAX_ROW_NBYTES = 1 << 48
-"""More than any memory has; numbers below this can be added up without fear."""
+"""Larger than any memory; sums of smaller numbers do not overflow."""
 
 _DTYPE_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -53,7 +53,7 @@ class ColumnSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch knows it.
+        """The dtype as a ``torch.dtype``.
 
         Raises:
             CorruptStoreError: no such dtype.
@@ -73,7 +73,7 @@ _AXES: dict[Kind, tuple[Axis, ...]] = {
     "step": (Axis.SAMPLES, Axis.FIRST_EXTRA, Axis.LAST_EXTRA, Axis.DOCUMENT),
     "agent": (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT),
 }
-"""What the rows of columns can count."""
+"""Units that the rows of columns can count."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Schema:
     def nbytes(self, extent: Extent) -> int:
         """Return the bytes of all columns of a trajectory."""
         steps, batch, extra, document = extent
-        samples, first, last, response, text = self.axis_nbytes  # 0 for an axis that no column is on
+        samples, first, last, response, text = self.axis_nbytes  # 0 for an axis without columns
         return steps * batch * samples + (steps + extra) * batch * (first + last) + extra * response + document * text
 
     @cached_property
@@ -113,7 +113,7 @@ class Schema:
 
     @staticmethod
     def from_json(value: Any) -> Schema:
-        """Return the schema that :meth:`to_json` described.
+        """Parse the result of :meth:`to_json`.
 
         Raises:
             CorruptStoreError: ``value`` does not describe a schema.
@@ -138,7 +138,7 @@ class Schema:
 
 
 class Extent(NamedTuple):
-    """How many rows a trajectory has on each axis.
+    """Number of rows of a trajectory on each axis.
 
     Attributes:
         steps: T of a step trajectory, L of an agent trajectory.
@@ -167,7 +167,7 @@ _schemas: dict[tuple[Any, ...], Schema] = {}
 
 
 def intern_schema(kind: Kind, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...], Axis]]) -> Schema:
-    """Return the one Schema object for these columns, so that equal schemas are identical in a process."""
+    """Return the only Schema object for these columns, so that equal schemas are identical in a process."""
     key = (kind, *columns)
     schema = _schemas.get(key)
     if schema is None:

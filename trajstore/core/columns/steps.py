@@ -1,4 +1,4 @@
-"""Step trajectories ``[T, B, ...]`` taken apart into columns. Pure; no I/O."""
+"""Converts step trajectories ``[T, B, ...]`` to columns. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _leading_shape(trajectory: Any) -> tuple[int, int]:
         if not isinstance(value, torch.Tensor | np.ndarray):
             raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
         if isinstance(value, torch.Tensor) and value.is_nested:
-            as_tensor(name, value)  # refuses it: it has no shape to ask for
+            as_tensor(name, value)  # raises: it has no shape
         shape = tuple(value.shape)
         if len(shape) < 2:
             raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...]")
@@ -55,7 +55,7 @@ def _leading_shape(trajectory: Any) -> tuple[int, int]:
 
 
 def _check_extent(steps: int, batch: int) -> None:
-    """Refuse more steps, environments or samples than the index has room for."""
+    """Refuse more steps, environments or samples than the index can hold."""
     if steps * batch == 0:
         raise NothingToStoreError(f"trajectory has T = {steps}, B = {batch}: there is nothing in it to store")
     for name, value, most in (("T", steps, MAX_STEPS), ("B", batch, MAX_STEPS), ("T·B", steps * batch, MAX_SAMPLES)):
@@ -70,7 +70,7 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
         InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored.
     """
     steps, batch = _leading_shape(trajectory)
-    if not 0 < steps * batch <= MAX_STEPS:  # in one comparison what nearly all trajectories pass
+    if not 0 < steps * batch <= MAX_STEPS:  # one comparison for the usual case
         _check_extent(steps, batch)
     extra = 0
     extra_field = ""
@@ -104,7 +104,7 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
             if len(shape) < 2:
                 if tensor.dtype not in dtypes().values():
                     raise InvalidTrajectoryError(f"field {name}: dtype {tensor.dtype} cannot be stored")
-                leaves[plain_name(shown(name), name)] = tensor  # no row for each step: given back, never sampled
+                leaves[plain_name(shown(name), name)] = tensor  # without a row for each step: returned, never sampled
                 continue
             if shape[1] != batch:
                 raise InvalidTrajectoryError(
@@ -115,9 +115,7 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
             tensors.append(tensor)
     size = document_column(document_of(leaves), columns, tensors)
     versions = next((tensor for (name, *_), tensor in zip(columns, tensors, strict=True) if name == "versions"), None)
-    known = version_range(
-        acting_rows(versions, steps)
-    )  # first: versions that are no numbers have no bytes to make an id of
+    known = version_range(acting_rows(versions, steps))  # first: versions that are not numbers have no bytes for an id
     weights = trajectory.model_weights_id
     if weights is None or (isinstance(weights, str) and not weights):
         weights = get_model_weights_id(versions if versions is not None else torch.zeros(1, dtype=torch.float32))
@@ -135,7 +133,7 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
 
 
 def _axis_among(name: str, rows: int, steps: int, extra: int, extra_field: str) -> tuple[Axis, int, str]:
-    """Return a column's axis, and the trajectory's E with the column that told it, as far as is known now."""
+    """Return a column's axis, and the trajectory's E with the column that defined it, as far as known."""
     if rows == steps:
         return Axis.SAMPLES, extra, extra_field
     axis, more = axis_of(name, rows, steps)
@@ -158,13 +156,13 @@ def acting_rows(versions: torch.Tensor | None, steps: int) -> torch.Tensor | Non
 
 
 def versions_of(flat: FlatTrajectory) -> tuple[int, int] | None:
-    """Return lowest and highest policy version by the column of that name; None where it tells none."""
+    """Return the lowest and highest policy version in that column; None if unknown."""
     for spec, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
         if spec.name == "versions" and flat.num_samples:
             rows = tensor.reshape(-1, flat.extent.batch, *spec.row_shape)
             try:
                 return version_range(acting_rows(rows, flat.extent.steps))
-            except InvalidTrajectoryError:  # RLinf stores what it is given
+            except InvalidTrajectoryError:  # RLinf stores unchecked values
                 return None
     return None
 
@@ -176,15 +174,15 @@ def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
         versions: real numbers, on the CPU.
 
     Raises:
-        InvalidTrajectoryError: a version is not a finite number, or none of 64 bits.
+        InvalidTrajectoryError: a version is not a finite number, or exceeds 64 bits.
     """
     if versions is None or versions.numel() == 0:
         return None
-    if versions.is_complex():  # numpy has no equal of the shortest of these
+    if versions.is_complex():  # numpy lacks the smallest complex dtype
         raise InvalidTrajectoryError("field versions: not a finite number")
     if versions.is_floating_point() and versions.dtype not in _NUMPY_FLOATS:
         versions = versions.float()
-    array = versions.numpy()  # torch's operators would let other threads have the interpreter, and wait for it again
+    array = versions.numpy()  # torch's operators would release the GIL and wait for it again
     low, high = array.min(), array.max()
     if not (np.isfinite(low) and np.isfinite(high)):
         raise InvalidTrajectoryError("field versions: not a finite number")

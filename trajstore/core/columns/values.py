@@ -1,4 +1,4 @@
-"""What the values of fields become: contiguous CPU tensors, and one column with everything that is no tensor. Pure."""
+"""Converts field values to contiguous CPU tensors, and other values to one document column. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trajstore.core.columns.schema import DOCUMENT, dtypes
 from trajstore.errors import InvalidTrajectoryError
 
 NewColumn = tuple[str, torch.dtype, tuple[int, ...], Axis]
-"""Name, dtype, row shape and axis of a column of a trajectory that is being taken apart."""
+"""Name, dtype, row shape and axis of a new column."""
 
 
 @cache
 def _plain_dtypes() -> frozenset[torch.dtype]:
-    """Return the dtypes of tensors that are neither quantized nor, perhaps, to be conjugated."""
+    """Return the dtypes of tensors that are neither quantized nor possibly conjugated."""
     return frozenset(dtype for dtype in dtypes().values() if not dtype.is_complex)
 
 
 def as_tensor(name: str, value: Any) -> torch.Tensor:
-    """Return ``value`` as a contiguous CPU tensor; numpy arrays are taken too."""
-    if (  # what nearly every tensor is, told in a third of the time
+    """Return ``value`` as a contiguous CPU tensor; accepts numpy arrays."""
+    if (  # the usual case, checked in a third of the time
         type(value) is torch.Tensor
         and value.dtype in _plain_dtypes()
         and value.is_cpu
@@ -62,7 +62,7 @@ def _from_numpy(name: str, value: npt.NDArray[Any]) -> torch.Tensor:
         value = value.copy(order="C")
     try:
         return torch.from_numpy(value)
-    except (TypeError, ValueError) as error:  # texts, objects, the other byte order
+    except (TypeError, ValueError) as error:  # texts, objects, or the other byte order
         raise InvalidTrajectoryError(f"field {name}: numpy's dtype {value.dtype} cannot be stored") from error
 
 
@@ -71,7 +71,7 @@ def document_column(
     columns: list[NewColumn],
     tensors: list[torch.Tensor],
 ) -> int:
-    """Append the document's column, if there is anything to say, and return its number of bytes."""
+    """Append the document's column, unless the document is empty, and return its number of bytes."""
     if not document:
         return 0
     text = encode_document(document)

@@ -137,9 +137,9 @@ def _remove_abandoned(parent: HeldFolder, name: str) -> None:
     """Remove temporary folders that killed processes left for this name."""
     with os.scandir(parent.number) as entries:
         left = [entry.name for entry in entries if entry.name.startswith(f".{name}.") and entry.name.endswith(".tmp")]
-    for one in left:
+    for folder in left:
         try:
-            descriptor = parent.open_folder(one)
+            descriptor = parent.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError):
             continue
         try:
@@ -150,4 +150,4 @@ def _remove_abandoned(parent: HeldFolder, name: str) -> None:
             pass  # file systems without locks on folders: the last process wins
         finally:
             os.close(descriptor)
-        _remove(parent, one)
+        _remove(parent, folder)

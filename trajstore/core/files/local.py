@@ -327,7 +327,7 @@ class LocalDirectory(Directory):
         with contextlib.suppress(FileNotFoundError):
             self._root.sync(check_name(folder))
 
-    # -- who uses it -------------------------------------------------------------------------------
+    # -- locks and leases --------------------------------------------------------------------------
 
     def lock_writer(self) -> WriterLock:
         self.create()

@@ -132,7 +132,7 @@ class LocalWriterLock(WriterLock):
 
 
 class LocalReaderLease(ReaderLease):
-    """A file that names what is being read, under an flock that ends with the reader.
+    """A file that names the generation in use, under an flock that ends with the reader.
 
     ``leases`` defines its text. An empty file is a reader that looks for its first generation and may read any. A
     forked child reads under its parent's lease, as long as the parent lives and keeps it.

@@ -21,7 +21,7 @@ FORMATS: Mapping[str, Callable[..., TrajectoryFormat]] = {
     "pkl": partial(_made, "pkl", "PklFormat"),
     "zarr": partial(_made, "zarr", "ZarrFormat"),
 }
-"""What ``trajectory_format`` may be, and what makes it."""
+"""Values of ``trajectory_format``, and their constructors."""
 
 
 def get_format(name: str, **options: Any) -> TrajectoryFormat:

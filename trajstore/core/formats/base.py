@@ -1,9 +1,9 @@
-"""What a shard format promises. A format is pure: bytes in, bytes out; the disk is somebody else's.
+"""The interface of shard formats. A format is pure: bytes in, bytes out; directories do the I/O.
 
 A *shard* holds one or more trajectories of one schema. Its columns are the trajectories' rows, one
 after the other: column c of trajectory j begins at the sum of the rows of trajectories 0..j-1 on c's
-axis. A format turns trajectories into files and says, where rows lie uncompressed and contiguous in a
-file, at which byte they begin; such columns are mapped and never decoded.
+axis. A format turns trajectories into files and reports the byte offset of columns whose rows are
+uncompressed and contiguous in a file; such columns are mapped and never decoded.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.files.base import Buffer, EncodedFile
 
 SHARDS_FOLDER = "shards"
-"""Where a store keeps the files of its shards."""
+"""Folder of a store's shard files."""
 
 SHARD_LAYOUT = "trajstore.shard"
-"""What every shard says that it is, beside a version of its format."""
+"""Layout name in every shard, beside its format's version."""
 
 Fetch = Callable[[str], Buffer]
 """Returns the bytes of one file of a shard, by the file's name in the manifest.
 
-Raises ``CorruptStoreError`` naming the file when it is absent or has another size than the manifest says.
+Raises ``CorruptStoreError`` naming the file when it is absent or its size differs from the manifest's.
 """
 
 
 @dataclass(frozen=True)
 class ShardContent:
-    """What a shard shall hold: trajectories of one schema, column by column.
+    """Content of a new shard: trajectories of one schema, column by column.
 
     Attributes:
         schema: their columns.
         extents: of each trajectory, in order; at least one.
-        pieces: per column, the raw rows of all trajectories in order, as buffers that follow each other.
+        pieces: per column, the raw rows of all trajectories in order, as consecutive buffers.
     """
 
     schema: Schema
@@ -50,7 +50,7 @@ class ShardContent:
 
     @staticmethod
     def of(flats: Sequence[FlatTrajectory]) -> ShardContent:
-        """Return the content of trajectories, which are not copied."""
+        """Return the content of trajectories, without copying."""
         schema = flats[0].schema
         pieces = [[flat.column_bytes(column) for flat in flats] for column in range(len(schema.columns))]
         return ShardContent(schema, [flat.extent for flat in flats], pieces)
@@ -65,7 +65,7 @@ class ShardContent:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """Where the raw rows of a column begin: index into the shard's files, and byte offset."""
+    """Place of a column's raw rows: index into the shard's files, and byte offset."""
 
     file: int
     offset: int
@@ -73,7 +73,7 @@ class ColumnPlace:
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
-    """What a format made of some trajectories.
+    """Files of trajectories encoded by a format.
 
     ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files); else
     ``column_crc32[c]`` is the CRC-32 of its raw rows.
@@ -86,7 +86,7 @@ class EncodedShard:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a shard as it was written. ``crc32`` covers the bytes outside mapped columns (see format spec)."""
+    """A file of a shard as written. ``crc32`` covers the bytes outside mapped columns (see format spec)."""
 
     name: str
     size: int
@@ -95,7 +95,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class ShardManifest:
-    """All that is needed to read a shard: kept in the commit log, next to the trajectories' entries.
+    """Everything needed to read a shard: kept in the commit log, next to the trajectories' entries.
 
     Attributes:
         name: name without suffix, unique in its store (``shard_00000042``).
@@ -117,7 +117,7 @@ class ShardManifest:
 
 
 class ShardReader(ABC):
-    """Decodes rows of one shard. May keep what it has read; not thread-safe."""
+    """Decodes rows of one shard. May cache decoded data; not thread-safe."""
 
     @abstractmethod
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
@@ -130,10 +130,10 @@ class ShardReader(ABC):
 
 
 class TrajectoryFormat(ABC):
-    """One way to keep trajectories in files. Stateless; options are frozen fields of the subclass."""
+    """One way to store trajectories in files. Stateless; options are frozen fields of the subclass."""
 
     name: ClassVar[str]
-    """What ``trajectory_format`` says."""
+    """Value of ``trajectory_format``."""
 
     @abstractmethod
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
@@ -145,7 +145,7 @@ class TrajectoryFormat(ABC):
 
 
 def crc32_of(pieces: Sequence[Buffer]) -> int:
-    """Return the CRC-32 of pieces that follow each other."""
+    """Return the CRC-32 of consecutive pieces."""
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
@@ -153,7 +153,7 @@ def crc32_of(pieces: Sequence[Buffer]) -> int:
 
 
 def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor over ``data`` (not copied; read-only data is the caller's word not to write)."""
+    """Return a tensor over ``data`` (not copied; the caller must not write to read-only data)."""
     view = memoryview(data)
     if view.nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)

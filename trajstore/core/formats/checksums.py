@@ -1,8 +1,8 @@
-"""Manifests of encoded shards: sizes and checksums, and the check of files against them. Pure; no I/O.
+"""Manifests of encoded shards (sizes and checksums), and verifying files against them. Pure; no I/O.
 
-Every byte of a shard's files is under exactly one CRC-32: that of the mapped column in whose rows it
-lies, or that of its file, which runs in order over all bytes outside mapped columns (the *envelope*: zip
-headers, zarr metadata, compressed or pickled columns). So damage to one column is told by the column's name.
+Exactly one CRC-32 covers every byte of a shard's files: that of its mapped column, or that of its file, which
+covers in order all bytes outside mapped columns (the *envelope*: zip
+headers, zarr metadata, compressed or pickled columns). So damage is reported with the column's name.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from trajstore.core.files.base import Buffer, EncodedFile
 from trajstore.core.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 
 ENVELOPE = "envelope"
-"""How the part of a file that is outside mapped columns is called in descriptions of damage."""
+"""Name of a file's part outside mapped columns, in descriptions of damage."""
 
 
 def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: ShardContent) -> ShardManifest:
-    """Return the manifest of a shard that was just encoded.
+    """Return the manifest of a newly encoded shard.
 
-    The checksums of mapped columns are the format's, those of envelopes are taken from the encoded pieces.
+    The format computes the checksums of mapped columns; those of envelopes are computed from the encoded pieces.
 
     Args:
-        encoded: what the format made of ``content``.
+        encoded: result of encoding ``content``.
         format_name: name of the format.
+        name: the shard's name, as given to the format.
         name: the shard's name, as given to the format.
         content: the shard's trajectories.
     """
@@ -47,12 +48,12 @@ def encoded_shard(
 
 
 def check_file(data: Buffer, manifest: ShardManifest, file_index: int) -> list[str]:
-    """Return what is wrong with a file of a shard, one line for each damaged part; empty if it is sound.
+    """Verify a file of a shard; return one line per damaged part, empty if it is sound.
 
     Args:
         data: the file's bytes.
-        manifest: what was written down when the file was published.
-        file_index: which of ``manifest.files`` it is.
+        manifest: of the shard.
+        file_index: index into ``manifest.files``.
     """
     view = memoryview(data)
     file = manifest.files[file_index]
@@ -90,7 +91,7 @@ def _stored_file(file: EncodedFile, inside: Sequence[tuple[int, int]]) -> Stored
 
 
 def _crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC-32 of all bytes of consecutive pieces that lie in none of the sorted regions."""
+    """Return the CRC-32 of all bytes of consecutive pieces outside the sorted regions."""
     crc = 0
     position = 0  # in the file
     region = 0

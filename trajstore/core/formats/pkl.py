@@ -1,4 +1,4 @@
-"""Pickled shards: plain containers and bytes, so that reading them needs no class and runs no code."""
+"""Pickled shards of plain containers and bytes: reading them needs no class and runs no code."""
 
 from __future__ import annotations
 

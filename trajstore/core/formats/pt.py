@@ -31,7 +31,7 @@ SHARD_VERSION = 1
 class PtFormat(TrajectoryFormat):
     """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories"}``.
 
-    ``trajectories`` is one ``[T, B, E, document bytes]`` per trajectory, from which its rows follow.
+    ``trajectories`` is one ``[T, B, E, document bytes]`` per trajectory, which defines its numbers of rows.
     """
 
     name: ClassVar[str] = "pt"
@@ -61,7 +61,7 @@ class PtFormat(TrajectoryFormat):
 
 
 class _PtReader(ShardReader):
-    """Finds the columns through the file's own program: the slow way, which needs no offsets."""
+    """Finds the columns by interpreting the file's pickle: slow, but needs no offsets."""
 
     def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
         name = manifest.files[0].name
@@ -77,7 +77,7 @@ class _PtReader(ShardReader):
                     raise ValueError(f"column {column.name}: {found.dtype} {list(found.shape)}")
                 if not found.is_contiguous:
                     raise ValueError(f"column {column.name}: strides {list(found.stride)}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # whatever else the file describes
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # from malformed descriptions
             raise CorruptStoreError(f"{name}: not a shard that trajstore wrote, or damaged: {error}") from error
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""The container of ``torch.save``: written so that no tensor is copied, and searched for where tensors lie.
+"""The container of ``torch.save``: writes it without copying tensors, and locates the tensors in it.
 
 A file of ``torch.save`` is a zip archive without compression. ``archive/data.pkl`` is a pickle in which each
 tensor names a storage by a persistent id, and ``archive/data/<key>`` holds that storage's bytes. Every member
 begins at a multiple of 64 bytes, reached by an extra field ``FB`` in its local header. The layout here is
-byte for byte that of torch 2.13 (``torch.serialization._save``, ``caffe2/serialize/inline_container.cc``) but
+byte for byte that of torch 2.13 (``torch.serialization._save``, ``caffe2/serialize/inline_container.cc``) except
 for the serialization id, which is left out, and the numbering of the pickle's memo.
 """
 
@@ -36,13 +36,13 @@ _ZIP_MAGIC = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A contiguous tensor to be written, in the place where the tensor itself would be.
+    """A contiguous tensor to write, as a placeholder for the tensor itself.
 
     Attributes:
-        pieces: its bytes, in order; together as many as ``dtype`` and ``shape`` need. Never copied.
+        pieces: its bytes, in order; their total size matches ``dtype`` and ``shape``. Never copied.
         dtype: any dtype that can be stored.
         shape: sizes of its dimensions.
-        crc32: CRC-32 of the bytes if it is already known.
+        crc32: CRC-32 of the bytes if known.
     """
 
     pieces: Sequence[Buffer]
@@ -53,7 +53,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies in a file: byte offset of its first element, dtype, shape, strides in elements."""
+    """Place of a tensor in a file: byte offset of its first element, dtype, shape, strides in elements."""
 
     offset: int
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class TensorPlace:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after the other, in order."""
+        """Whether the elements are contiguous and in order."""
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1:
@@ -81,17 +81,17 @@ class TensorPlace:
 
 
 def write_torch_zip(obj: Any) -> tuple[list[Buffer], list[int]]:
-    """Return a file that ``torch.load(..., weights_only=True)`` reads, as pieces, and where its tensors lie.
+    """Return a file that ``torch.load(..., weights_only=True)`` reads, as pieces, and the places of its tensors.
 
     Args:
         obj: plain containers with a :class:`TensorSlot` in place of every tensor.
 
     Returns:
-        The file's content in order; pieces of slots are passed on as they are. And, per slot in the order in
-        which ``obj`` lists them, the byte at which its data begins.
+        The file's content in order; pieces of slots are passed on unchanged. And, per slot in the order
+        of ``obj``, the byte at which its data begins.
 
     Raises:
-        ConfigurationError: ``obj`` holds anything else, or a slot's pieces do not have the size of its shape.
+        ConfigurationError: ``obj`` holds anything else, or the size of a slot's pieces does not match its shape.
     """
     target = io.BytesIO()
     pickler = _SlotPickler(target)
@@ -110,12 +110,12 @@ def write_torch_zip(obj: Any) -> tuple[list[Buffer], list[int]]:
 
 @cache
 def _storage_types() -> Mapping[torch.dtype, type[Any]]:
-    """Return torch's storage classes; newer dtypes have none and lie in untyped storages."""
+    """Return torch's storage classes; newer dtypes have none and use untyped storages."""
     return {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 
 
 class _Storage:
-    """Stands in the pickle where a tensor's storage would; becomes a persistent id."""
+    """Placeholder of a tensor's storage in the pickle; becomes a persistent id."""
 
     __slots__ = ("identity",)
 
@@ -163,7 +163,7 @@ class _SlotPickler(pickle.Pickler):
 
 
 class _NotPlaced:
-    """Stands for a tensor that is not simply a region of the file."""
+    """Placeholder of a tensor that is not simply a region of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,26 +174,26 @@ class _StoragePlace:
 
 
 def is_torch_zip(data: Buffer) -> bool:
-    """Return whether a file begins as a zip archive does."""
+    """Return whether a file starts like a zip archive."""
     return bytes(memoryview(data).cast("B")[:4]) == _ZIP_MAGIC
 
 
 def locate(data: Buffer, *, source: str = "file") -> Any:
-    """Return what ``torch.load`` would, with a :class:`TensorPlace` for every tensor. Reads no tensor.
+    """Return the object of ``torch.load``, with a :class:`TensorPlace` for every tensor. Reads no tensor.
 
     Args:
         data: the whole file; a map of it will do.
-        source: what messages call it.
+        source: name of the file in messages.
 
     Returns:
-        The object; or None if tensors cannot be located. A zip archive, of the other byte order or with sparse
-        or lazily conjugated tensors, can be read with ``torch.load(..., weights_only=True)``: its program has been
-        run here to its end, and claims no more than it holds. Anything else, see
+        The object; or None if tensors cannot be located. A zip archive of the other byte order, or with sparse
+        or lazily conjugated tensors, can be read with ``torch.load(..., weights_only=True)``: its pickle has been
+        interpreted here to the end, and its sizes were checked. For other files, see
         :func:`~trajstore.core.formats.pickles.safe_pickle.legacy_loads`.
 
     Raises:
         CorruptStoreError: the file is truncated, compressed, or its parts overlap or do not fit together.
-        UnsafeContentError: it names what is not data; nothing of it was run.
+        UnsafeContentError: it names something that is not data; nothing of it was run.
     """
     view = memoryview(data).cast("B")
     if not is_torch_zip(view):
@@ -226,21 +226,21 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         return _NotPlaced()
 
     def place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorPlace | _NotPlaced:
-        found = _place(storage, dtype, offset, size, stride)
-        return not_placed() if metadata else found
+        located = _place(storage, dtype, offset, size, stride)
+        return not_placed() if metadata else located
 
-    found = safe_loads(
+    located = safe_loads(
         content, classes=_classes(place, not_placed), persistent_load=storage, source=f"{source}: data.pkl"
     )
-    return found if placed else None
+    return located if placed else None
 
 
 def damaged_members(data: Buffer, *, source: str = "file") -> list[str]:
-    """Return the members of a file of ``torch.save`` whose content does not fit their checksum. Reads all of it.
+    """Return the members of a file of ``torch.save`` with wrong checksums. Reads all of it.
 
     Args:
-        data: the whole file; one that is no zip archive has no checksums.
-        source: what messages call it.
+        data: the whole file; files that are not zip archives have no checksums.
+        source: name of the file in messages.
 
     Raises:
         CorruptStoreError: the archive is truncated, or its parts overlap or do not fit together.

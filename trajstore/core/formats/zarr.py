@@ -1,15 +1,15 @@
 """Shards as Zarr v3 groups, one array per column, chunked along its rows.
 
-Any Zarr v3 reader opens ``shards/<name>.zarr``. A column's array bears the column's dotted name, quoted
-where Zarr would not take it; attributes say the rest, so that a group describes itself::
+Any Zarr v3 reader opens ``shards/<name>.zarr``. A column's array has the column's dotted name, quoted
+where Zarr would not accept it; attributes have the rest, so that a group describes itself::
 
     shards/<name>.zarr/zarr.json            attributes: layout, version, schema, trajectories [T, B, E, document bytes]
                        <column>/zarr.json   attributes: name, axis, torch_dtype if Zarr lacks that dtype
                        <column>/c.0.0       chunk: row-major, little-endian, then the codec
 
-zarr, an optional package, is imported when the first shard is encoded or opened. Its event loop runs in a
-thread of its own, which all threads of a process share. A forked child gets a fresh one (zarr sees to
-that), but must not be forked while another thread is inside zarr: use spawn where shards are being written.
+zarr, an optional package, is imported when the first shard is encoded or opened. Its event loop runs in its
+own thread, shared by all threads of a process. zarr gives a forked child a fresh one, but the process must not be
+forked while another thread is inside zarr: use spawn where shards are being written.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class ZarrFormat(TrajectoryFormat):
     """``shards/<name>.zarr/``: a Zarr v3 group of one array per column.
 
     Attributes:
-        codec: ``"none"`` (default) keeps a column as one raw chunk, which is mapped and sampled in place at the
-            speed of memory. ``"zstd"`` makes files small, ``"blosc"`` (shuffled LZ4) is faster and makes them less
-            small; both must be decoded into the cache, which pays off for images and slow disks.
-        level: of the codec, 1 to 22 (zstd) or 1 to 9 (blosc); of no effect with ``"none"``.
+        codec: ``"none"`` (default) keeps a column as one raw chunk, which is mapped and sampled in place at
+            memory speed. ``"zstd"`` makes files small, ``"blosc"`` (shuffled LZ4) is faster with larger
+            files; both must be decoded into the cache, which pays off for images and slow disks.
+        level: of the codec, 1 to 22 (zstd) or 1 to 9 (blosc); without effect for ``"none"``.
         chunk_bytes: upper bound of a chunk's uncompressed bytes, but at least one row. None: the whole column if it
             is not compressed, else 1 MiB. Columns of more than one chunk are not mapped.
 
@@ -108,7 +108,7 @@ class ZarrFormat(TrajectoryFormat):
             else:
                 written = _write_array(self, spec, count, pieces)
                 files.extend(EncodedFile(f"{node}/{key}", [data]) for key, data in written.items())
-        # No byte of an empty column is ever read, so it may lie anywhere that is mapped already.
+        # An empty column is never read, so any mapped place will do.
         anywhere = ColumnPlace(next((place.file for place in mapped.values()), 0), 0)
         places = mapped | dict.fromkeys(empty, anywhere)
         crcs |= dict.fromkeys(empty, 0)
@@ -130,10 +130,10 @@ class ZarrFormat(TrajectoryFormat):
 
 
 def node_name(column: str) -> str:
-    """Return the name of a column's Zarr array: legal in Zarr, in file systems and object stores, and unique.
+    """Return the name of a column's Zarr array: legal in Zarr, file systems and object stores, and unique.
 
     Characters other than ``A-Z a-z 0-9 _ . -`` are percent-encoded (UTF-8), and so is the first one of names that
-    Zarr reserves. Very long names end in a hash. The array's attribute ``name`` has the name as it was.
+    Zarr reserves. Very long names end in a hash. The array's attribute ``name`` has the original name.
     """
     name = quote(column, safe="").replace("~", "%7E")
     if name.startswith("__") or not name.strip(".") or name == _METADATA:
@@ -147,7 +147,7 @@ def node_name(column: str) -> str:
 def _import_zarr() -> Any:
     try:
         import zarr
-        import zarr.buffer.cpu  # not loaded by zarr itself
+        import zarr.buffer.cpu  # zarr does not import it
     except ImportError as error:
         raise MissingDependencyError("zarr", "zarr") from error
     _close_stores_first()
@@ -156,12 +156,12 @@ def _import_zarr() -> Any:
 
 @cache
 def _close_stores_first() -> None:
-    """Register, once in a process, that stores are closed before zarr stops."""
+    """Register, once per process, to close stores before zarr stops."""
     close_before_what_was_imported_now()
 
 
 def _stored_dtype(spec: ColumnSpec) -> str:
-    """Return the name of the dtype as Zarr stores it; unsigned integers of the same size where Zarr has none."""
+    """Return the name of the dtype in Zarr; unsigned integers of the same size where Zarr lacks it."""
     if spec.dtype in _NOT_IN_ZARR or spec.dtype.startswith("float8"):
         return f"uint{8 * spec.torch_dtype.itemsize}"
     return spec.dtype
@@ -232,9 +232,9 @@ def _metadata_template(shard_format: ZarrFormat, spec: ColumnSpec) -> bytes:
 
 
 def _whole_metadata(shard_format: ZarrFormat, spec: ColumnSpec, rows: int) -> bytes:
-    """Return the metadata of an array that is one chunk: Zarr's own, with this number of rows.
+    """Return the metadata of an array with one chunk: Zarr's own, with this number of rows.
 
-    Asking Zarr for each array anew would take most of the time of encoding a shard.
+    Calling Zarr for each array would take most of the time of encoding a shard.
     """
     metadata = orjson.loads(_metadata_template(shard_format, spec))
     metadata["shape"][0] = rows
@@ -245,7 +245,7 @@ def _whole_metadata(shard_format: ZarrFormat, spec: ColumnSpec, rows: int) -> by
 class _ZarrReader(ShardReader):
     """Reads through zarr, from a memory store that holds only the files needed at the moment, each verified.
 
-    Zarr takes an absent chunk for zeros, so every chunk is fetched here first, in the caller's thread.
+    Zarr reads an absent chunk as zeros, so every chunk is fetched here first, in the caller's thread.
     """
 
     def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
@@ -299,7 +299,7 @@ class _ZarrReader(ShardReader):
         return first, rows_from_bytes(content.data, spec.torch_dtype, (last - first, *spec.row_shape))
 
     def _array(self, column: int, spec: ColumnSpec) -> zarr.Array[Any]:
-        """Return a column's array after checking that it is what the manifest says, before any memory is taken."""
+        """Open a column's array and check it against the manifest, before allocating memory."""
         if column in self._arrays:
             return self._arrays[column]
         node = node_name(spec.name)
@@ -321,10 +321,10 @@ class _ZarrReader(ShardReader):
 
         Args:
             keys: of the files below the group.
-            blosc: those that blosc decodes, which reads as many bytes as a chunk's header says.
+            blosc: those compressed by blosc, which trusts the size in a chunk's header.
 
         Raises:
-            CorruptStoreError: one is not in the manifest, is absent, its checksum does not fit, or it is too short.
+            CorruptStoreError: one is not in the manifest, is absent, has a wrong checksum, or is too short.
         """
         content = {}
         for key in keys:
@@ -343,7 +343,7 @@ class _ZarrReader(ShardReader):
 
 @contextmanager
 def _told_by_file(name: str, column: str | None = None) -> Iterator[None]:
-    """Turn what zarr raises on files that are not what they seem into an error that names the file."""
+    """Convert zarr's errors on damaged files to an error that names the file."""
     try:
         yield
     except TrajstoreError:

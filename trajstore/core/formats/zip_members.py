@@ -1,7 +1,7 @@
-"""Zip archives of stored (uncompressed) members: made of pieces, and searched without reading the members.
+"""Zip archives of stored (uncompressed) members: written from pieces, and read without reading the members.
 
-Source: PKWARE's APPNOTE 6.3.10, sections 4.3 and 4.5.3. ``_LIMIT`` and the order of things follow what torch's
-writer does, so that ``torch.utils.serialization.config.load.calculate_storage_offsets`` works.
+Source: PKWARE's APPNOTE 6.3.10, sections 4.3 and 4.5.3. ``_LIMIT`` and the order of fields follow torch's
+writer, so that ``torch.utils.serialization.config.load.calculate_storage_offsets`` works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trajstore.core.files.base import Buffer
 from trajstore.errors import CorruptStoreError
 
 _LIMIT = 0xFFFFFFFF
-"""What a 32-bit field says when the number is in a zip64 field."""
+"""Value of a 32-bit field whose number is in a zip64 field."""
 _ZIP64_FROM = _LIMIT
 """Sizes and offsets from here on are written in zip64 fields."""
 _COUNT_LIMIT = 0xFFFF
@@ -33,7 +33,7 @@ _END64_MAGIC = b"PK\x06\x06"
 _END64_LOCATOR_MAGIC = b"PK\x06\x07"
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _UTF8 = 0x0800  # flag: names are UTF-8
-_SIZES_FOLLOW = 0x0008  # flag: checksum and sizes stand behind the data, not before
+_SIZES_FOLLOW = 0x0008  # flag: checksum and sizes follow the data
 _ENCRYPTED = 0x0001
 _ZIP64 = 1  # id of the extra field
 _PADDING = 0x4246  # "FB"
@@ -41,14 +41,14 @@ _VERSION64 = 45
 
 
 class ZipPieces:
-    """An archive in the making: a list of pieces of which the caller's are not copied."""
+    """An archive under construction: a list of pieces, without copies of the caller's."""
 
     def __init__(self, alignment: int) -> None:
         self._alignment = alignment
         self._pieces: list[Buffer] = []
         self._central: list[bytes] = []
         self._position = 0
-        self._pending = b""  # what has to stand between the last member's data and the next header
+        self._pending = b""  # bytes between the last member's data and the next header
 
     def add(self, name: str, pieces: Sequence[Buffer], *, crc32: int | None = None) -> int:
         """Append a member and return the offset of its data, a multiple of the alignment.
@@ -107,14 +107,14 @@ def _zip64(values: list[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ZipMember:
-    """Where a member's data lies, ``[offset, end)``, and its CRC-32 as the directory has it."""
+    """Place of a member's data, ``[offset, end)``, and its CRC-32 in the directory."""
 
     offset: int
     end: int
     crc32: int
 
     def fits(self, content: Buffer) -> bool:
-        """Return whether a member's data is what was written; 0 says that the writer took no checksum.
+        """Return whether a member's data matches its checksum; 0 means that the writer computed none.
 
         Source: ``torch.serialization.set_crc32_options``.
         """
@@ -124,15 +124,15 @@ class ZipMember:
 def zip_members(data: memoryview, source: str) -> dict[str, ZipMember]:
     """Return the members of an archive by name, in the directory's order.
 
-    Everything that the directory claims is checked against the file, other than the members' checksums.
+    The directory is checked against the file completely, except for the members' checksums.
 
     Args:
         data: the whole file, as bytes.
-        source: what messages call it.
+        source: name of the file in messages.
 
     Raises:
         CorruptStoreError: the archive is truncated, has compressed or encrypted members, or members that
-            overlap, lie outside the file or have one name.
+            overlap, are outside the file or share a name.
     """
     try:
         return _members(data)
@@ -182,13 +182,13 @@ def _members(data: memoryview) -> dict[str, ZipMember]:
 
 
 def _directory(data: memoryview) -> tuple[int, int, int]:
-    """Return where the directory begins and ends, and its number of entries."""
+    """Return the begin and end of the directory, and its number of entries."""
     longest = _END.size + 0xFFFF
     tail = bytes(data[-longest:])
-    found = tail.rfind(_END_MAGIC)
-    if found < 0 or found + _END.size > len(tail):
+    end_record = tail.rfind(_END_MAGIC)
+    if end_record < 0 or end_record + _END.size > len(tail):
         raise ValueError("it has no end")
-    end = len(data) - len(tail) + found
+    end = len(data) - len(tail) + end_record
     _, disk, _, _, count, size, start, comment = _END.unpack_from(data, end)
     if disk not in (0, _COUNT_LIMIT) or end + _END.size + comment != len(data):
         raise ValueError("its end is damaged")
@@ -206,7 +206,7 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
 
 
 def _widen(extra: bytes, values: list[int]) -> list[int]:
-    """Return ``values`` with those that did not fit taken from the zip64 field, where they stand in order."""
+    """Replace values that overflowed by those in the zip64 field, which holds them in order."""
     if _LIMIT not in values:
         return values
     position = 0

@@ -1,1 +1,1 @@
-"""A copy of a store that follows its writer to another place, and the way back: see docs/design/mirror.md."""
+"""A continuously updated copy of a store elsewhere, and restoring from it: see docs/design/mirror.md."""

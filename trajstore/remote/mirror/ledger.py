@@ -1,6 +1,6 @@
-"""The ledger of a mirror: whose mirror it is, and which shards lie there that its index does not name yet.
+"""A mirror's ledger: the store it mirrors, and the copied shards that its index does not name yet.
 
-Only for the thread of the mirror, as its replica.
+Used by the mirror's thread only, like its replica.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ logger = logging.getLogger(__name__)
 
 
 class Ledger:
-    """Written before anything is copied to an empty place, and now and then while much is copied.
+    """Written before the first copy to an empty place, and periodically during long copying.
 
     Args:
-        target: where the mirror lies.
+        target: the mirror's directory.
         source: URL of the store.
     """
 
     def __init__(self, target: Directory, source: str) -> None:
         self.lists_shards = False
-        """Whether it lists any, so that it is to be written again when the index names them."""
+        """Whether it lists shards, and must be rewritten once the index names them."""
         self.of_another = ""
-        """Which other store it is of, in words; empty if it is not."""
+        """The other store that it belongs to, in words; empty if none."""
         self._target = target
         self._source = source
         self._store_id = ""
 
     def read(self, store_id: str) -> dict[int, int] | None:
-        """Return what :func:`crc_of` told of each shard that it lists, by number.
+        """Return the checksums of listed shards (:func:`crc_of`), by number.
 
         Args:
-            store_id: of the store that is mirrored.
+            store_id: of the mirrored store.
 
         Returns:
-            None if it is absent, or another store's.
+            None if the ledger is absent, or another store's.
         """
         self._store_id = store_id
         try:
@@ -63,7 +63,7 @@ class Ledger:
         return None
 
     def write(self, shards: Iterable[tuple[int, ShardManifest]]) -> None:
-        """Write down which shards are there, by number; none where the index names them all."""
+        """List the copied shards, by number; none if the index names them all."""
         copied = [(number, crc_of(manifest)) for number, manifest in shards]
         document = {"store_id": self._store_id, "source": as_text(self._source), **holder_document(), "copied": copied}
         self._target.publish([EncodedFile(LEDGER_NAME, [orjson.dumps(document)])])
@@ -71,10 +71,10 @@ class Ledger:
 
 
 def as_text(said: str) -> str:
-    """Return what can be written as JSON: a path may have bytes that are no text."""
+    """Return a text that JSON can hold: a path may contain bytes that are not text."""
     return said.encode("utf-8", "backslashreplace").decode()
 
 
 def crc_of(manifest: ShardManifest) -> int:
-    """Return a checksum of all that is known of a shard."""
+    """Return a checksum of a shard's manifest."""
     return zlib.crc32(orjson.dumps([manifest_to_json(manifest, 0), manifest.schema.to_json()]))

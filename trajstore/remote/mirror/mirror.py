@@ -1,6 +1,6 @@
-"""The thread that keeps a mirror of a store that this process writes. The store never waits for it.
+"""The thread that mirrors a store of this process. The store never waits for it.
 
-What it does in which order, and what a crash leaves at each point, is written in docs/design/mirror.md.
+docs/design/mirror.md has the order of its steps, and the state that a crash leaves after each.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 _ROUND_BYTES = 256 << 20  # of shards, copied between two publications while the mirror is behind
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two attempts when the mirror cannot be written; each pause is twice as long as the one before."""
-_LONGEST_END = 5.0  # seconds that closing waits for a request under way
+"""Seconds between attempts while the mirror cannot be written; each pause is twice as long as the one before."""
+_LONGEST_END = 5.0  # seconds that closing waits for a running request
 
 
 class StoreMirror:
-    """Brings what a store has committed to another directory, in a thread of its own.
+    """Copies a store's commits to another directory, in its own thread.
 
     Args:
         log: of the store.
-        options: how.
+        options: URL, storage options and intervals.
         target: the mirror's directory, see :func:`mirror_directory`.
-        metadata: returns what ``metadata.json`` says besides what the catalog knows.
+        metadata: returns the fields of ``metadata.json`` that the catalog lacks.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class StoreMirror:
         """Start the thread."""
         start_thread(self._thread)
 
-    # -- what is known ----------------------------------------------------------------------------
+    # -- state and waiting ------------------------------------------------------------------------
 
     @property
     def state(self) -> MirrorState:
-        """What is on the mirror, and why the last attempt failed."""
+        """State of the mirror, with the error of the last attempt."""
         return self._state
 
     @property
     def behind(self) -> int:
-        """Live trajectories of the store that are not on the mirror."""
+        """Number of live trajectories of the store that are not on the mirror."""
         with self._log.standing_still() as catalog:
             ids = catalog.index["trajectory_id"]
             return len(ids) - int(np.searchsorted(ids, self._state.newest_id, side="right"))
 
     @property
     def is_level(self) -> bool:
-        """Whether the mirror shows what the store has committed, saved points included."""
+        """Whether the mirror has all commits of the store, saved points included."""
         with self._log.standing_still():
             return self._is_level()
 
@@ -97,14 +97,14 @@ class StoreMirror:
         return {name: head.crc32 for name, head in catalog.pins.heads.items()} == replica.pins
 
     def wait(self, newest_id: int, timeout: float | None) -> bool:
-        """Wait until every trajectory up to an id is on the mirror; return whether it is, False after ``timeout``."""
+        """Wait until every trajectory up to an id is on the mirror; return False after ``timeout``."""
         return self._wait(lambda: self._state.newest_id >= newest_id, timeout)
 
     def wait_for_all(self, flush: Callable[[float | None], None], timeout: float | None) -> bool:
-        """Wait until the mirror shows all that is there now, saved points and rollbacks too, as :meth:`wait`.
+        """Wait until the mirror has all present data, saved points and rollbacks too; see :meth:`wait`.
 
         Args:
-            flush: the store's; commits what was added, within so many seconds.
+            flush: the store's; commits pending additions, within a timeout in seconds.
             timeout: in seconds; None = no limit.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -146,7 +146,7 @@ class StoreMirror:
             self._wake.clear()
             try:
                 left = self._step()
-            except Exception as error:  # whatever it is, the store goes on; and so does this
+            except Exception as error:  # no error may stop the store or this thread
                 self._failed(error)
                 self._wake.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -161,12 +161,12 @@ class StoreMirror:
         self._tell(self._state)
 
     def _failed(self, error: Exception) -> None:
-        """Keep the error for whoever asks, say it once, and begin anew with what is on the mirror."""
-        said = f"{type(error).__name__}: {error}" if not isinstance(error, TrajstoreError | OSError) else str(error)
-        if said != self._state.error:
+        """Record the error, log it once, and start again from the mirror's state."""
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, TrajstoreError | OSError) else str(error)
+        if text != self._state.error:
             trace = None if isinstance(error, TrajstoreError | OSError) else error
-            logger.warning("%s is not mirrored at present, tried again: %s", self._directory.url, said, exc_info=trace)
-        self._tell(replace(self._state, error=said, failures=self._state.failures + 1))
+            logger.warning("%s is not mirrored at present, tried again: %s", self._directory.url, text, exc_info=trace)
+        self._tell(replace(self._state, error=text, failures=self._state.failures + 1))
         self._opened = False
         try:
             self._replica.close()
@@ -174,7 +174,7 @@ class StoreMirror:
             logger.info("%s: %s", self._target.url, again)
 
     def _step(self) -> bool:
-        """Bring the mirror one step on; return whether there is more to do."""
+        """Advance the mirror by one step; return whether there is more to do."""
         if not self._opened:
             self._replica = Replica(self._target, self._directory)
             self._tail = Tail(self._directory)
@@ -209,12 +209,12 @@ class StoreMirror:
         return Picture.of(self._log.catalog, self._replica.pins, dict(self._metadata()) if whole else None)
 
     def _lines(self, picture: Picture) -> list[Line] | None:
-        """Return the records that bring the mirror on, up to some bytes of shards; None if it must be written whole."""
+        """Return the next records, up to a limit of shard bytes; None if the index must be written whole."""
         replica = self._replica
         lines = self._tail.lines(replica.generation, picture.generation)
         if lines is None or any(picture.pins[name].kind == "aside" for name in picture.pin_files):
             return None
-        # A reader keeps evicted trajectories that a pin names, so that pin must be there before the record.
+        # Readers keep evicted trajectories that a pin names, so the pin must be there before the record.
         since = min([picture.pins[name].generation for name in picture.pin_files], default=picture.generation)
         if any(line.evicts and line.generation > since for line in lines):
             return None
@@ -240,7 +240,7 @@ class StoreMirror:
             replica.copy_states(picture, upto)
         except (CorruptStoreError, FileNotFoundError):
             if self._moved_on(picture, rows):
-                return True  # evicted meanwhile: once more, with what is there now
+                return True  # evicted meanwhile: repeat with the present state
             raise
         newest = picture.newest_id
         if lines is None:
@@ -259,7 +259,7 @@ class StoreMirror:
         return upto < picture.generation
 
     def _moved_on(self, picture: Picture, rows: Sequence[int]) -> bool:
-        """Return whether the store itself no longer needs what could not be read."""
+        """Return whether the store no longer needs the rows that could not be read."""
         with self._log.standing_still() as catalog:
             needed = catalog.needed_shards()
             heads = catalog.pins.heads
@@ -277,7 +277,7 @@ class StoreMirror:
             self._wait_list.wake()
 
     def _tell(self, state: MirrorState) -> None:
-        """Keep what is known, and write it beside the store for tools, at most once a second."""
+        """Keep the state, and write it beside the store for tools, at most once a second."""
         changed = state.error != self._state.error
         self._state = state
         now = time.monotonic()
@@ -296,21 +296,21 @@ class StoreMirror:
 
     @property
     def closed(self) -> bool:
-        """Whether the thread has ended, or belongs to the parent process."""
+        """True once the thread has ended, and in a forked child."""
         return os.getpid() != self._pid or (self._stopping.is_set() and not self._thread.is_alive())
 
     def is_own_thread(self) -> bool:
-        """Return whether the caller is the thread that copies, which cannot wait for itself."""
+        """Return whether the caller is the copying thread, which cannot wait for itself."""
         return threading.current_thread() is self._thread
 
     def flush(self) -> None:
-        """Close: this is asked for when the interpreter ends, while there still are thread pools to copy with."""
+        """Close at interpreter exit, while thread pools for copying still exist."""
         self.close()
 
     def close(self) -> None:
-        """Bring what is committed to the mirror, for at most ``close_timeout`` seconds, and end the thread.
+        """Copy the remaining commits, for at most ``close_timeout`` seconds, and end the thread.
 
-        What is not on the mirror then is told in a warning; the store has it.
+        A warning reports anything left uncopied; the store has it.
         """
         if self.closed:
             return
@@ -318,13 +318,13 @@ class StoreMirror:
             if self._thread.ident is not None and not self._wait(lambda: self.is_level, self._options.close_timeout):
                 state = self._state
                 why = f": {state.error}" if state.error else ""
-                if state.generation < 0 and state.error:  # it could not even be opened
-                    told = f"without the mirror {state.url}; what is there is not known"
+                if state.generation < 0 and state.error:  # it could not be opened
+                    remainder = f"without the mirror {state.url}; what is there is not known"
                 else:
-                    told = f"with {self.behind} trajectories that are not on the mirror {state.url}"
-                    told += f", which has all up to id {state.newest_id}" if state.newest_id >= 0 else ""
-                logger.warning("%s: closed %s%s", self._directory.url, told, why)
-        finally:  # also when an interrupt ends the waiting
+                    remainder = f"with {self.behind} trajectories that are not on the mirror {state.url}"
+                    remainder += f", which has all up to id {state.newest_id}" if state.newest_id >= 0 else ""
+                logger.warning("%s: closed %s%s", self._directory.url, remainder, why)
+        finally:  # also on an interrupt
             self._stopping.set()
             self._wake.set()
         if self._thread.ident is not None:
@@ -335,7 +335,7 @@ def mirror_directory(options: Mirror, store: Directory) -> Directory:
     """Return the directory of a store's mirror.
 
     Raises:
-        ConfigurationError: one lies in the other, or the URL cannot be used.
+        ConfigurationError: one directory is in the other, or the URL is unusable.
         MissingDependencyError: the file system's package is not installed.
     """
     target = open_directory(options.url, **options.storage_options)

@@ -1,4 +1,4 @@
-"""Where a store is mirrored to, and what is known of it. Pure; no I/O."""
+"""Options and state of a mirror. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trajstore.core.base.arguments import check_instance, check_kind, path_or_ur
 from trajstore.core.base.settings import Seconds, Settings
 
 MIRRORED_NAME = "mirrored.json"
-"""In a store's directory: what its mirror has, for tools. Renewed by the writer, not part of the store."""
+"""File in a store's directory with its mirror's state, for tools. Written by the writer; not part of the store."""
 
 _MAPPING = partial(check_instance, kind=Mapping, wanted="a dict")
 
 
 @dataclass(frozen=True)
 class Mirror(Settings):
-    """Where a store is mirrored to.
+    """Options of a store's mirror.
 
     Attributes:
-        url: directory or fsspec URL (``s3://bucket/run``); nobody else writes there.
+        url: directory or fsspec URL (``s3://bucket/run``) that nothing else writes to.
         storage_options: passed on to the fsspec file system.
-        interval: seconds between two looks at what is new, while the mirror is not behind.
-        close_timeout: seconds that ``close`` waits for what is not on the mirror yet.
+        interval: seconds between checks for news, while the mirror is not behind.
+        close_timeout: seconds that ``close`` waits for pending copies.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -38,10 +38,10 @@ class Mirror(Settings):
 
 
 def as_mirror(mirror: str | Path | Mirror) -> Mirror:
-    """Return the argument ``mirror`` of a buffer as options; a path or URL has the usual ones.
+    """Convert a buffer's argument ``mirror`` to options; a path or URL gets the defaults.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: it has another type.
     """
     check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
     return mirror if isinstance(mirror, Mirror) else Mirror(mirror)
@@ -49,16 +49,16 @@ def as_mirror(mirror: str | Path | Mirror) -> Mirror:
 
 @dataclass(frozen=True, slots=True)
 class MirrorState:
-    """What is known of a mirror.
+    """State of a mirror.
 
     Attributes:
-        url: where it is.
-        generation: of the store, that the mirror shows; -1 while nothing is known.
+        url: of the mirror.
+        generation: of the store, that the mirror shows; -1 if unknown.
         newest_id: the watermark: every trajectory of the store up to this id is on the mirror, unless it was evicted;
             -1 before the first.
         at: Unix time of the last publication; None before the first.
-        error: why the last attempt failed; None when it did not.
-        failures: attempts that have failed since the last one that did not.
+        error: of the last attempt; None if it succeeded.
+        failures: failed attempts since the last success.
     """
 
     url: str

@@ -1,6 +1,6 @@
-"""The mirror itself: what lies there, and how it is changed without ever being unreadable.
+"""The mirror's directory, changed without ever being unreadable.
 
-The order of every change, and what a crash leaves at each point, is written in docs/design/mirror.md.
+docs/design/mirror.md has the order of every change, and the state that a crash leaves after each step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ELSEWHERE = (
     "directory"
 )
 
-_BATCH_BYTES = 32 << 20  # copied at once, and so in memory at once, unless one shard has more
+_BATCH_BYTES = 32 << 20  # copied at once, and so in memory, unless one shard has more
 _BATCH_FILES = 16
 _LEDGER_BYTES = 1 << 30  # copied between two renewals of the ledger
 _MOST_SEGMENTS = 64
@@ -41,21 +41,21 @@ _MOST_LOG_BYTES = 16 << 20
 
 
 class Replica:
-    """The directory of a mirror, as its one writer. Only for the mirror's thread.
+    """The directory of a mirror, as its only writer. For the mirror's thread only.
 
     Args:
-        target: where it lies.
+        target: the mirror's directory.
         source: the store's directory.
     """
 
     def __init__(self, target: Directory, source: Directory) -> None:
         self.target = target
         self.generation = -1
-        """What the mirror shows; -1 while nothing is known, or there is nothing."""
+        """Generation that the mirror shows; -1 if unknown or empty."""
         self.newest_id = -1
-        """Highest id that was given out by that generation."""
+        """Highest id given out by that generation."""
         self.pins: dict[str, int] = {}
-        """Checksum of each pin that is there."""
+        """Checksum of each pin on the mirror."""
         self.whole_due = True
         """Whether the index must be written whole: the log cannot be continued, or has grown long."""
         self._source = source
@@ -64,28 +64,28 @@ class Replica:
         self._row_of: dict[int, int] = {}
         self._fence = ""
         self._kept: set[str] = set()
-        """Segments of earlier writers: in their places one that was frozen, and wakes, can put nothing."""
+        """Segments of earlier writers; they block late segments of a writer that was frozen."""
         self._dead: dict[str, int] = {}
-        """Files that are to go, and the first generation that does not need them."""
+        """Files to remove, and the first generation that does not need each."""
         self._snapshot_generation = -1
         self._snapshot_bytes = 0
         self._segments = 0
         self._log_bytes = 0
         self._ledger = Ledger(target, source.url)
         self._unlisted = 0
-        """Bytes that were copied since the ledger was written."""
+        """Bytes copied since the ledger was written."""
 
     # -- opening ----------------------------------------------------------------------------------
 
     def open(self, log: CommitLog) -> None:
-        """Become the mirror's writer, and find out what is there.
+        """Take the mirror's lock and read its state.
 
         Args:
-            log: the store's; it stands still for comparing only.
+            log: the store's; blocked only during the comparison.
 
         Raises:
-            StoreLockedError: somebody else writes there.
-            ConfigurationError, StoreError: what lies there is not a mirror of this store; says what it is.
+            StoreLockedError: another process writes there.
+            ConfigurationError, StoreError: the directory is not a mirror of this store; describes it.
             OSError: it cannot be read.
         """
         self._lock = self.target.lock_writer()
@@ -117,31 +117,31 @@ class Replica:
         logger.info("%s: %d shards are there already", self.target.url, int(self._there.sum()))
 
     def _keep_others_out(self) -> Catalog:
-        """Return what is on the mirror, after which nobody who held it before and was frozen since can add to it.
+        """Fence off frozen former writers of the mirror, and return its catalog.
 
-        In an object store an empty segment is put where such a one would put its next: segments are created only where
-        none is. What comes from here then begins with the index whole, whose version nobody else knows.
+        In an object store an empty segment takes the place of such a writer's next one: segments are created only if
+        absent. This mirror then starts by writing the index whole, whose version others do not know.
 
         Raises:
-            StoreError: somebody else goes on writing all the time.
+            StoreError: another process keeps writing.
         """
         for _ in range(_ATTEMPTS):
             there = Catalog.open(self.target)
             if self.target.can_append:
-                return there  # its lock goes with the process that holds it
+                return there  # the system releases its lock with the process
             self._fence = segment_name(there.generation + 1)
             try:
                 self.target.append(self._fence, b"")
             except FileExistsError:
-                continue  # was written just now
+                continue  # written just now
             self.target.confirm()
             return there
         raise StoreError(f"{self.target.url}: somebody else writes there all the time; find out who")
 
     def _check_unused(self, sizes: Mapping[str, int], ledger: Mapping[int, int] | None) -> None:
-        """Refuse to begin a mirror where something else lies that it would hide or overwrite.
+        """Refuse to start a mirror where it would hide or overwrite other files.
 
-        What another store's mirror left that never published anything is no such thing: nothing can be made of it.
+        Leftovers of another store's mirror that never published are accepted: they are useless.
         """
         if ledger is not None:
             return
@@ -189,7 +189,7 @@ class Replica:
         ledger: Mapping[int, int],
         sizes: Mapping[str, int],
     ) -> list[str]:
-        """Find the store's shards that need not be copied; return the files that the store does not need."""
+        """Find the shards that are already on the mirror; return the files that the store does not need."""
 
         def is_whole(manifest: ShardManifest) -> bool:
             return all(sizes.get(file.name) == file.size for file in manifest.files)
@@ -216,7 +216,7 @@ class Replica:
         return [name for name in sizes if name not in wanted]
 
     def _look_for_rows(self, catalog: Catalog) -> None:
-        """Learn numbers and rows of shards that are new in the store."""
+        """Update the rows by number with the store's new shards."""
         for row in range(len(self._row_of), len(catalog.shards)):
             self._row_of[catalog.shards.number(row)] = row
         if len(self._there) < len(catalog.shards):
@@ -224,23 +224,24 @@ class Replica:
             self._there = np.concatenate([self._there, np.zeros(more, np.bool_)])
 
     def close(self) -> None:
-        """Give the mirror's lock back."""
+        """Release the mirror's lock."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             lock.release()
 
-    # -- what is to be copied ---------------------------------------------------------------------
+    # -- copying ----------------------------------------------------------------------------------
 
     def lacking(self, picture: Picture, catalog: Catalog, lines: Sequence[Line] | None) -> list[int] | None:
-        """Return the rows of the shards that must be copied before this can be published.
+        """Return the rows of the shards that must be copied before the next publication.
 
         Args:
             picture: of the store.
             catalog: the store's.
-            lines: records to be appended to the mirror's log; None: the index is written whole.
+            lines: records to append to the mirror's log; None: the index is written whole.
 
         Returns:
-            Rows of the shard table; None if a record names a shard that the store itself does not need any more: then
+            Rows of the shard table; None if a record names a shard that the store itself no longer needs: then
+            the index must be written whole.
             the index must be written whole.
         """
         self._look_for_rows(catalog)
@@ -258,10 +259,10 @@ class Replica:
         return rows
 
     def copy(self, catalog: Catalog, rows: Sequence[int], go_on: Callable[[], bool]) -> bool:
-        """Copy shards to the mirror; return whether all were (False: it was to stop).
+        """Copy shards to the mirror; return False if stopped by ``go_on``.
 
         Raises:
-            OSError: one could not be; a ``CorruptStoreError`` or ``FileNotFoundError`` if the store has it no more.
+            OSError: a copy failed; a ``CorruptStoreError`` or ``FileNotFoundError`` if the store has lost the shard.
         """
         batch: list[tuple[int, ShardManifest]] = []
         nbytes = files = 0
@@ -289,7 +290,7 @@ class Replica:
                 for damage in check_file(maps[-1].view, manifest, number):
                     logger.warning("%s: %s; it is mirrored as it is", self._source.url, damage)
                 files.append(EncodedFile(file.name, [maps[-1].view]))
-        for copied in files:  # the name of one that nobody names, which an interrupted mirror left
+        for copied in files:  # an interrupted mirror may have left an unreferenced file of this name
             self._dead.pop(copied.name, None)
         self.target.publish(files)
         self._there[[row for row, _ in batch]] = True
@@ -298,7 +299,7 @@ class Replica:
             self._write_ledger(catalog)
 
     def copy_states(self, picture: Picture, upto: int) -> None:
-        """Copy the states and late values of snapshots that the mirror does not have."""
+        """Copy the states and late values of snapshots that the mirror lacks."""
         for name in picture.pin_files:
             head = picture.pins[name]
             if head.generation <= upto:
@@ -308,13 +309,13 @@ class Replica:
     # -- publishing -------------------------------------------------------------------------------
 
     def publish_whole(self, picture: Picture) -> None:
-        """Let the mirror show what a picture says; every shard and state of it is there."""
+        """Publish a picture's index; its shards and states are all there."""
         if picture.whole is None:
             raise ValueError("the picture has no index")
         index, metadata = picture.whole
         self.target.check()
         asides = [name for name in picture.pin_files if picture.pins[name].kind == "aside"]
-        self._publish_pins(picture, asides)  # as by a rollback: before the index that makes it happen
+        self._publish_pins(picture, asides)  # like a rollback: before the index that completes it
         self.target.publish([index])
         self.target.publish([metadata])
         before, self._snapshot_generation = self._snapshot_generation, picture.generation
@@ -334,12 +335,12 @@ class Replica:
             self._unlisted = 0
 
     def publish_lines(self, picture: Picture, lines: Sequence[Line]) -> None:
-        """Append records to the mirror's log; every shard that they name is there."""
+        """Append records to the mirror's log; their shards are all there."""
         self.target.check()
         if lines:
             data = b"".join(line.data for line in lines)
             name = segment_name(self.generation + 1)
-            if name == self._fence:  # is there, and is this mirror's own
+            if name == self._fence:  # exists, and is this mirror's own
                 self.target.publish([EncodedFile(name, [data])])
             else:
                 self.target.append(name, data)
@@ -357,12 +358,12 @@ class Replica:
             self.pins[name] = picture.pins[name].crc32
 
     def tidy(self, picture: Picture, catalog: Catalog) -> None:
-        """Remove what the mirror does not need any more: pins, then their states, then shards that no reader shows."""
+        """Remove files that the mirror no longer needs: pins, then their states, then shards that no reader shows."""
         released = [name for name in self.pins if name not in picture.pins]
         self._remove_pins(released)
         if released or picture.pin_files:
             files = {file.name for head in picture.pins.values() for file in head.files}
-            kept = files.union(map(pin_name, self.pins))  # what else is there a writer that was frozen has put late
+            kept = files.union(map(pin_name, self.pins))  # other files are late writes of a frozen writer
             self.target.remove([name for name in self.target.names(PINS_FOLDER) if name not in kept])
         count = len(picture.needed)
         unneeded = np.flatnonzero(self._there[:count] & ~picture.needed)
@@ -377,7 +378,7 @@ class Replica:
             self.pins = {name: crc for name, crc in self.pins.items() if name not in names}
 
     def remove_dead(self) -> None:
-        """Remove files that the mirror does not need and no reader shows."""
+        """Remove files that neither the mirror nor a reader needs."""
         if not self._dead:
             return
         readers = self.target.readers(tidy=True)
@@ -388,12 +389,12 @@ class Replica:
             del self._dead[name]
 
     def begin(self, catalog: Catalog) -> None:
-        """Say whose mirror this is to be, before anything is copied to an empty place."""
+        """Record which store is mirrored, before the first copy to an empty place."""
         if self.generation < 0:
             self._write_ledger(catalog)
 
     def _write_ledger(self, catalog: Catalog) -> None:
-        """Write down which shards are there."""
+        """Write the list of copied shards."""
         rows = np.flatnonzero(self._there).tolist()
         self._ledger.write((catalog.shards.number(row), catalog.shards.manifest(row)) for row in rows)
         self._unlisted = 0

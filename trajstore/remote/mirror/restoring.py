@@ -1,7 +1,7 @@
-"""A store made of its mirror, after the machine that had it is lost.
+"""Restores a store from its mirror, after the loss of its machine.
 
-Everything that a mirror shows is copied: trajectories with their ids and UUIDs, pins, saved points, the store's own
-UUID. So the new store goes on where the mirror stood, and its mirror may be the same one.
+Everything on the mirror is copied: trajectories with their ids and UUIDs, pins, saved points, the store's own UUID. So
+the new store continues from the mirror's state, and may use the same mirror.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoun
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Told (done, total) bytes."""
+"""Called with (done, total) bytes."""
 
 MARKER_NAME = "restore.json"
-"""In a directory that is being made: of which mirror. Gone when it is a store."""
+"""Names the mirror in an unfinished directory; removed once it is a store."""
 
 IDS_LEFT_OUT = 1 << 20
-"""Least number of ids that a restored store leaves out: the lost one had given out some, others may have noted them."""
+"""Least number of ids that a restored store skips: the lost store had given out some, which may be recorded."""
 
 _BLOCKS = 1 << 16
-"""Of ids and of numbers of shards; a restored store begins with one at random. So two that are made of one mirror, or
-one and the one that only seemed lost, neither give out the same ids nor name shards alike."""
+"""Size of blocks of ids and shard numbers; a restored store starts at a random one. So two stores restored from one
+mirror, or a restored one and the one wrongly believed lost, share neither ids nor shard names."""
 
-_ATTEMPTS = 20  # a mirror that is still written moves on meanwhile
+_ATTEMPTS = 20  # a mirror in use changes meanwhile
 _WHOLE_AT_MOST = 256 << 20  # read into memory at once; larger files are mapped
 _KEPT_METADATA = ("trajectory_format", "seed", "rng_state")
 
 
 @dataclass
 class Restored:
-    """What was restored.
+    """Result of a restore.
 
     Attributes:
-        mirror: what was restored from.
+        mirror: URL of the mirror.
         target: the new store.
-        trajectories: how many are live.
-        newest_id: highest id that the mirror knew; -1 without any. Where an earlier attempt had brought everything, the
-            highest that is live.
+        trajectories: number of live ones.
+        newest_id: highest id that the mirror knew; -1 without any. If an earlier attempt had copied everything, the
+            highest live id.
         next_id: the first id that the new store gives out.
         nbytes: bytes of the store's shards and states.
-        copied: how many of these were copied now; the others an interrupted attempt had brought.
-        parts: of a run, one each.
+        copied: bytes of these copied now; an interrupted attempt had copied the others.
+        parts: of a run, one per rank.
     """
 
     mirror: str
@@ -96,22 +96,22 @@ def restore(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Restored:
-    """Make a store of a mirror, or of each mirror of a run (``rank_*``), comparing every checksum on the way.
+    """Restore a store from a mirror, or from each mirror of a run (``rank_*``), verifying every checksum.
 
-    A restore that was interrupted is taken up by calling this again: what it has brought is kept if its checksums fit.
-    Until the end there is no ``metadata.json``, so that nobody takes the unfinished directory for a store.
+    Call this again to continue an interrupted restore: copied files with correct checksums are kept.
+    ``metadata.json`` is written last, so an unfinished directory is not taken for a store.
 
     Args:
-        mirror: path or URL; also of one that is still written.
-        target: path or URL of the new store; absent, empty, or what an interrupted restore of this mirror left.
-        progress: told (done, total) bytes.
+        mirror: path or URL; the mirror may be in use.
+        target: path or URL of the new store; absent, empty, or left by an interrupted restore of this mirror.
+        progress: called with (done, total) bytes.
         storage_options: passed on to the fsspec file systems of URLs.
 
     Raises:
         StoreNotFoundError: there is no store at ``mirror``.
-        ConfigurationError: it is no mirror, or the target holds something else.
-        CorruptStoreError: what the mirror has is damaged; names the file.
-        StoreWriteError: the target cannot be written; call again to go on.
+        ConfigurationError: it is not a mirror, or the target holds other files.
+        CorruptStoreError: the mirror is damaged; names the file.
+        StoreWriteError: the target cannot be written; call again to continue.
     """
     options = dict(storage_options or {})
     source = open_directory(mirror, **(options if "://" in str(mirror) else {}))
@@ -119,8 +119,8 @@ def restore(
     if nested(source, into):
         raise ConfigurationError(f"{into.url}: lies in {source.url}, or the other way round; restore to another place")
     kind, ranks = kind_of(source), ranks_of(source)
-    for one in [source] if kind == "store" else ranks.directories:
-        _check_mirror(one)
+    for directory in [source] if kind == "store" else ranks.directories:
+        _check_mirror(directory)
     if kind == "store" and ranks.directories:
         raise ConfigurationError(mixed_sentence(source.url, ranks.names))
     if kind == "store":
@@ -140,10 +140,10 @@ def restore(
 
 
 def _check_mirror(source: Directory) -> None:
-    """Refuse what is no mirror: a restored store gives out other ids, and its files are those that a mirror shows.
+    """Refuse a directory that is not a mirror: a restored store skips ids, and copies only files that a mirror shows.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not a mirror.
     """
     if not source.exists() or LEDGER_NAME in source.listing()[0]:
         return
@@ -179,10 +179,10 @@ def _restore(source: Directory, target: Directory, progress: Progress | None) ->
 
 
 def _begin(catalog: Catalog, target: Directory) -> bool:
-    """Say of which mirror the target is made; return whether there is something to do.
+    """Record which mirror the target is restored from; return whether there is anything to do.
 
     Raises:
-        ConfigurationError: the target holds something else.
+        ConfigurationError: the target holds other files.
     """
     files, folders = target.listing()
     marker = orjson.dumps({"mirror": catalog.directory.url, "store_id": catalog.store_id})
@@ -203,7 +203,7 @@ def _begin(catalog: Catalog, target: Directory) -> bool:
 
 
 def _ended(source: Directory, target: Directory) -> Restored:
-    """Return what an attempt made that was interrupted after its last file."""
+    """Return the result of an attempt that was interrupted after its last file."""
     target.remove([MARKER_NAME], durable=True)
     made = Catalog.open(target)
     return Restored(
@@ -217,7 +217,7 @@ def _ended(source: Directory, target: Directory) -> Restored:
 
 
 class _Copy:
-    """One attempt at copying what a catalog says."""
+    """One attempt to copy a catalog's files."""
 
     def __init__(self, catalog: Catalog, target: Directory, progress: Progress | None) -> None:
         self._catalog = catalog
@@ -246,12 +246,12 @@ class _Copy:
         left = [name for name in self._there if name.split("/")[0] in (SHARDS_FOLDER, PINS_FOLDER)]
         target.remove([name for name in left if name not in kept and name not in pins], durable=True)
         target.publish([EncodedFile(name, [data]) for name, data in pins.items()])
-        said = catalog.metadata()
+        metadata = catalog.metadata()
         newest, block = catalog.next_id - 1, 1 + randbelow(_BLOCKS)
         catalog.next_id += block * IDS_LEFT_OUT
         catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
-        target.publish([catalog.metadata_file(**{name: said[name] for name in _KEPT_METADATA if name in said})])
+        target.publish([catalog.metadata_file(**{name: metadata[name] for name in _KEPT_METADATA if name in metadata})])
         target.remove([MARKER_NAME], durable=True)
         return Restored(
             self._source.url,
@@ -264,7 +264,7 @@ class _Copy:
         )
 
     def _heads(self) -> dict[str, Snapshot]:
-        """Return the pins that the new store gets: no unfinished rollbacks, none that lacks trajectories."""
+        """Return the new store's pins, without unfinished rollbacks and pins that lack trajectories."""
         unfinished = {head.name: head.left_for for head in self._catalog.unfinished_asides()}
         for name, left_for in unfinished.items():
             logger.warning(
@@ -291,7 +291,7 @@ class _Copy:
         self._bring(file.name, file.size, lambda data: not check_file(data, manifest, number), total)
 
     def _bring(self, name: str, size: int, fits: Callable[[Any], bool], total: int) -> None:
-        """Copy a file whose checksum fits, unless one whose checksum fits is there."""
+        """Copy a file and check its checksum, unless it is already there with the right one."""
         if self._there.get(name) != size or not fits(self._target.map(name, size, sequential=True).view):
             whole = size <= _WHOLE_AT_MOST
             data = self._source.read(name) if whole else self._source.map(name, size, sequential=True).view

@@ -1,6 +1,6 @@
-"""What a mirror takes from its store: a picture of one generation, and the records of the log up to it.
+"""Reads a store for its mirror: a picture of one generation, and the log records up to it.
 
-Only for the mirror's thread.
+For the mirror's thread only.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trajstore.errors import CorruptStoreError
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One record of the log, as it stands there.
+    """One record of the log, in its file.
 
     Attributes:
         generation: of the record.
         data: the line, with its line feed.
         shards: numbers of the shards that it names.
-        evicts: whether it takes trajectories out.
+        evicts: whether it removes trajectories.
         newest_id: highest id that it adds; None if it adds none.
-        segment: the file that it stands in.
+        segment: its file.
         end: offset after it.
     """
 
@@ -45,7 +45,7 @@ class Line:
 
 
 class Tail:
-    """Reads the log of a store that this process writes, from where it was last read to."""
+    """Reads the log of a store of this process, from the last position."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -53,7 +53,7 @@ class Tail:
         self._end = 0
 
     def lines(self, after: int, upto: int) -> list[Line] | None:
-        """Return the records of all generations above ``after`` up to ``upto``; None if the log has not all of them.
+        """Return the records of all generations above ``after`` up to ``upto``; None if the log lacks some.
 
         Raises:
             OSError: the log cannot be read.
@@ -69,7 +69,7 @@ class Tail:
             try:
                 data = self._directory.read(name, begin)
             except FileNotFoundError:
-                return None  # a snapshot has replaced it just now
+                return None  # replaced by an index just now
             start = 0
             for record, end in decode_each(data):
                 generation = None if record is None else record.get("generation")
@@ -83,7 +83,7 @@ class Tail:
         return found if len(found) == upto - after else None
 
     def move(self, line: Line) -> None:
-        """Read on behind this record the next time."""
+        """Continue after this record next time."""
         self._segment, self._end = line.segment, line.end
 
 
@@ -93,8 +93,8 @@ def _line(record: Mapping[str, Any], generation: int, data: bytes, segment: str,
     newest = None
     if operation == "add":
         added = added_in(record)
-        shards = tuple(int(one["number"]) for one in added)
-        newest = max(int(parse_ranges(one["entries"]["ids"]).max()) for one in added)
+        shards = tuple(int(shard["number"]) for shard in added)
+        newest = max(int(parse_ranges(shard["entries"]["ids"]).max()) for shard in added)
     elif operation == "rewrite":
         shards = (int(record["number"]),)
     elif operation == "annotate" and "rows" in record:
@@ -106,15 +106,15 @@ def _line(record: Mapping[str, Any], generation: int, data: bytes, segment: str,
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a store is at one generation.
+    """A store's state at one generation.
 
     Attributes:
         generation: of the store.
-        newest_id: highest id that was given out and committed.
-        needed: per shard (row of the shard table), whether a live or pinned trajectory lies in it.
+        newest_id: highest committed id.
+        needed: per shard (row of the shard table), whether it holds a live or pinned trajectory.
         pins: all pins, by name.
-        pin_files: those that the mirror does not have like this, by name.
-        whole: ``trajectory_index.json`` and ``metadata.json`` of this state, if they were asked for.
+        pin_files: those that the mirror lacks or has differently, by name.
+        whole: ``trajectory_index.json`` and ``metadata.json`` of this state, if requested.
     """
 
     generation: int
@@ -130,8 +130,8 @@ class Picture:
 
         Args:
             catalog: the writer's.
-            mirrored: the pins that the mirror has, with the checksum of each.
-            metadata: what ``metadata.json`` says besides, if both files are wanted.
+            mirrored: the mirror's pins, with the checksum of each.
+            metadata: further fields of ``metadata.json``, if both files are wanted.
 
         Raises:
             OSError: a pin cannot be read.
@@ -149,7 +149,7 @@ class Picture:
 
 
 def strange_id(there: TrajectoryIndex, here: TrajectoryIndex) -> int | None:
-    """Return an id that a mirror and its store have with different UUIDs; None if there is none."""
+    """Return an id that has different UUIDs in a mirror and its store; None if there is none."""
     ids, mine, theirs = np.intersect1d(
         here["trajectory_id"], there["trajectory_id"], assume_unique=True, return_indices=True
     )

@@ -33,7 +33,7 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.trajectory import AgentTrajectory
 
 N = 4
-"""Rollouts of each prompt."""
+"""Rollouts per prompt."""
 TASKS = [f"sums:{index}" for index in range(4)]
 EOS = 1
 

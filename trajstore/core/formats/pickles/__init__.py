@@ -1,1 +1,1 @@
-"""Pickles of others, read without running what they name."""
+"""Reads foreign pickles without running code that they name."""

@@ -1,7 +1,7 @@
-"""The stack machine that pickles are programs for, with nothing in it but data.
+"""The pickle virtual machine, restricted to data.
 
-It differs from the machine in the standard library in that names mean what ``resolve`` says, only objects
-made by the caller's own classes take state, and every size is compared with the bytes that are there.
+It differs from the standard library's in that ``resolve`` defines the meaning of names, only objects of the
+caller's own classes accept state, and every size is compared with the available bytes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Machine:
     """Runs the one pickle that begins at ``position`` of ``data``.
 
     Args:
-        data: bytes in which the pickle lies.
-        resolve: returns what a name, (module, name), stands for.
-        persistent_load: returns what a persistent id stands for; None = no such ids.
-        source: what messages call the pickle.
-        position: where it begins; afterwards, where it ended.
+        data: bytes that contain the pickle.
+        resolve: returns the object for a name, (module, name).
+        persistent_load: returns the object for a persistent id; None = no such ids.
+        source: name of the pickle in messages.
+        position: of its beginning; afterwards, of its end.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Machine:
         self._persistent_load = persistent_load
         self._source = source
         self._below: list[list[Any]] = []  # stacks interrupted by a MARK
-        self._stand_ins: dict[int, Any] = {}  # by id(), what the caller's classes made: only this takes state
+        self._stand_ins: dict[int, Any] = {}  # by id(), objects of the caller's classes: only these accept state
         self._states: list[Any] = []
 
     def run(self) -> Any:
-        """Return the object that the pickle describes.
+        """Run the pickle and return its object.
 
         Raises:
             UnsafeContentError: the pickle names something that is not admitted; nothing of it was run.
-            CorruptStoreError: this is not a pickle, or it is cut short, or it claims what it does not hold.
+            CorruptStoreError: this is not a pickle, it is truncated, or a size exceeds its data.
         """
         try:
             result = self._run()
@@ -84,7 +84,7 @@ class Machine:
         data, position, stack = self.data, self.position, self.stack
         while True:
             operation = data[position]
-            # The operations that long lists of numbers consist of come first, without a call.
+            # The opcodes of long lists of numbers come first, without a call.
             if operation == 0x4D:  # BININT2
                 stack.append(data[position + 1] | data[position + 2] << 8)
                 position += 3
@@ -194,7 +194,7 @@ class Machine:
             check_key(item)
             target.add(item)
 
-    # -- names, and what they are applied to -----------------------------------------------------
+    # -- names and calls -------------------------------------------------------------------------
 
     def push_global(self) -> None:
         module = self.line()
@@ -260,22 +260,22 @@ _Operation = Callable[[Machine], object]
 
 
 def _push(make: Callable[[Machine], Any]) -> _Operation:
-    """Return the operation that pushes what ``make`` reads."""
+    """Return the operation that pushes the result of ``make``."""
 
     def push(machine: Machine) -> None:
-        value = make(machine)  # which may go back to another stack
+        value = make(machine)  # may switch to another stack
         machine.stack.append(value)
 
     return push
 
 
 def _counted(kind: Callable[[memoryview], Any], width: int) -> _Operation:
-    """Push what ``kind`` makes of as many bytes as a number of ``width`` bytes says."""
+    """Push the result of ``kind`` on bytes preceded by their count, a number of ``width`` bytes."""
     return _push(lambda machine: kind(machine.take(machine.number(width))))
 
 
 def _put(width: int) -> _Operation:
-    """Remember the top of the stack under a number of ``width`` bytes; 0 = a line of text."""
+    """Memoize the top of the stack under a number of ``width`` bytes; 0 = a line of text."""
 
     def put(machine: Machine) -> None:
         machine.memo[machine.number(width) if width else int(machine.line())] = machine.stack[-1]
@@ -311,8 +311,8 @@ def _long(raw: memoryview) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-# STOP, BININT, BININT1, BININT2 and BINFLOAT are in Machine._run.
-# Absent: persistent ids as text, INST and OBJ (old classes), the extension registry, out-of-band buffers.
+# Machine._run handles STOP, BININT, BININT1, BININT2 and BINFLOAT.
+# Unsupported: persistent ids as text, INST and OBJ (old classes), the extension registry, out-of-band buffers.
 _OPERATIONS: Mapping[int, _Operation] = {
     pickle.PROTO[0]: Machine.proto,
     pickle.FRAME[0]: Machine.frame,

@@ -1,10 +1,10 @@
-"""Reads pickles that somebody else wrote, without running anything that they name.
+"""Reads untrusted pickles without running code that they name.
 
-``pickle.loads`` calls whatever a pickle asks for. Restricting its ``find_class`` is not enough for untrusted
-files: the C unpickler sets attributes on anything it is told to, allocates what sizes claim, and hashes
-nested keys until the stack ends. A small interpreter of the same opcodes is used instead
-(:mod:`trajstore.core.formats.pickles.machine`). It knows plain containers, numbers, text, torch tensors and numpy
-arrays (:mod:`trajstore.core.formats.pickles.safe_values`), and the stand-ins that its caller names. Memory is
+``pickle.loads`` calls any callable that a pickle names. Restricting its ``find_class`` is not enough for untrusted
+files: the C unpickler sets attributes on any object, allocates claimed sizes, and hashes
+nested keys until the stack overflows. A small interpreter of the same opcodes is used instead
+(:mod:`trajstore.core.formats.pickles.machine`). It supports plain containers, numbers, text, torch tensors, numpy
+arrays (:mod:`trajstore.core.formats.pickles.safe_values`), and the caller's stand-ins. Memory is
 bounded by a multiple of the size of the pickle.
 """
 
@@ -24,7 +24,7 @@ from trajstore.errors import CorruptStoreError, UnsafeContentError
 
 Classes = Mapping[tuple[str, str], Callable[..., Any]]
 
-# Names that Python 2 wrote, and that pickle protocols 0 to 2 still write.
+# Names from Python 2, which pickle protocols 0 to 2 still write.
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C
 _TORCH_PROTOCOL = 1001
@@ -46,27 +46,27 @@ def safe_loads(
     persistent_load: PersistentLoad | None = None,
     source: str = "pickle",
 ) -> Any:
-    """Return the object that a pickle describes; bytes after its end are ignored.
+    """Return the object in a pickle; bytes after its end are ignored.
 
     Admitted are dict, list, tuple, set, frozenset, OrderedDict, defaultdict (as a dict), bytes, bytearray, str,
     numbers, None; torch tensors, storages, sizes, dtypes and devices; numpy arrays, numbers and dtypes other than
-    objects and records. Tensors come back on the CPU, without gradient or hooks.
+    objects and records. Tensors are returned on the CPU, without gradient or hooks.
 
     Args:
         data: the pickle, any protocol.
-        classes: for further names, ``(module, name)``, what to call in their place. The result takes the
-            pickled state through its ``__setstate__`` or, without one, into its ``__dict__``.
-        packages: what to call in place of every class of a package, by the first part of its name; it gets module
+        classes: callables for further names, ``(module, name)``. The result receives the
+            pickled state through its ``__setstate__`` or, without one, in its ``__dict__``.
+        packages: callables for all classes of a package, by the first part of its name; called with module
             and name of the class before the pickle's own arguments.
-        left_out: packages whose objects are not wanted: an :class:`~.safe_values.Unwanted` stands for
-            each, and what the pickle does with it has no effect.
-        persistent_load: given each persistent id, returns the object it means. A storage class in it is a
+        left_out: packages whose objects are not needed: an :class:`~.safe_values.Unwanted` replaces
+            each, and operations on it have no effect.
+        persistent_load: returns the object for a persistent id. A storage class in the id is a
             :class:`~trajstore.core.formats.pickles.safe_values.StorageType`.
-        source: what messages call the pickle, e.g. the name of its file.
+        source: name of the pickle in messages, e.g. its file's name.
 
     Raises:
         UnsafeContentError: the pickle names something else; nothing of it was run.
-        CorruptStoreError: this is not a pickle, or it is cut short, or it claims what it does not hold.
+        CorruptStoreError: this is not a pickle, it is truncated, or a size exceeds its data.
 
     """
     resolve = _resolver(classes or {}, source, packages=packages or {}, left_out=left_out)
@@ -81,7 +81,7 @@ def _resolver(
     left_out: Collection[str] = (),
     nested: bool = False,
 ) -> Resolve:
-    """Return the function that says what a name in a pickle stands for."""
+    """Return the function that resolves names in a pickle."""
     by_package = packages or {}
     stand_ins = {key: Token(".".join(key), call, stand_in=True) for key, call in classes.items()}
 
@@ -110,19 +110,19 @@ def _resolver(
 
 
 def legacy_loads(data: Buffer, *, source: str = "file") -> Any:
-    """Return what ``torch.load`` would of a file that ``torch.save`` wrote before it made zip archives (torch 1.6).
+    """Load a file that ``torch.save`` wrote before it made zip archives (torch 1.6).
 
     Five pickles, of which the fourth is the object, then for each storage its number of elements and its data.
-    Source: ``torch.serialization._legacy_save``. Admitted is what :func:`safe_loads` admits; and sparse tensors,
-    in whose place there is None.
+    Source: ``torch.serialization._legacy_save``. Admits the same as :func:`safe_loads`; sparse tensors
+    become None.
 
     Args:
         data: the whole file.
-        source: what messages call it.
+        source: name of the file in messages.
 
     Raises:
-        UnsafeContentError: the file names what is not data; nothing of it was run.
-        CorruptStoreError: this is no such file, or it is cut short, or it claims what it does not hold.
+        UnsafeContentError: the file names something that is not data; nothing of it was run.
+        CorruptStoreError: this is not such a file, it is truncated, or a size exceeds its data.
     """
     try:
         return _legacy(memoryview(data).cast("B"), _resolver(_SPARSE, source), source)
@@ -131,11 +131,11 @@ def legacy_loads(data: Buffer, *, source: str = "file") -> Any:
 
 
 def _load_storage(raw: Any, source: str) -> Any:
-    """Return the storage within a pickled tensor: ``TypedStorage.__reduce__`` makes such a file of it."""
+    """Return the storage within a pickled tensor, for which ``TypedStorage.__reduce__`` writes such a file."""
     require(type(raw) is bytes, "a torch storage without data")
     storage = _legacy(memoryview(raw), _resolver({}, source, nested=True), source)
-    found = isinstance(storage, torch.UntypedStorage | torch.storage.TypedStorage)
-    require(found, "an unknown kind of torch storage")
+    is_storage = isinstance(storage, torch.UntypedStorage | torch.storage.TypedStorage)
+    require(is_storage, "an unknown kind of torch storage")
     return storage
 
 
@@ -151,8 +151,8 @@ def _legacy(view: memoryview, resolve: Resolve, source: str) -> Any:
             nbytes = count * kind.dtype.itemsize
             require(0 <= nbytes <= len(view), f"a torch storage of {nbytes} bytes in a file of {len(view)}")
             storages[key] = kind, count, torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-        first, said, storage = storages[key]
-        require((first, said) == (kind, count), "a torch storage of two kinds")
+        first, stored_count, storage = storages[key]
+        require((first, stored_count) == (kind, count), "a torch storage of two kinds")
         if not kind.typed:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)  # type: ignore[no-untyped-call]
@@ -178,5 +178,5 @@ def _legacy(view: memoryview, resolve: Resolve, source: str) -> Any:
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
             )
         position += 8 + storage.nbytes()
-    # Some values are made of the storages' content, which was not known the first time.
+    # Some values depend on the storages' content, which was unknown the first time.
     return Machine(view, resolve, persistent_load, source, begins[3]).run()

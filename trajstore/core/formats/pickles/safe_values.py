@@ -1,9 +1,9 @@
-"""What a pickle read by :func:`trajstore.core.formats.pickles.safe_pickle.safe_loads` may name, and what then happens.
+"""Names admitted by :func:`trajstore.core.formats.pickles.safe_pickle.safe_loads`, and their implementations.
 
 A name in a pickle never becomes the Python object of that name. It becomes a :class:`Token`, which has no
-attributes worth reaching for and cannot be called from the pickle other than through the functions below.
-Each of them checks its arguments, and each needs memory in proportion to the bytes it was given: sizes that
-a pickle merely claims are compared with the data before anything is made of them.
+useful attributes and can be called from the pickle only through the functions below.
+Each of them checks its arguments and needs memory in proportion to the bytes passed: claimed sizes
+are compared with the data first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from trajstore.core.columns.schema import dtypes
 
 MAX_DEPTH = 200
-"""Containers within containers that a pickle may have."""
+"""Nesting limit of containers in a pickle."""
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
 _MAX_KEY_DEPTH = 8
@@ -32,32 +32,32 @@ _NUMPY_DTYPE = re.compile(r"[<>=|]?[biufcSU][0-9]{1,9}")
 
 
 class UnfitError(Exception):
-    """Arguments that the program which wrote the pickle cannot have meant."""
+    """Arguments that no valid program can have written."""
 
 
 class RefusedError(Exception):
-    """A value that an honest program may have written and that is not read all the same."""
+    """A valid value that is refused nevertheless."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Token:
-    """A name that a pickle may use. ``call`` is what applying it means; None = only usable as an argument."""
+    """A name that a pickle may use. ``call`` implements a call of it; None = only usable as an argument."""
 
     name: str
     call: Callable[..., Any] | None = None
     stand_in: bool = False
-    """Whether ``call`` makes an object of the caller's, which may then be given its state."""
+    """Whether ``call`` makes an object of the caller's class, which may then receive its state."""
     left_out: bool = False
-    """Whether what is made of it is not wanted: whatever the pickle does with it, an :class:`Unwanted` comes of it."""
+    """Whether its objects are not needed: every operation on it yields an :class:`Unwanted`."""
 
 
 class Unwanted:
-    """Stands where a pickle has an object that its reader does not want; holds nothing."""
+    """Empty placeholder of an object that the reader does not need."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """The storage classes that torch names in persistent ids; ``dtype`` is uint8 for an untyped storage."""
+    """A storage class in torch's persistent ids; ``dtype`` is uint8 for an untyped storage."""
 
     dtype: torch.dtype
     typed: bool
@@ -72,8 +72,8 @@ def require(condition: bool, what: str) -> None:
 def check_key(key: Any) -> None:
     """Raise :class:`UnfitError` unless hashing ``key`` is cheap.
 
-    The hash of a tuple visits all that is in it, without memory of what it has seen and on the C stack: a few
-    hundred bytes of pickle can make it run for years or end the process.
+    The hash of a tuple visits all its items, without remembering visited ones and on the C stack: a few
+    hundred bytes of pickle can make it run for years or crash the process.
     """
     if type(key) not in _PLAIN_KEYS and _key_size(key, _MAX_KEY_DEPTH) > _MAX_KEY_SIZE:
         raise UnfitError("a dict key or set element is too large")
@@ -95,14 +95,14 @@ def _key_size(key: Any, depth: int) -> int:
 def check_nesting(roots: list[Any], limit: int) -> None:
     """Refuse cycles, deep nesting, and sharing that makes a small pickle describe an enormous tree.
 
-    Whoever walks the result recurses into what is shared as often as it is shared.
+    Traversals of the result visit shared values once per reference.
 
     Args:
-        roots: what a pickle made.
-        limit: how many values may be met on the way through all of it.
+        roots: objects from a pickle.
+        limit: largest number of visited values.
 
     Raises:
-        UnfitError: there is more, or it is nested deeper than ``MAX_DEPTH``, or it contains itself.
+        UnfitError: there are more values, or nesting beyond ``MAX_DEPTH``, or a cycle.
         RefusedError: a name of the pickle is among the values.
     """
     visited = _CONTAINERS | {Token, StorageType}
@@ -205,7 +205,7 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 def _numpy_dtype(name: Any, *_align_copy: Any) -> np.dtype[Any]:
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
         raise RefusedError(f"holds numpy data of dtype {name!r}: only booleans, numbers and fixed-length text are read")
-    return np.dtype(name, copy=True)  # a copy of its own: set_state will change the byte order in place
+    return np.dtype(name, copy=True)  # a private copy: set_state changes the byte order in place
 
 
 def _check_numpy_dtype(dtype: Any) -> np.dtype[Any]:
@@ -245,10 +245,10 @@ def _numpy_scalar(dtype: Any, raw: Any) -> Any:
 
 
 def set_state(target: Any, state: Any) -> None:
-    """Give a numpy array or dtype the state that numpy pickled. Nothing else has state.
+    """Set a numpy array's or dtype's pickled state. No other object has state.
 
     Raises:
-        UnfitError: the state does not fit; numpy itself would believe it.
+        UnfitError: the state does not fit; numpy itself would not check it.
 
     """
     require(type(state) is tuple, "a state that is no tuple")
@@ -316,14 +316,14 @@ _OBJECT = Token("builtins.object")
 
 
 def _reconstructor(stand_in: Any, base: Any, state: Any) -> Any:
-    """How pickle protocols 0 and 1 make an object of a class."""
+    """Create an object as pickle protocols 0 and 1 do."""
     allowed = isinstance(stand_in, Token) and stand_in.stand_in and base is _OBJECT and state is None
     require(allowed, "copyreg._reconstructor of something else than a mapped class")
     return stand_in.call()
 
 
 def _default_dict(factory: Any = None) -> dict[Any, Any]:
-    """Return the plain dict that a ``defaultdict`` is without its factory, which is not run."""
+    """Return a ``defaultdict`` as a plain dict, without its factory, which is not run."""
     require(factory is None or isinstance(factory, Token), "a defaultdict of something that is no name")
     return {}
 
@@ -335,7 +335,7 @@ def _tokens(module: str, calls: Mapping[str, Callable[..., Any] | None]) -> Iter
 
 @cache
 def admitted() -> Mapping[tuple[str, str], Any]:
-    """Return what the names in a pickle stand for: tokens, storage types and dtypes, by (module, name)."""
+    """Return the objects for names in a pickle: tokens, storage types and dtypes, by (module, name)."""
     result: dict[tuple[str, str], Any] = {("builtins", "object"): _OBJECT}
     plain: Mapping[str, Callable[..., Any]] = {
         "set": _set(set),
