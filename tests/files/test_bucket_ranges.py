@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Say nothing."""
+        """Suppress the request log."""
 
 
 @pytest.fixture

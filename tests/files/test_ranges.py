@@ -127,15 +127,15 @@ def test_neighbours_are_fetched_with_one_request(server: Server, tmp_path: Path)
 def test_the_least_recently_used_files_are_emptied(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
     files = [maps.map(name, len(CONTENT)) for name in "abc"]
-    for one in files:
-        read(one, (0, 10 * BLOCK))
-    assert [int(one.there.sum()) for one in files] == [0, 10, 10]
-    for one in files:
-        assert read(one, (0, 10 * BLOCK)) == [CONTENT[: 10 * BLOCK]]
-    with fetched(files, lambda: (np.array([one.address for one in files]), np.full(3, len(CONTENT)))):
-        assert all(one.there.all() for one in files), "what is being read stays"
-        assert all(bytes(one.view) == CONTENT for one in files)
-    assert sum(int(one.there.sum()) for one in files) <= 25
+    for each_file in files:
+        read(each_file, (0, 10 * BLOCK))
+    assert [int(each_file.there.sum()) for each_file in files] == [0, 10, 10]
+    for each_file in files:
+        assert read(each_file, (0, 10 * BLOCK)) == [CONTENT[: 10 * BLOCK]]
+    with fetched(files, lambda: (np.array([each_file.address for each_file in files]), np.full(3, len(CONTENT)))):
+        assert all(each_file.there.all() for each_file in files), "what is being read stays"
+        assert all(bytes(each_file.view) == CONTENT for each_file in files)
+    assert sum(int(each_file.there.sum()) for each_file in files) <= 25
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

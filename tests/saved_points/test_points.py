@@ -39,7 +39,7 @@ def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
         assert add(buffer, [77]) == [9]  # ids of data set aside are not reused
         assert len(drawn) == 8
     assert loaded(path) == {**{number: number for number in range(6)}, 9: 77}
-    [aside] = [one["name"] for one in inspect(path)["aside"]]
+    [aside] = [entry["name"] for entry in inspect(path)["aside"]]
     left = {0: 0, **{number: number for number in range(3, 9)}}
     assert loaded(path, aside) == left
     assert verify(path).sound
