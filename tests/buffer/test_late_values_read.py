@@ -45,7 +45,7 @@ def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None
         annotate(writer, [1, 3], {"outcome": 0.25, "reward_tests": [5, None], "tag": "cheat"}, who="anna")
         annotate(writer, 2, {"judge": 0.75})
         given = {"outcome": 0.25, "reward_tests": 5.0, "tag": "cheat"}
-        one = replace(
+        first = replace(
             recorded[1],
             reward=Reward(outcome=0.25, description="tests", metadata={"tests": 5.0}),
             metadata={"own": 1, GIVEN: given, RECORDED: {"outcome": 1.0, "reward_tests": 3}},
@@ -58,7 +58,7 @@ def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None
         )
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             for buffer in (writer, reader):
-                for number, expected in zip(ids, (recorded[0], one, two, three), strict=True):
+                for number, expected in zip(ids, (recorded[0], first, two, three), strict=True):
                     assert same(buffer.get(number), expected)
                 drawn = buffer.sample_trajectories(4)
                 assert sorted(each.reward.outcome for each in drawn) == [0.0, 0.25, 0.25, 2.0]
