@@ -86,8 +86,8 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
         changed = rollout(actions=torch.ones(2, 1, 4), prev_values=torch.ones(2, 1, 1))
         buffer.add_trajectories([changed])
-        (records,) = caplog.records
-        assert "actions (rows [3] before, [4] now), prev_values (absent before)" in records.getMessage()
+        (record,) = caplog.records
+        assert "actions (rows [3] before, [4] now), prev_values (absent before)" in record.getMessage()
         buffer.evict([2])
         with pytest.raises(SchemaMismatchError, match=r"actions.*prev_values"):
             buffer.sample(100)

@@ -141,11 +141,11 @@ def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monke
     names["write"](str(tmp_path / "store"))
     log, _, rows = blocks(example, "text")
     written = (tmp_path / "copy" / "log" / "0000000000000001.log").read_bytes().splitlines()
-    first, example_lines = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
-    del first["shards"][0]["entries"]["uuids"], example_lines["shards"][0]["entries"]["uuids"]
+    first, example_record = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
+    del first["shards"][0]["entries"]["uuids"], example_record["shards"][0]["entries"]["uuids"]
     assert abs(first.pop("time") - time.time_ns() // 1000) < 600_000_000
-    del example_lines["time"]
-    assert first == example_lines
+    del example_record["time"]
+    assert first == example_record
     assert written[1] == log.encode().splitlines()[1]
     shard = (tmp_path / "copy" / "shards" / "shard_00000000.pt").read_bytes()
     for offset, piece in hex_dump(rows).items():

@@ -67,10 +67,7 @@ def test_every_public_name_has_an_entry(package: str) -> None:
         name
         for name in module.__all__
         if (inspect.isclass(getattr(module, name)) or inspect.isroutine(getattr(module, name)))  # no constants
-        and not any(
-            getattr(module, name) is shown_name or getattr(module, name) in members(shown_name).values()
-            for shown_name in shown
-        )
+        and not any(getattr(module, name) is item or getattr(module, name) in members(item).values() for item in shown)
     ]
     assert absent == []
 

@@ -393,8 +393,8 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         DistributedReplayBuffer.connect(name, patience=10.0, refresh_interval=3600.0) for _ in range(3)
     )
     monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
-    for member in (learner, second, third):
-        member.refresh()
+    for item in (learner, second, third):
+        item.refresh()
     first = learner.trajectory_ids.tolist()
     check_batch(learner.sample(32))
     if how == "frozen":
@@ -413,9 +413,7 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
         assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once per handle
-        assert {check_trajectory(member) for member in learner.sample_trajectories(8)} == {
-            keys[number] for number in left
-        }
+        assert {check_trajectory(item) for item in learner.sample_trajectories(8)} == {keys[number] for number in left}
     finally:
         if how == "frozen":
             os.kill(pid, signal.SIGCONT)

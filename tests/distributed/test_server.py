@@ -148,7 +148,7 @@ def test_a_rollback_ends_what_answers_before_it_say(tmp_path: Path) -> None:
     late = parcel_of([witness(0)])
     before = store.add(late, 1)
     store.hold("me", 60.0)
-    store.rollback("me", 1, True)
+    store.go_to("me", 1, True)
     store.release("me")
     after = store.committed(late.key, 1, 0.0)
     heard.hear(0, after)
@@ -254,7 +254,7 @@ def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
         lambda: store.save_point("a", 1, {}, 1),
         lambda: store.prepare_checkpoint("a", str(tmp_path / "saved")),
         lambda: store.pin("a", "name"),
-        lambda: store.rollback("a", 1, True),
+        lambda: store.go_to("a", 1, True),
     ):
         with pytest.raises(StoreWriteError, match="let go before it was saved"):
             save()

@@ -81,7 +81,9 @@ def test_draws_follow_the_policys_distribution(make: Train) -> None:
     prompt = trainer.tokenizer.opening(trainer.environment.begin(task).first_message)
     with torch.no_grad():
         expected = trainer.model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1) * len(drawn)
-    first = torch.stack([token.input_ids[token.response_start] for token in drawn if token.input_ids is not None])
+    first = torch.stack(
+        [rollout.input_ids[rollout.response_start] for rollout in drawn if rollout.input_ids is not None]
+    )
     seen = torch.bincount(first, minlength=len(expected)).float()
     often = expected > 5
     statistic = ((seen - expected)[often].square() / expected[often]).sum()

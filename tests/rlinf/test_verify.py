@@ -42,11 +42,11 @@ def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: st
     buffer = in_memory([witness(4), witness(16)], trajectory_format=form)
     buffer.save_checkpoint(path, layout="rlinf")
     assert verify(path).sound
-    first_path, two = sorted(path.glob("trajectory_?_*"))
+    first_path, second_path = sorted(path.glob("trajectory_?_*"))
     first = first_path.read_bytes()
-    first_path.write_bytes(two.read_bytes())
-    two.write_bytes(first)
-    assert {problem.file for problem in verify(path).problems} == {first_path.name, two.name}
+    first_path.write_bytes(second_path.read_bytes())
+    second_path.write_bytes(first)
+    assert {problem.file for problem in verify(path).problems} == {first_path.name, second_path.name}
 
 
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])

@@ -281,7 +281,7 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"][:, -old.shape[1] :])
         for size in sizes:
             part, order = order[:size], order[size:]
-            old_part, advantages_part, response_mask, exp_mask = (tensor[part] for tensor in (old, advantages, *masks))
+            old_part, advantages_part, response_mask, exp_mask = (item[part] for item in (old, advantages, *masks))
             current_part = old_part + spread[part]
             loss = het_compute_token_on_off_policy_loss(
                 old_part, current_part, advantages_part, response_mask, exp_mask, 0.2, **replay.loss_options
@@ -294,8 +294,8 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
         figures.append({name: value for name, value in metrics.items() if name.startswith(beginnings)})
     whole, *cut = figures
     assert {f"{PREFIX}off_effective_sample_size_by_age/2", f"{PREFIX}on_ppo_kl", f"{PREFIX}ppo_kl"} <= whole.keys()
-    for tensor in cut:
-        assert tensor == pytest.approx(whole, rel=1e-5)
+    for item in cut:
+        assert item == pytest.approx(whole, rel=1e-5)
 
 
 # -- Metrics against plain Python, and warnings --

@@ -141,19 +141,17 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
     with GuidanceHook(config) as hook:
         for step in (1, 2):
             fresh, configs = rolled_out(hook, step)
-            assert [rollout.add_exp for rollout in configs] == [True] * 3
-            assert [Guidance.of(rollout) for rollout in fresh] == [None] * 3, (
-                "nothing is known yet, so nothing was put in"
-            )
+            assert [item.add_exp for item in configs] == [True] * 3
+            assert [Guidance.of(item) for item in fresh] == [None] * 3, "nothing is known yet, so nothing was put in"
             hook.step_done(fresh, step)
         assert hook.wait(60)
         fresh, configs = rolled_out(hook, 3)
-        assert [rollout.train_mode for rollout in configs] == ["discard"] * 3
-        for rollout, exp in zip(fresh, configs, strict=True):
-            guidance = Guidance.of(rollout)
+        assert [item.train_mode for item in configs] == ["discard"] * 3
+        for item, exp in zip(fresh, configs, strict=True):
+            guidance = Guidance.of(item)
             assert guidance.taken_out
-            assert f"do {rollout.task_id} so" in exp.experience_list[0]
-            assert rollout.messages[0]["content"] == f"please do {rollout.task_id}"
+            assert f"do {item.task_id} so" in exp.experience_list[0]
+            assert item.messages[0]["content"] == f"please do {item.task_id}"
         metrics = hook.step_done(fresh, 3)
         assert metrics["guidance/guided_rollouts"] == 3.0
         assert metrics["guidance/update/made"] == 2.0

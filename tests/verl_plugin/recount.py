@@ -267,11 +267,11 @@ def check_against_checkpoints(rollouts: Sequence[AgentTrajectory], model: Path, 
 
     policy = LlamaForCausalLM.from_pretrained(model).float()
     checked = 0
-    for step in sorted({int(value.policy_version or 0) for value in rollouts}):
+    for step in sorted({int(item.policy_version or 0) for item in rollouts}):
         if step > 1:
             saved = checkpoints / f"global_step_{step - 1}" / "actor" / "model_world_size_1_rank_0.pt"
             weights: dict[str, Any] = torch.load(saved, weights_only=False)
-            local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in weights.items()}
+            local = {name: item.to_local() if hasattr(item, "to_local") else item for name, item in weights.items()}
             policy.load_state_dict(local)
         for rollout in rollouts:
             if rollout.policy_version != step:

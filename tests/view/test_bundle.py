@@ -224,7 +224,7 @@ def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, 
     page.open(f"{address}#/table?order=trajectory_id")
     with TrajectoryReplayBuffer.open(tmp_path / "run") as reader:
         assert len(reader) == 8
-    page.until(f"{ROWS}.join() === '0,1,2,3,1/0,1/1,1/2,1/3'")
+    page.until(f"{ROWS}.join() === '0/0,0/1,0/2,0/3,1/0,1/1,1/2,1/3'")
     page.run("document.querySelectorAll('.row .id a')[6].click()")
     page.until("location.hash === '#/trajectory/1/2' && document.querySelector('.message.assistant')")
     assert "answer 2" in text_of(page, ".message.assistant")

@@ -21,6 +21,7 @@ from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_server import ask, get
 from tools.browser import PATIENCE, Command, Page
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
+from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.view import living
 from trajstore.view.server import listening
@@ -208,7 +209,7 @@ def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
     assert told(servers[0]) == told(servers[1])
 
 
-def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
+def test_a_run_and_a_pin(tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
             writer.add_trajectories([rollout(number) for number in range(2)])
@@ -218,12 +219,10 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
     assert post(run, wish("0.5", shown="1/1"))[0] == 200
     assert (told(run, "1/1"), told(run, "0/1")) == ([("judge", 0.5, "store")], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
-    pinned = serve(tmp_path / "run" / "rank_1", who="bob", pin="kept")
-    assert post(pinned, wish("7"))[0] == 200  # evicted, but kept by the pin
-    assert told(pinned) == [("judge", 7.0, "store")]
-    assert ask(pinned, "facts", id="0")["judge"] == 7.0
-    with TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_1", pin="kept") as reader:
-        assert [row["judge"] for row in reader.query().select("judge").rows()] == [7.0, 0.5]
+    pinned = serve(tmp_path / "run" / "rank_1", pin="kept")
+    assert (told(pinned), told(pinned, "1")) == ([], []), "0 was evicted; 1 got its value after the pin"
+    assert main(["view", str(tmp_path / "run" / "rank_1"), "--write", "--pin", "kept"]) == 2
+    assert "leave out --pin" in capsys.readouterr().err
 
 
 def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:

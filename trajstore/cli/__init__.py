@@ -1,10 +1,10 @@
 """The command line: ``trajstore inspect``, ``verify``, ``copy``, ``repair``, ``restore``, ``rollback`` and others.
 
-Each command is one thin file over a function that can be imported and called without it. Commands
-import what they need when they run, so that ``trajstore --help`` loads neither torch nor numpy.
+Each command is a thin file over a function that can be called directly. Commands import their dependencies when they
+run, so that ``trajstore --help`` loads neither torch nor numpy.
 
-Exit codes: 0 = done, 1 = damage was found, 2 = it could not be done (a wrong call, a path
-without a store, a full disk, a package that is not installed), 130 = interrupted.
+Exit codes: 0 = done, 1 = damage was found, 2 = failed (invalid call, no store at the path, full disk, missing package),
+130 = interrupted.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _BUILT_IN: tuple[Command, ...] = (
 
 
 def commands() -> tuple[Command, ...]:
-    """Return all commands: those of this package, then those registered under ``trajstore.commands``, by name."""
+    """Return this package's commands, then those registered under ``trajstore.commands``, by name."""
     others = sorted(entry_points(group="trajstore.commands"), key=lambda point: point.name)
     return (*_BUILT_IN, *(cast(Command, point.load()) for point in others))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; ``docs/cli.md`` is checked against it."""
+    """Return the parser of the command line; ``docs/cli.md`` is checked against it."""
     parser = argparse.ArgumentParser(
         prog="trajstore", description="Look into, check and try out stores of reinforcement learning trajectories."
     )
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        arguments: the words after ``trajstore``; those of the process if None.
+        arguments: the words after ``trajstore``; None: those of the process.
     """
     parser = build_parser()
     options = parser.parse_args(arguments)
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read the output (head, less) has enough of it. Keep the interpreter from flushing again.
+        # The reader of the output (head, less) has closed it. Keep the interpreter from flushing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     except CorruptStoreError as error:

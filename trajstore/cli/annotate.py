@@ -1,4 +1,4 @@
-"""``trajstore annotate``: scores, corrections and tags that come late."""
+"""``trajstore annotate``: add late scores, corrections and tags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trajstore.cli.output import Output
 from trajstore.errors import ConfigurationError, TrajstoreError
 
 _TOGETHER = 10_000
-"""Trajectories in one commit."""
+"""Trajectories per commit."""
 
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
@@ -74,14 +74,14 @@ def _assignment(item: str) -> tuple[str, Any]:
         raise ConfigurationError(f"annotate: --set {item}: must be NAME=VALUE")
     _check_number(item, name, value.strip())
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except json.JSONDecodeError:
         return name, value
-    return name, value if isinstance(found, dict | list) else found
+    return name, value if isinstance(parsed, dict | list) else parsed
 
 
 def _check_number(item: str, name: str, value: str) -> None:
-    """Refuse what looks like a number and would be a text, or none that a store keeps."""
+    """Refuse a malformed number, which would become a text, and numbers that a store cannot hold."""
     try:
         number = float(value)
     except ValueError:
@@ -98,7 +98,7 @@ def _check_number(item: str, name: str, value: str) -> None:
 
 
 def _portions(file: TextIO, name: str) -> Iterator[tuple[list[Any], dict[str, list[Any]]]]:
-    """Yield ids and values of lines that follow each other and have the same names."""
+    """Yield ids and values of consecutive lines with the same names."""
     ids: list[Any] = []
     columns: dict[str, list[Any]] = {}
     there: set[Any] = set()

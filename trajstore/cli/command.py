@@ -1,4 +1,4 @@
-"""What a command is."""
+"""The definition of a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trajstore.cli.output import Output
 
 SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
-"""What commands that make new stores take, in words."""
+"""Accepted sources of commands that create stores, for help texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Command:
         summary: one line for the list of commands.
         description: the first paragraph of its help.
         configure: adds its arguments to its parser.
-        run: does it and returns the exit code; errors leave it as exceptions.
+        run: runs it and returns the exit code; errors are raised.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Command:
 
 
 def add_target(parser: ArgumentParser, metavar: str, said: str) -> None:
-    """Let a command that makes stores be told where to, and how to write its result."""
+    """Add the target and output arguments of commands that create stores."""
     parser.add_argument("target", metavar=metavar, help=said)
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
 def add_tokenizer(parser: ArgumentParser) -> None:
-    """Let a command that shows tokens be told what makes text of them."""
+    """Add the tokenizer argument of commands that show tokens."""
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",

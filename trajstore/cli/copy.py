@@ -1,4 +1,4 @@
-"""``trajstore copy`` and ``trajstore repair``: a sound copy of a live store, or of what is whole of a damaged one."""
+"""``trajstore copy`` and ``trajstore repair``: copy a live store, or the intact part of a damaged one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _repair(options: Namespace, out: Output) -> int:
 
 
 def _write(copied: Copied, options: Namespace, out: Output) -> int:
-    """Write what was copied; return 1 if something of it was lost."""
+    """Write the result of a copy; return 1 if anything was lost."""
     if options.json:
         out.json(copied.to_json())
     else:

@@ -1,4 +1,4 @@
-"""``trajstore export``: rollouts as JSON lines or Parquet."""
+"""``trajstore export``: export rollouts as JSON lines or Parquet."""
 
 from __future__ import annotations
 

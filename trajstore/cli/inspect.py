@@ -1,4 +1,4 @@
-"""``trajstore inspect``: what is in a directory."""
+"""``trajstore inspect``: report on a directory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ KINDS = {
 
 MOST_READERS = 5
 MOST_REFUSED = 10
-"""Live readers that are written for people."""
+"""Maximum number of readers in the text report."""
 
 
 def _id(text: str) -> int:
-    """Return the id of a trajectory, given as it is shown."""
+    """Parse a trajectory id as displayed."""
     from trajstore.core.store.run_ids import id_from
     from trajstore.errors import ConfigurationError
 
@@ -92,12 +92,12 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
-    """Write a report of ``trajstore.operations.inspect.inspect`` for people.
+    """Write a report of ``trajstore.operations.inspect.inspect`` as text.
 
     Args:
-        report: of any kind.
-        out: where to.
-        each: whether the parts of a run are written in full, not one line each.
+        report: a report of any kind.
+        out: the output.
+        each: write the parts of a run in full instead of one line each.
     """
     out.heading(f"{report['path']}: {_kind(report)}")
     out.pairs([*_totals(report), *_content(report)])
@@ -116,7 +116,7 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
 
 
 def _kind(report: dict[str, Any]) -> str:
-    """Return what a report is of; a folder without ``rank_*`` is no run directory, whatever lies in it."""
+    """Return the kind of directory; a folder without ``rank_*`` is not a run directory."""
     if report["kind"] == "run" and not report["stores"]:
         names = listed(part["path"].rstrip("/").rpartition("/")[2] for part in report["parts"])
         kinds = dict.fromkeys(_kind(part) for part in report["parts"])
@@ -125,7 +125,7 @@ def _kind(report: dict[str, Any]) -> str:
 
 
 def _write_points(report: dict[str, Any], out: Output) -> None:
-    """Write the saved points of a store, and what rollbacks set aside."""
+    """Write the saved points of a store, and the heads set aside by rollbacks."""
     if points := report.get("saved_points"):
         out.heading("saved points")
         rows = [
@@ -153,7 +153,7 @@ def _whole(lacking: list[int]) -> str:
 
 
 def _write_parts(report: dict[str, Any], out: Output) -> None:
-    """Write a line on each store of a run."""
+    """Write one line per store of a run."""
     out.heading("parts")
     rows = [("part", "trajectories", "samples", "on disk", "rewards or outcomes", "versions", "problems")]
     for part in _leaves(report):
@@ -198,11 +198,11 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report.get("shards") is not None:
         files += f", {report['shards']:,} of them shards" if report["shards"] != 1 else ", one of them a shard"
     agents = report.get("pool") or (report.get("tokens") is not None and report.get("steps") is None)
-    what = "rollouts" if agents else "trajectories"
+    label = "rollouts" if agents else "trajectories"
     return [
         ("format", report.get("format") or ""),
         ("ranks", "" if report.get("pool") else _ranks(report)),
-        *(_pool(report["pool"]) if report.get("pool") else [(what, f"{report['trajectories']:,}")]),
+        *(_pool(report["pool"]) if report.get("pool") else [(label, f"{report['trajectories']:,}")]),
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
         ("  live in shards", _live(report)),
@@ -211,7 +211,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _pool(pool: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what the pool of a store holds, and the records that lie there besides."""
+    """Return the figures of a store's pool and the number of its other records."""
     shown = f", {pool['demonstrations']:,} of them demonstrations" if pool["demonstrations"] else ""
     besides = [f"{pool['journal_records']:,} of its journal"]
     if pool["left_records"]:
@@ -234,14 +234,14 @@ def _ranks(report: dict[str, Any]) -> str:
 
 
 def _opened(report: dict[str, Any]) -> str:
-    """Return what of a run is shown that has stores in other folders too, which are counted all the same."""
+    """Return the trajectories shown by opening a run, if other folders have stores too; else an empty text."""
     if not report.get("beside"):
         return ""
     return f"{report['opened']:,} trajectories of rank_*; the others lie in {', '.join(report['beside'])}"
 
 
 def _live(report: dict[str, Any]) -> str:
-    """Return how much of the shards is live; the rest is headers, or evicted and kept for pins, readers or a while."""
+    """Return the live share of the shards; the rest is headers and evicted data that is still kept."""
     if "live_bytes" not in report:
         return ""
     live, shards = report["live_bytes"], report["shard_bytes"]
@@ -249,7 +249,7 @@ def _live(report: dict[str, Any]) -> str:
 
 
 def _mirror(mirror: dict[str, Any] | None) -> str:
-    """Return what a mirror has, and what is wrong with it."""
+    """Return the mirror's contents and its last error."""
     if mirror is None:
         return ""
     newest = f"has all up to id {mirror['newest_id']:,}" if mirror["newest_id"] >= 0 else "has nothing yet"
@@ -259,16 +259,16 @@ def _mirror(mirror: dict[str, Any] | None) -> str:
 
 
 def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return who shows the store now, those of the oldest generations first: they keep the most on disk."""
+    """Return the open readers, oldest generations first, which keep the most data on disk."""
     oldest = sorted(readers, key=lambda reader: reader["generation"])
-    texts = [f"{one['holder']}, generation {format_number(one['generation'])}" for one in oldest[:MOST_READERS]]
+    texts = [f"{lease['holder']}, generation {format_number(lease['generation'])}" for lease in oldest[:MOST_READERS]]
     if len(oldest) > MOST_READERS:
         texts.append(f"{len(oldest) - MOST_READERS:,} more; --json has all")
     return [("" if at else "readers", text) for at, text in enumerate(texts)]
 
 
 def _waiting(waiting: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return which values no writer has taken in yet, and which were refused."""
+    """Return the late values that are waiting or refused."""
     from trajstore.operations.late_values import waiting_in_words
 
     if waiting is None:
@@ -326,21 +326,21 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
         nameless = f"; {agents['without_task']:,} rollouts name none" if agents["without_task"] else ""
         rows.append(("tasks", f"{agents['tasks']:,}{nameless}{note}"))
     unknown = agents["without_outcome"]
-    said = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
-    rows.append(("outcomes", "; ".join(part for part in said if part) + note))
+    outcomes = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
+    rows.append(("outcomes", "; ".join(part for part in outcomes if part) + note))
     rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}{note}"))
     return rows
 
 
 def _counted(agents: dict[str, Any]) -> str:
-    """Return what the turns of the model were counted by; messages and tokens of a rollout may differ in it."""
+    """Return the source of the turn counts, messages or tokens; a rollout's may differ."""
     if not agents["with_messages"]:
         return TURNS_BY_TOKENS
     return TURNS_BY_MESSAGES + (" where there are any" if agents["with_messages"] < agents["rollouts"] else "")
 
 
 def _responses(report: dict[str, Any]) -> str:
-    """Return the lengths of responses, and of how many rollouts where it is not all."""
+    """Return the lengths of responses, and the number of rollouts if not all are known."""
     known, held = report.get("response_tokens_known"), (report.get("pool") or report)["trajectories"]
     text = format_range(report.get("response_tokens"))
     return text + (f" (of {known:,} rollouts)" if text and known is not None and known < held else "")
@@ -354,7 +354,7 @@ def _episodes(episodes: dict[str, Any] | None, note: str) -> list[tuple[str, str
         f", {before:,} of them begun before what was read, not counted below" if before else ""
     )
     joined = episodes["spanning"]
-    # Without observations, one that began in an earlier trajectory counts from the start of this one.
+    # Without observations, an episode from an earlier trajectory counts from the start of this one.
     where = " within one trajectory" if joined is None else ""
     return [
         ("episodes ended", ended),

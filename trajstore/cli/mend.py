@@ -1,4 +1,4 @@
-"""``trajstore prune`` and ``trajstore compact``: trajectories that a condition names leave a store, and dead rows."""
+"""``trajstore prune`` and ``trajstore compact``: evict trajectories by a condition, remove dead rows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _prune(options: Namespace, out: Output) -> int:
     if options.json:
         out.json({**pruned.to_json(), "dry_run": not options.yes})
         return int(pruned.damage is not None)
-    what = f"{pruned.trajectories:,} trajectories ({format_bytes(pruned.nbytes)})"
+    summary = f"{pruned.trajectories:,} trajectories ({format_bytes(pruned.nbytes)})"
     would = "were evicted" if options.yes else "would be evicted"
-    out.line(f"{pruned.path}: {what} {would}, {pruned.kept:,} stay")
+    out.line(f"{pruned.path}: {summary} {would}, {pruned.kept:,} stay")
     if not options.yes:
         out.line("  nothing was changed; --yes does it")
     return int(pruned.damage is not None)

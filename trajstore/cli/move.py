@@ -1,4 +1,4 @@
-"""``trajstore merge``, ``split`` and ``convert``: new stores of the trajectories of others."""
+"""``trajstore merge``, ``split`` and ``convert``: create stores from other stores."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def _convert(options: Namespace, out: Output) -> int:
 
 
 def _write(copied: Copied, options: Namespace, out: Output) -> int:
-    """Write what was made; return 1 if something of the sources was left out."""
+    """Write the result; return 1 if any part of the sources was left out."""
     if options.json:
         out.json(copied.to_json())
         return int(not copied.is_whole)
-    for one in (*copied.parts, copied):
-        for problem in one.problems:
-            out.line(problem if one is copied else f"{one.source}: {problem}")
-        for note in one.notes:
-            out.line(f"{one.source}: note: {note}")
-        if lost := one.lost_in_words:
-            out.line(f"{one.source}: left out: {lost}")
+    for part in (*copied.parts, copied):
+        for problem in part.problems:
+            out.line(problem if part is copied else f"{part.source}: {problem}")
+        for note in part.notes:
+            out.line(f"{part.source}: note: {note}")
+        if lost := part.lost_in_words:
+            out.line(f"{part.source}: left out: {lost}")
     out.line(f"{copied.target}: {copied.trajectories:,} trajectories, {format_bytes(copied.nbytes)}, verified")
     return int(not copied.is_whole)
 

@@ -1,4 +1,4 @@
-"""Everything that commands write: lines, tables, JSON, numbers for people, a progress bar."""
+"""Output of commands: lines, tables, JSON, readable numbers, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Self, TextIO
 from unicodedata import category
 
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
-"""Unicode categories of characters that a terminal obeys, or shows nothing of."""
+"""Unicode categories of control and invisible characters."""
 
 _SHOWN = 50
-"""Problems that are written one by one."""
+"""Maximum number of problems that are listed."""
 
 
 def visible(text: str) -> str:
-    """Return text with every character that is not one to be read (controls, direction marks) as an escape.
+    """Return text with control characters and direction marks escaped.
 
-    What a model wrote must not move the cursor, set titles, or forge lines of a report.
+    A model's output must not move the cursor, set titles or forge lines of a report.
     """
-    if text.isprintable():  # most is
+    if text.isprintable():  # the common case
         return text
     return "".join(c if c.isprintable() or category(c) not in _HIDDEN else _escaped(c) for c in text)
 
@@ -34,26 +34,26 @@ def _escaped(character: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return text, or its beginning and how much more there is."""
+    """Return text, shortened if long, with the number of characters left out."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]} ... ({len(text) - limit:,} more characters)"
 
 
 class Output:
-    """Writes results to a stream (standard output). No text from data reaches the terminal raw: it is made visible."""
+    """Writes results to a stream (standard output). Control characters in data never reach a terminal unescaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
 
     def line(self, text: str = "") -> None:
-        """Write one line; what the stream's encoding does not have is escaped."""
+        """Write one line; characters outside the stream's encoding are escaped."""
         shown = visible(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
         self._stream.write(shown + "\n")
 
     def data(self, text: str) -> None:
-        """Write text for another program, unchanged; on a terminal it is made visible."""
+        """Write text for another program, unchanged; on a terminal it is escaped."""
         if self._stream.isatty():
             for line in text.splitlines():
                 self.line(line)
@@ -61,7 +61,7 @@ class Output:
         self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
 
     def text(self, text: str, limit: int) -> None:
-        """Write text of any number of lines, each behind a bar, so that none passes for a line of the report."""
+        """Write text of several lines with a bar before each, so that none can pass for a line of the report."""
         kept, left = text[:limit], len(text) - limit
         for line in kept.split("\n"):
             self.line(f"  | {line}")
@@ -69,14 +69,14 @@ class Output:
             self.line(f"  ({left:,} more characters; --json shows all)")
 
     def problems(self, lines: Sequence[str], above: str, where: str = "--json lists all") -> None:
-        """Write the first 50 lines about damage, and how many more there are: behind ``above``, and where they are."""
+        """Write the first 50 lines about damage; ``above`` starts the line that counts the rest."""
         for line in lines[:_SHOWN]:
             self.line(line)
         if len(lines) > _SHOWN:
             self.line(f"{above}and {len(lines) - _SHOWN:,} more; {where}")
 
     def json(self, value: Any, indent: int | None = 2) -> None:
-        """Write a JSON document, keys in their order, indented or (None) as one line."""
+        """Write a JSON document, keys in their order, indented or (None) on one line."""
         plain = self._encoding.lower().replace("-", "") != "utf8"
         text = json.dumps(_json_value(value), indent=indent, ensure_ascii=plain, allow_nan=False)
         if not text.replace("\n", "").isprintable():  # the line feeds here are JSON's own
@@ -84,7 +84,7 @@ class Output:
         self._stream.write(text + "\n")
 
     def heading(self, text: str) -> None:
-        """Write a title with an empty line before it."""
+        """Write a title after an empty line."""
         self.line()
         self.line(text)
 
@@ -106,7 +106,7 @@ class Output:
             self.line(("  " + "  ".join(cells)).rstrip())
 
     def flush(self) -> None:
-        """Hand everything written to the system."""
+        """Flush the stream."""
         self._stream.flush()
 
 
@@ -140,7 +140,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_range(value: dict[str, Any] | None) -> str:
-    """Return ``{"min", "mean", "max"}`` in words; empty if there is none."""
+    """Return ``{"min", "mean", "max"}`` in words; empty for None."""
     if value is None:
         return ""
     low, high = format_number(value["min"]), format_number(value["max"])
@@ -151,9 +151,9 @@ def format_range(value: dict[str, Any] | None) -> str:
 
 
 class ProgressBar:
-    """A line that shows how far something is; silent unless the stream is a terminal.
+    """A progress bar; silent unless the stream is a terminal.
 
-    Calling it with (done, total) moves it. Leaving the context wipes the line.
+    Call it with (done, total) to update it. Leaving the context erases it.
     """
 
     _INTERVAL = 0.1  # seconds between two drawings
@@ -173,13 +173,13 @@ class ProgressBar:
         self.wipe()
 
     def wipe(self) -> None:
-        """Take the line away; the next call draws it again."""
+        """Erase the bar; the next call draws it again."""
         if self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        """Show that ``done`` of ``total`` steps are behind us."""
+        """Show ``done`` of ``total`` steps."""
         now = time.monotonic()
         if not self._shown or (now - self._drawn < self._INTERVAL and done < total):
             return

@@ -1,4 +1,4 @@
-"""``trajstore list`` and ``trajstore query``: trajectories, and what lies in them, asked."""
+"""``trajstore list`` and ``trajstore query``: query trajectories and their contents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version_high", "committed")
-"""Facts that ``list`` shows unless told otherwise, those left out that are null for all."""
+"""Facts that ``list`` shows by default, except those that are null for all."""
 
 
 _OWN = "of the rewards' metadata, or a value that came late"
-"""What a fact is that has no place among :data:`FACTS`."""
+"""Description of a fact that is not in :data:`FACTS`."""
 
 _WIDTH = 100
-"""Characters of a cell in a table, which says how many more there are."""
+"""Maximum number of characters in a table cell; longer cells show the number left out."""
 
 
 def _configure_query(parser: ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def _configure_form(parser: ArgumentParser) -> None:
 
 
 def _query(options: Namespace) -> tuple[Query, int]:
-    """Return a question about what is whole, and the exit code."""
+    """Return a query over the intact part of a directory, and the exit code."""
     from trajstore.operations.opening import open_readable
 
     reader, damage = open_readable(options.path, options.pin)
@@ -84,8 +84,8 @@ def _run_query(options: Namespace, out: Output) -> int:
         for number, part in enumerate(query.stream(options.sql)):
             out.data(spelled(part, id_columns(options.sql, part.columns)).write_csv(include_header=number == 0))
     else:
-        found = query.sql(options.sql)
-        _write(found, id_columns(options.sql, found.columns), options, out)
+        answer = query.sql(options.sql)
+        _write(answer, id_columns(options.sql, answer.columns), options, out)
     return code
 
 
@@ -95,7 +95,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         from trajstore.query import FACTS, RELATIONS
 
         names = query.facts().columns
-        below = [(f"{name}.{column}", what) for name, own in RELATIONS.items() for column, what in own.items()]
+        below = [(f"{name}.{column}", meaning) for name, own in RELATIONS.items() for column, meaning in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), *below])
         return code
     from trajstore.core.base.arguments import whole
@@ -105,16 +105,16 @@ def _run_list(options: Namespace, out: Output) -> int:
     if options.where is not None:
         question = question.where(options.where)
     total, passed = question.count(), whole("--offset", options.offset, 0)
-    found = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
+    answer = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
     if options.columns:
         names = [name.strip() for name in options.columns.split(",") if name.strip()]
-        found = found.select(*_known(names, found))
+        answer = answer.select(*_known(names, answer))
     else:
-        found = found.select(name for name in SHOWN if name == SHOWN[0] or found[name].null_count() < len(found))
-    _write(found, {"trajectory_id"} & {*found.columns}, options, out)
-    if not (options.json or options.csv) and len(found) < total:
-        end = passed + len(found)
-        which = f"{passed + 1:,} to {end:,}" if passed and len(found) else f"{len(found):,}"
+        answer = answer.select(name for name in SHOWN if name == SHOWN[0] or answer[name].null_count() < len(answer))
+    _write(answer, {"trajectory_id"} & {*answer.columns}, options, out)
+    if not (options.json or options.csv) and len(answer) < total:
+        end = passed + len(answer)
+        which = f"{passed + 1:,} to {end:,}" if passed and len(answer) else f"{len(answer):,}"
         more = f", --offset {end} goes on" if end < total else ""
         out.line(f"{which} of {total:,} trajectories; --limit 0 shows all{more}")
     return code
@@ -145,12 +145,12 @@ def _write(table: DataFrame, ids: set[str], options: Namespace, out: Output) -> 
 
 
 def plain(value: Any) -> Any:
-    """Return a fact as JSON has it."""
+    """Return a fact as a JSON value."""
     return value.isoformat() if isinstance(value, datetime) else value
 
 
 def shown_fact(value: Any) -> str:
-    """Return a fact as a table shows it."""
+    """Return a fact as text for a table."""
     if value is None:
         return ""
     if isinstance(value, datetime):

@@ -1,4 +1,4 @@
-"""The command line reference, written from the parser: ``python -m trajstore.cli.reference > docs/cli.md``."""
+"""Generate the command line reference: ``python -m trajstore.cli.reference > docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ the bars are silent unless it is a terminal. `trajstore --version` prints the ve
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Yield every argument as it is typed, and its help."""
+    """Yield every argument as typed, with its help."""
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
@@ -31,7 +31,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def reference() -> str:
-    """Return ``docs/cli.md``."""
+    """Return the text of ``docs/cli.md``."""
     lines = [_HEAD]
     for command in commands():
         parser = argparse.ArgumentParser(prog=f"trajstore {command.name}")

@@ -1,4 +1,4 @@
-"""``trajstore restore``: a store made of its mirror."""
+"""``trajstore restore``: create a store from its mirror."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _run(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(restored.to_json())
         return 0
-    for one in restored.parts or [restored]:
-        _write(one, out)
+    for store in restored.parts or [restored]:
+        _write(store, out)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``trajstore rollback``: go to a snapshot of a store."""
+"""``trajstore rollback``: roll a store back to a snapshot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, or run directory; path or URL")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, metavar="N", help="go to the saved point of this step on the current line")
-    what.add_argument("--to", metavar="NAME", help="go to this snapshot: a pin, a saved point, aside-...")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--step", type=int, metavar="N", help="go to the saved point of this step on the current line")
+    target.add_argument("--to", metavar="NAME", help="go to this snapshot: a pin, a saved point, aside-...")
     parser.add_argument(
         "--delete", action="store_true", help="delete the state that is left, instead of giving it a name (aside-...)"
     )
@@ -32,8 +32,8 @@ def _run(options: Namespace, out: Output) -> int:
     if options.json:
         out.json({**done.to_json(), "dry_run": options.dry_run})
         return 0
-    for one in done.parts or [done]:
-        _write(one, options, out)
+    for part in done.parts or [done]:
+        _write(part, options, out)
     return 0
 
 

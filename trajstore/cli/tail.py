@@ -1,4 +1,4 @@
-"""``trajstore tail``: what is committed, as it comes."""
+"""``trajstore tail``: follow new commits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _run(options: Namespace, out: Output) -> int:
                 try:
                     tail.refresh()
                     trouble = ""
-                except (StoreError, OSError) as error:  # perhaps for a moment only: a run that begins anew
+                except (StoreError, OSError) as error:  # may be temporary: a restarting run
                     if str(error) != trouble:
                         trouble = str(error)
                         logger.warning("%s: %s", options.path, error)
@@ -64,7 +64,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _show(news: News, options: Namespace, out: Output, last: int | None) -> Iterator[Cursor]:
-    """Write trajectories, the last few of them if ``last`` is given; yield the cursor after each that was written."""
+    """Write trajectories, or only the ``last`` ones; yield the cursor after each."""
     from trajstore.query.ids import spelled
 
     for warning in news.warnings:

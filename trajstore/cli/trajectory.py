@@ -1,4 +1,4 @@
-"""Writing the report on one trajectory for people."""
+"""Write the report on one trajectory as text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from trajstore.cli.output import Output, format_number, format_range, shortened
 
 _LONGEST_VALUE = 100  # characters of a value in a table
-_LONGEST_ROW = 12  # numbers of a long list that are shown rounded; of more, shape and range are
+_LONGEST_ROW = 12  # numbers shown (rounded) from a list; longer lists show shape and range
 _LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
 
 TURNS_BY_MESSAGES = "by messages of the assistant"
 TURNS_BY_TOKENS = "by runs of the model's tokens"
-"""What the turns of a rollout are counted by: its messages if it has any."""
+"""The source of a rollout's turn count: its messages if it has any."""
 
 _PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
 
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
-    """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory``."""
+    """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory`` as text."""
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
     out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
     if "token" in report:
@@ -53,9 +53,9 @@ def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
 def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
     numbers = [at for at, name in enumerate(("token", *columns)) if name not in ("part", "text")]
     rows = [
-        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in one)]
+        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in cells)]
         for at, values in enumerate(zip(*columns.values(), strict=True))
-        for one in [list(zip(columns, values, strict=True))]
+        for cells in [list(zip(columns, values, strict=True))]
     ]
     out.table([["token", *columns], *rows], right=numbers)
 
@@ -93,25 +93,25 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         out.heading("metadata")
         out.table([(name, shown_value(value)) for name, value in report["metadata"].items()])
     for number, message in enumerate(report["messages"]):
-        told = message if isinstance(message, dict) else {"content": message}
-        author = f" ({told['author']})" if told.get("author") else ""
-        out.heading(f"message {number}, {told.get('role', 'no role')}{author}:")
-        out.text(_text(told.get("content", "")), _LONGEST_TEXT)
-        more = {name: value for name, value in told.items() if name not in ("role", "content", "author")}
+        fields = message if isinstance(message, dict) else {"content": message}
+        author = f" ({fields['author']})" if fields.get("author") else ""
+        out.heading(f"message {number}, {fields.get('role', 'no role')}{author}:")
+        out.text(_text(fields.get("content", "")), _LONGEST_TEXT)
+        more = {name: value for name, value in fields.items() if name not in ("role", "content", "author")}
         out.table([(name, shown_value(value)) for name, value in more.items()])
     _write_parts(report, out)
     _write_columns(report, out)
 
 
 def _corrected(value: Any, name: str, recorded: dict[str, Any]) -> Any:
-    """Return a value of the reward, with what was recorded beside it where a value that came late took its place."""
+    """Return a value of the reward, with the recorded value if a late value replaced it."""
     if name not in recorded:
         return value
     return f"{value} (recorded: {'none' if recorded[name] is None else recorded[name]})"
 
 
 def _turns(report: dict[str, Any]) -> str | None:
-    """Return how often the model spoke, and by what that was counted."""
+    """Return the number of the model's turns, and its source."""
     if report["turns"] is None:
         return None
     return f"{report['turns']:,}, {TURNS_BY_MESSAGES if report['messages'] else TURNS_BY_TOKENS}"
@@ -165,12 +165,12 @@ def _write_pairs(report: dict[str, Any], names: tuple[str, ...], out: Output) ->
 
 
 def _text(content: Any) -> str:
-    """Return what a message says; one of several parts (images, tool calls) as it is stored."""
+    """Return the text of a message; a message of several parts (images, tool calls) as stored."""
     return content if isinstance(content, str) else str(content)
 
 
 def shown_value(value: Any) -> str:
-    """Return a value as a table shows it: long texts shortened, of many numbers shape and range."""
+    """Return a value as text for a table: long texts shortened, many numbers as shape and range."""
     text = str(value)
     if len(text) <= _LONGEST_VALUE:
         return text
@@ -189,7 +189,7 @@ def shown_value(value: Any) -> str:
 
 
 def _array(value: Any) -> tuple[list[int], list[float]]:
-    """Return shape and numbers of nested lists that are an array of numbers; no numbers if they are none."""
+    """Return shape and numbers of nested lists that form an array; no numbers if they do not."""
     shape: list[int] = []
     level = [value]
     while level and all(isinstance(item, list) for item in level):

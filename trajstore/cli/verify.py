@@ -1,4 +1,4 @@
-"""``trajstore verify``: whether a directory is sound. The exit code says it."""
+"""``trajstore verify``: check a directory for damage; the exit code is the result."""
 
 from __future__ import annotations
 

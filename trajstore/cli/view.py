@@ -1,4 +1,4 @@
-"""``trajstore view``: a page over a store, in a browser."""
+"""``trajstore view``: show a store in a browser."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def _run(options: Namespace, out: Output) -> int:
     without = ("host", "port", "write", "who") if options.bundle is not None else ("where",)
     for name in without:
         if getattr(options, name):
-            what = (
+            description = (
                 "with --bundle: nothing is served" if options.bundle is not None else "without --bundle: the page asks"
             )
-            raise ConfigurationError(f"view: --{name} has no effect {what}")
+            raise ConfigurationError(f"view: --{name} has no effect {description}")
     return _serve(options, out) if options.bundle is None else _bundle(options, out)
 
 
@@ -77,6 +77,8 @@ def _serve(options: Namespace, out: Output) -> int:
 
     if options.who is not None and not options.write:
         raise ConfigurationError("view: --who has no effect without --write")
+    if options.write and options.pin is not None:
+        raise ConfigurationError("view: --write: a pin keeps the values that it showed; leave out --pin to give some")
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
         from trajstore.view.correcting import Correcting

@@ -1,1 +1,1 @@
-"""Looking at directories: what lies there, what it holds, whether it is whole."""
+"""Operations on directories: inspect, verify, copy, repair and others."""

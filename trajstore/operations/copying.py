@@ -76,8 +76,8 @@ class Copied:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        told = ("source", "target", "trajectories", "problems", "lost", "uncounted", "notes")
-        values = {name: getattr(self, name) for name in told}
+        fields = ("source", "target", "trajectories", "problems", "lost", "uncounted", "notes")
+        values = {name: getattr(self, name) for name in fields}
         parts = {"parts": [part.to_json() for part in self.parts]} if self.parts else {}
         return {**values, "bytes": self.nbytes, **parts}
 

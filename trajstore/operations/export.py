@@ -114,7 +114,7 @@ def export_rollouts(
     with reader:
         question = reader.query() if where is None else reader.query().where(where)
         late = _late_columns(reader, question)
-        given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
+        given = [name for name, kind in late.items() if not kind.is_nested()]  # those by row come with rollouts
         columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
         rows = question.select(*columns).rows()
         is_run = bool((reader.trajectory_ids >= ID_LIMIT).any())
@@ -189,7 +189,7 @@ def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
         with path.open("ab") as file:
-            file.writelines(orjson.dumps(one) + b"\n" for one in rollouts)
+            file.writelines(orjson.dumps(rollout) + b"\n" for rollout in rollouts)
             file.flush()
             os.fsync(file.fileno())
 
@@ -217,7 +217,7 @@ def _parts(path: Path, late: Mapping[str, DataType], is_run: bool) -> Callable[[
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
         file = path / f"part-{sum(1 for _ in path.iterdir()):05d}.parquet"
-        pl.DataFrame([_row(one) for one in rollouts], schema=schema).write_parquet(file)
+        pl.DataFrame([_row(rollout) for rollout in rollouts], schema=schema).write_parquet(file)
         _sync(file)
 
     return write
@@ -230,8 +230,8 @@ def _row(rollout: dict[str, Any]) -> dict[str, Any]:
         "outcome": reward.get("outcome"),
         "success_rate": reward.get("success_rate"),
         "messages": [
-            {"role": text_of(one.get("role")), "content": text_of(one.get("content")), "json": text_of(one)}
-            for one in rollout["messages"]
+            {"role": text_of(message.get("role")), "content": text_of(message.get("content")), "json": text_of(message)}
+            for message in rollout["messages"]
         ],
         **{f"{COLUMNS}{name}": value for name, value in rollout["notes"].items()},
         "rest": text_of({"reward": rollout["reward"], "metadata": rollout["metadata"]}),

@@ -162,20 +162,20 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
         beside = [name for name in _needed(wanted, rest) if name not in own and name != "trajectory_id"]
         faults: Faults = []
         try:
-            for some in _portions(chosen):
-                tables, failed = read(Asked(relation, some.select("trajectory_id", *beside), wanted, rest, given))
+            for portion in _portions(chosen):
+                tables, failed = read(Asked(relation, portion.select("trajectory_id", *beside), wanted, rest, given))
                 faults += failed
                 for table in tables:
-                    found = table if most is None else table.head(most)
-                    most = None if most is None else most - len(found)
-                    yield found
+                    frame = table if most is None else table.head(most)
+                    most = None if most is None else most - len(frame)
+                    yield frame
                     if most == 0:
                         return
         finally:
             tell(faults, f"%d trajectories cannot be read, so their {relation} are not in the answer")
 
-    found: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
-    return found
+    frame: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
+    return frame
 
 
 def read_rows(locked: Locked, asked: Asked) -> Found:

@@ -67,9 +67,11 @@ def in_order(table: DataFrame, ids: npt.NDArray[np.int64]) -> DataFrame:
     """
     pl = polars()
     wanted = pl.DataFrame({"trajectory_id": ids})
-    some = table.filter(pl.col("trajectory_id").is_in(wanted["trajectory_id"].implode()))
-    found: DataFrame = wanted.join(some, on="trajectory_id", how="left", maintain_order="left").select(table.columns)
-    return found
+    matching = table.filter(pl.col("trajectory_id").is_in(wanted["trajectory_id"].implode()))
+    facts: DataFrame = wanted.join(matching, on="trajectory_id", how="left", maintain_order="left").select(
+        table.columns
+    )
+    return facts
 
 
 def named_rows(table: DataFrame) -> list[Answer]:

@@ -59,7 +59,7 @@ def _asked(body: bytes) -> dict[str, Any]:
     if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in names):
         raise ConfigurationError(f"annotate: the request must have {', '.join(names)}, each a text")
     ids = asked.get("ids")
-    if not isinstance(ids, list) or not ids or not all(isinstance(one, str) for one in ids):
+    if not isinstance(ids, list) or not ids or not all(isinstance(number, str) for number in ids):
         raise ConfigurationError("annotate: the request must have ids, a list of one text or more")
     return {name: asked[name] for name in ("ids", *names)}
 

@@ -217,8 +217,8 @@ class Living:
         """
         if over not in ("version", "time"):
             raise ConfigurationError(f"over: {over!r}, must be version or time")
-        told, samples = sampled(self.table(where), over)
-        return {**told, "log_prob": [], "unread": 0, "state": self.state.name}, samples
+        points, samples = sampled(self.table(where), over)
+        return {**points, "log_prob": [], "unread": 0, "state": self.state.name}, samples
 
     # -- one trajectory -----------------------------------------------------------------------------
 
@@ -322,6 +322,8 @@ class Living:
         before = catalogs.get(rank_of_id(number))
         if before is None:
             raise _none_of(shown)
+        if self._shown.pin is not None:  # with the values that it showed, also of trajectories evicted since
+            return {**self.notes_shown(shown), "state": self.state.name}
         inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
         waiting = inbox.look(before.store_id)
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
@@ -334,7 +336,13 @@ class Living:
         """Return the late values of a trajectory in the visible state, without those in the inbox."""
         number = id_from("trajectory_id", shown)
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
-        return late_values(own_id(number), Notes() if catalog is None else catalog.notes, [])
+        if catalog is None:
+            notes = Notes()
+        elif self._shown.pin is None:
+            notes = catalog.notes
+        else:
+            notes = catalog.values_of(catalog.snapshot(self._shown.pin))
+        return late_values(own_id(number), notes, [])
 
     def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
         name = tokenizer_of(trajectory)

@@ -204,8 +204,8 @@ def _block(trajectory: Trajectory) -> bytes:
             rows = sampled_rows(tensor, steps, name)
             arrays.append(({"name": name}, array_of(rows).reshape(steps, batch, channels)))
             continue
-        told = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        others.append({**told, "pictures": picture_size(tensor)})
+        description = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        others.append({**description, "pictures": picture_size(tensor)})
     return body_of({"kind": "step", "steps": steps, "batch": batch, "columns": others}, arrays)
 
 

@@ -93,8 +93,8 @@ class Service:
             state = await self._ask(self._living.refresh)  # a request may have refreshed already
             if state != before:
                 before = state
-                told, self._changed = self._changed, asyncio.Event()
-                told.set()
+                changed, self._changed = self._changed, asyncio.Event()
+                changed.set()
             if self._watching:
                 await asyncio.sleep(WATCHED)
                 continue
@@ -105,7 +105,7 @@ class Service:
 
     def routes(self) -> list[Route | Mount]:
         """Return the handlers by path."""
-        told: dict[str, Callable[[Request], Answer]] = {
+        handlers: dict[str, Callable[[Request], Answer]] = {
             "about": self._about,
             "page": self._page,
             "ids": self._ids,
@@ -115,7 +115,7 @@ class Service:
             "overview": lambda request: self._living.overview(_said(request, "where")),
         }
         return [
-            *(Route(f"/api/{name}", self._told(call)) for name, call in told.items()),
+            *(Route(f"/api/{name}", self._told(call)) for name, call in handlers.items()),
             Route("/", self._index),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
@@ -164,15 +164,15 @@ class Service:
 
     async def _log_probs(self, request: Request) -> Response:
         where, over = _said(request, "where"), _said(request, "over")
-        told, samples = await self._ask(lambda: self._living.sampled(where, over))
-        for some in samples:  # one by one, so that a request for a single rollout can come in between
+        answer, samples = await self._ask(lambda: self._living.sampled(where, over))
+        for rollouts in samples:  # one by one, so that a request for a single rollout can come in between
             if await request.is_disconnected():
                 raise ClientDisconnect
-            read = partial(self._living.log_prob, some)
+            read = partial(self._living.log_prob, rollouts)
             value, unread = await asyncio.get_running_loop().run_in_executor(self._reading, read)
-            told["log_prob"].append(plain(value))
-            told["unread"] += unread
-        return _json(told)
+            answer["log_prob"].append(plain(value))
+            answer["unread"] += unread
+        return _json(answer)
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # already refused by the guard
@@ -222,8 +222,8 @@ async def _body(request: Request) -> bytes:
 
 
 def _said(request: Request, name: str) -> str:
-    said: str = request.query_params.get(name, "")
-    return said
+    value: str = request.query_params.get(name, "")
+    return value
 
 
 def _number(request: Request, name: str, default: int) -> int:
@@ -315,7 +315,7 @@ def served(
         host: address to listen on.
         port: port; 0 = any free one.
         tokenizer: as for :class:`Living`.
-        token: required token, also if only this machine can connect.
+        token: token to require if the host is a loopback address; other hosts get a random one.
         correcting: applies values from the page; None if the page is read-only.
 
     Raises:

@@ -51,6 +51,10 @@ class Shown(Protocol):
         """Sentences on features that the page lacks for this source."""
 
     @property
+    def pin(self) -> str | None:
+        """Name of the pin that is shown; None: the newest state."""
+
+    @property
     def pool(self) -> Pool | None:
         """The experience pool; None if the source is not one."""
 
@@ -116,6 +120,7 @@ class _OfBuffer:
 
     _reader: Reader
     pool: Pool | None = None
+    pin: str | None = None
     limits: Sequence[str] = ()
 
     def __len__(self) -> int:
@@ -144,7 +149,7 @@ class OfReader(_OfBuffer):
     """
 
     def __init__(self, path: str | Path, pin: str | None, verify_shards: bool) -> None:
-        self.path = str(path)
+        self.path, self.pin = str(path), pin
         self._reader, damage = open_readable(path, pin, verify_shards=verify_shards)
         self.damage = damage and f"not all of it can be shown, as it was when the page was started: {damage}"
         self._support = pool_support()
@@ -232,6 +237,7 @@ class OfHandle:
 
     damage: str | None = None
     pool: Pool | None = None
+    pin: str | None = None
     limits = (
         "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
         "giving some, takes `trajstore view` on a machine that has the directories.",

@@ -1,4 +1,4 @@
-"""The block ``exp_manager`` beside verl's own configuration, as Hydra composes it."""
+"""The block ``exp_manager`` in verl's configuration, composed by Hydra."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_replay_with_either_name_of_the_loss(override_verl: Compose, mode: str, 
         (OutcomeRule(success=4.0), 3.0, {}, 0.75),
         (OutcomeRule(key="acc"), 0.0, {"acc": True}, 1.0),
         (OutcomeRule(key="acc", success=0.5), 0.0, {"acc": 0.25}, 0.5),
-        (OutcomeRule(success=0.7), 0.699999988079071, {}, 1.0),  # 0.7 as float32 has it
+        (OutcomeRule(success=0.7), 0.699999988079071, {}, 1.0),  # 0.7 in float32
         (OutcomeRule(success=0.9), 0.8999999761581421, {}, 1.0),
         (OutcomeRule(success=1.3), 1.2999999523162842, {}, 1.0),
         (OutcomeRule(), math.inf, {}, math.inf),
@@ -210,7 +210,7 @@ def test_a_reward_that_gives_no_such_number(extra: dict[str, Any]) -> None:
         OutcomeRule(key="acc").of(1.0, extra)
 
 
-# -- The configuration file of the how-to is one that verl and the plugin understand, and says the defaults --
+# -- The how-to's configuration file is valid for verl and the plugin, and lists the defaults --
 
 
 OVERRIDES = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.default_local_dir=/checkpoints")

@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint, and which row of the training data is which task."""
+"""Cuts beside checkpoints, and the mapping from data rows to tasks."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_damage_is_told_by_the_name_of_the_file(content: bytes, tmp_path: Path) 
             read()
 
 
-# ---- cuts: which one ----
+# ---- cuts: selection ----
 
 
 def test_cuts_below_are_in_the_order_of_steps(tmp_path: Path) -> None:
     write(tmp_path, 10, 9, 100)
-    checkpoint_folder(tmp_path, 5).mkdir()  # a checkpoint from before there was a pool
+    checkpoint_folder(tmp_path, 5).mkdir()  # a checkpoint older than the pool
     (tmp_path / "global_step_last").mkdir()
     write_cut(tmp_path / "global_step_8_copy", CUT)
     assert [(path.name, cut.step) for path, cut in cuts_below(tmp_path)] == [
@@ -217,7 +217,7 @@ def test_media_are_refused(column: str, make_dataset: MakeDataset) -> None:
 
 
 class PlainDataset:
-    """A dataset of the user's own, that is no table inside."""
+    """A user-defined dataset without a table."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = rows

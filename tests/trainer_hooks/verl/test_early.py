@@ -80,7 +80,7 @@ def test_an_empty_tracker_file_names_the_newest_complete_checkpoint(
         folder = tmp_path / f"global_step_{step}"
         write_cut(folder, Cut(step, "run", -1, "", None, {}))
         (folder / MODEL_FOLDER).mkdir()
-        if step < 9:  # a crash came before the rest of step 9
+        if step < 9:  # a crash prevented the rest of step 9
             (folder / "data.pt").touch()
     with pytest.raises(ConfigurationError, match=rf"{what}.*global_step_6: write 6 into the file"):
         check_options(config)

@@ -237,17 +237,17 @@ class Engine:
 def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
     config = compose_verl(["data.max_prompt_length=200"])
     offer = Offer(name, (0,), "discard", Insertion(1, TIP), ("4",))
-    plain = [dict(output) for output in PLAIN]
+    plain = [dict(item) for item in PLAIN]
 
     async def go() -> Any:
         return await loop_of(config, Engine()).run({}, raw_prompt=plain, session_id=0, **{OFFER: offer.to_text()})
 
-    output = asyncio.run(go())
+    item = asyncio.run(go())
     assert plain == PLAIN
     assert [tokens(guided())] == ROLLED
-    assert output.prompt_ids == tokens(PLAIN)
-    assert output.response_ids == [7, 8, 1]
-    assert told(output).exchanged
+    assert item.prompt_ids == tokens(PLAIN)
+    assert item.response_ids == [7, 8, 1]
+    assert told(item).exchanged
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])

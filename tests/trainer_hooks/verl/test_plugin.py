@@ -71,9 +71,9 @@ def test_another_verl_gets_one_warning_and_nothing_registered(
     with pytest.raises(ConfigurationError, match=r"0\.10\.3"):
         plugin.register()  # must not raise
     assert registered == []
-    (records,) = caplog.records
-    assert (records.name, records.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
-    assert SUPPORTED in records.getMessage()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("trainer_hooks.verl.plugin", "WARNING")
+    assert SUPPORTED in record.getMessage()
 
 
 # ---- versions ----

@@ -1,8 +1,8 @@
-"""For runs that come from RLinf: its names, on trajstore's store.
+"""RLinf's names on trajstore's store, for code written for RLinf.
 
 ``from trajstore.interop.rlinf import TrajectoryReplayBuffer, Trajectory`` replaces the imports from
-``rlinf.data.storage.replay`` and ``rlinf.data.schema``: trajstore's classes with the other members that RLinf's workers
-and tools call. See ``docs/howto/rlinf.md``.
+``rlinf.data.storage.replay`` and ``rlinf.data.schema``. It provides trajstore's classes with the additional members
+that RLinf's workers and tools call. See ``docs/howto/rlinf.md``.
 
 ``layout`` and ``source`` read and write RLinf's directories; ``guard`` keeps writers out of them.
 """

@@ -1,4 +1,4 @@
-"""The replay buffer with the members that RLinf's workers and tools reach for besides the public ones."""
+"""The replay buffer with the private members that RLinf's workers and tools use."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from trajstore.trajectory import AgentTrajectory
 
 
 class TrajectoryReplayBuffer(plain.TrajectoryReplayBuffer):
-    """:class:`trajstore.TrajectoryReplayBuffer` for code that was written against RLinf's, private members included.
+    """:class:`trajstore.TrajectoryReplayBuffer` for code written for RLinf's buffer, with its private members.
 
-    Its RLT workers flatten trajectories through the buffer, its visualizer walks the index. Everything else is
-    as in the base class, directories included.
+    RLinf's RLT workers flatten trajectories through the buffer, and its visualizer reads the index. All other
+    behaviour is that of the base class, directories included.
     """
 
     logger = logging.getLogger("trajstore")
 
     @property
     def enable_cache(self) -> bool:
-        """Whether trajectories stay in memory after they were written; always true in memory only."""
+        """Whether written trajectories stay in memory; always true for a buffer in memory only."""
         return self.live.contents.cache is not None
 
     @property
     def random_generator(self) -> torch.Generator:
-        """The generator that draws samples; to seed it anew changes what is drawn next."""
+        """The generator that draws samples; reseeding it changes the next draws."""
         return self._draws.generator
 
     def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
@@ -49,12 +49,12 @@ class TrajectoryReplayBuffer(plain.TrajectoryReplayBuffer):
         return _Index(self)
 
     def _load_trajectory(self, trajectory_id: int, model_weights_id: str) -> Trajectory | AgentTrajectory:
-        found = self.get(trajectory_id)
-        return found if isinstance(found, AgentTrajectory) else Trajectory(**vars(found))
+        trajectory = self.get(trajectory_id)
+        return trajectory if isinstance(trajectory, AgentTrajectory) else Trajectory(**vars(trajectory))
 
 
 class _Index(Mapping[int, dict[str, Any]]):
-    """What RLinf's index says of each trajectory, by id; of its shape T and B."""
+    """RLinf's index entries by trajectory id; T and B of the shape."""
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
         self._buffer = buffer

@@ -1,4 +1,4 @@
-"""A bounded store of trajectories by priority, as RLinf's asynchronous PPO worker keeps them. In memory only."""
+"""A bounded priority store of trajectories, as in RLinf's asynchronous PPO worker. In memory only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Priority = tuple[float, float]
 
 
 class PriorityStore:
-    """Keeps the ``maxsize`` trajectories of the highest priority; of equal ones the oldest goes first.
+    """Keeps the ``maxsize`` trajectories of highest priority; of equal ones, the oldest is dropped first.
 
     Args:
-        maxsize: how many.
+        maxsize: maximum number of trajectories.
 
     Raises:
         ConfigurationError: ``maxsize`` is not positive.
@@ -39,7 +39,7 @@ class PriorityStore:
         return len(self._entries)
 
     def add(self, priority: Priority, data: Trajectory) -> bool:
-        """Add a trajectory; return whether it was taken, which a full store does not do below its lowest priority."""
+        """Add a trajectory; return whether it was stored. A full store refuses those below its lowest priority."""
         if len(self._entries) == self.maxsize and priority < self._entries[0][0]:
             self._discarded_unused += 1
             return False
@@ -50,7 +50,7 @@ class PriorityStore:
         return True
 
     def topn(self, n: int) -> list[Trajectory]:
-        """Return the ``n`` trajectories of the highest priority, highest first; they count as used from now on."""
+        """Return the ``n`` trajectories of highest priority, highest first, and mark them as used."""
         chosen = self._entries[-n:] if n > 0 else []
         self._used.update(number for _, number, _ in chosen)
         return [data for _, _, data in reversed(chosen)]
@@ -63,7 +63,7 @@ class PriorityStore:
         self._entries = [entry for entry in self._entries if entry[0][0] >= threshold]
 
     def get_metric(self) -> dict[Any, Any]:
-        """Return, per policy version, ``{"ratio": its share of all steps}``, and ``"discarded_unused"``."""
+        """Return ``{"ratio": share of all steps}`` per policy version, and ``"discarded_unused"``."""
         counts: Counter[int] = Counter()
         for _, _, data in self._entries:
             if data.versions is not None:

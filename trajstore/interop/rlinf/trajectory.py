@@ -14,23 +14,23 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 
 class Trajectory(plain.Trajectory):
-    """A :class:`trajstore.Trajectory` from which the steps of a human can be taken."""
+    """A :class:`trajstore.Trajectory` from which human interventions can be extracted."""
 
     def extract_intervene_traj(self, mode: Literal["any", "all"] = "any") -> list[Trajectory] | None:
-        """Return, for each environment in which a human acted, the steps in which he did, ``[n, 1, ...]``.
+        """Return the steps with human intervention for each environment that has any, ``[n, 1, ...]``.
 
-        ``versions`` are not carried over, as in RLinf. With one rollout epoch, dones and their kin keep their
-        bootstrap row, so that they have n + 1 rows. With several they have n: the bootstrap rows of epochs that
-        contribute different numbers of steps could not be told from steps. Extra rows of other fields are left out.
+        ``versions`` are dropped, as in RLinf. With one rollout epoch, dones and related fields keep their bootstrap
+        row, so they have n + 1 rows. With several epochs they have n, because bootstrap rows could not be distinguished
+        from steps if epochs contribute different numbers of steps. Extra rows of other fields are dropped.
 
         Args:
             mode: whether a step counts if any of its ``intervene_flags`` is set, or only if all are.
 
         Returns:
-            None where no flag is set.
+            None if no flag is set.
 
         Raises:
-            ConfigurationError: another mode.
+            ConfigurationError: the mode is unknown.
             InvalidTrajectoryError: a field has neither T nor T + E rows.
         """
         if mode not in ("any", "all"):
@@ -80,7 +80,7 @@ def _without_extra(name: str, value: torch.Tensor, steps: int) -> torch.Tensor:
 def _each(
     values: Mapping[str, Any], path: tuple[str, ...], change: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a nested dict with every tensor that has rows and environments changed; the rest stays."""
+    """Apply a function to every tensor of a nested dict that has rows and environments; keep the rest."""
     return {
         key: _each(item, (*path, key), change)
         if isinstance(item, Mapping)
@@ -92,10 +92,10 @@ def _each(
 
 
 def flatten_trajectory(trajectory: plain.Trajectory) -> dict[str, Any]:
-    """Return a trajectory's tensors as RLinf's ``_flatten_trajectory`` does: ``[rows · B, ...]``, by field.
+    """Return a trajectory's tensors by field as ``[rows * B, ...]``, as RLinf's ``_flatten_trajectory`` does.
 
-    Dones and their kin come without bootstrap rows, everything else with all its rows: ``actions`` with T + E rows
-    give (T + E)·B.
+    Dones and related fields lose their bootstrap rows; other fields keep all rows: ``actions`` with T + E rows give
+    (T + E) * B.
 
     Raises:
         InvalidTrajectoryError: a field has neither T nor T + E rows.
@@ -125,9 +125,9 @@ def _tensors_only(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[
 
 
 def convert_trajectories_to_batch(trajectories: Sequence[plain.Trajectory]) -> dict[str, Any]:
-    """Return trajectories of equal length side by side, joined along B: ``[T, ΣB, ...]`` by field.
+    """Join trajectories of equal length along B: ``[T, sum of B, ...]`` by field.
 
-    A field is there if the first trajectory has it; who lacks it contributes nothing to it, as in RLinf.
+    The fields are those of the first trajectory. A trajectory without a field contributes nothing to it, as in RLinf.
     """
     if not trajectories:
         return {}
@@ -156,7 +156,7 @@ def _joined(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class EmbodiedTrajectoryBuilder(EmbodiedRolloutResult):
     """:class:`trajstore.EmbodiedRolloutResult` under RLinf's newer name.
 
-    What was collected can be reached by field, as lists with an entry for each step (``builder.rewards``), and the
+    Collected fields are accessible as lists with one entry per step (``builder.rewards``), and the resulting
     trajectories are those of this module.
     """
 
@@ -167,7 +167,7 @@ class EmbodiedTrajectoryBuilder(EmbodiedRolloutResult):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_trajectory(self) -> Trajectory:
-        """Return what was collected, ``[T, B, ...]``."""
+        """Return the collected trajectory, ``[T, B, ...]``."""
         return Trajectory(**vars(super().to_trajectory()))
 
     def to_splited_trajectories(self, split_size: int) -> list[plain.Trajectory]:
@@ -175,5 +175,5 @@ class EmbodiedTrajectoryBuilder(EmbodiedRolloutResult):
         return [Trajectory(**vars(part)) for part in super().to_splited_trajectories(split_size)]
 
     def to_splited_trajectories_by_sizes(self, split_sizes: Sequence[int]) -> list[plain.Trajectory]:
-        """Return the trajectory in parts of these many environments each; see the base class."""
+        """Return the trajectory in parts with these numbers of environments; see the base class."""
         return [Trajectory(**vars(part)) for part in super().to_splited_trajectories_by_sizes(split_sizes)]

@@ -47,8 +47,8 @@ def test_rows_come_in_the_order_of_the_batch() -> None:
     rows = rollouts("a", N) + rollouts("b", N)
     plane.put(rows)
     batch = plane.batch_of(rows[::-1])
-    columns = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
-    for row, wanted in zip(columns, rows[::-1], strict=True):
+    read_back = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
+    for row, wanted in zip(read_back, rows[::-1], strict=True):
         assert (row.key, row.tag) == (wanted.key, wanted.tag)
         assert torch.equal(row.columns["responses"], wanted.columns["responses"])
         for name in ("uid", "index", "raw_prompt"):

@@ -1,4 +1,4 @@
-"""Groups that are filtered, rollouts that did not come back, sessions of several outputs."""
+"""Filtered groups, missing rollouts, sessions of several outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_hooks.verl.offers import OFFER
 from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.sampler import ReplaySampler
 
-# ---- groups that are filtered ----
+# ---- filtered groups ----
 
 
 def equal_group(uid: str, count: int, score: float, index: int) -> list[Row]:
@@ -137,10 +137,10 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
         assert torch.equal(masks[key], part.response_mask)
 
 
-# ---- rollouts that the pool refuses ----
+# ---- rollouts refused by the pool ----
 
 
-# -- Texts of rollouts that are recorded, and rollouts that were guided --
+# -- Texts of recorded rollouts, and guided rollouts --
 
 
 # ---- texts ----
@@ -154,7 +154,7 @@ class Words:
 
 
 def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
-    """The text comes later than the pool decides."""
+    """Text is decoded after the pool's decision."""
     session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
     plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
