@@ -1,4 +1,4 @@
-"""The sampler of a replay trainer: verl's own, or the user's, with replayed rows added to what it samples."""
+"""The sampler of a replay trainer: verl's or the user's, with replayed rows added to its batches."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ VALIDATION = "val"
 """Partition of the data plane that is never changed."""
 
 JoinFinished = Callable[[set[str], dict[str, dict[str, Any]], str], None]
-"""Gets finished prompts, the rows of the training partition with their tags, and what groups are judged by."""
+"""Called with finished prompts, the rows of the training partition with tags, and the metric of group filtering."""
 
 
 class ReplaySampler:
-    """Stands in for a sampler and hands its training batches on to ``join``.
+    """Wraps a sampler and passes its training batches through ``join``.
 
-    It wraps an object and is no subclass, so that any sampler configured by ``trainer.v1.sampler.custom_sampler``
-    works beside replay. All other attributes are the sampler's. Two methods of verl's ``ReplayBuffer`` are wrapped on
-    the object: after it has looked at the data plane, and before it judges groups, ``finished`` is called if it
-    filters groups; before it drops groups, ``dropped`` is. That is in the trainer's thread, which samples, and stays so
-    for the life of the object.
+    A wrapper rather than a subclass, so that any sampler of ``trainer.v1.sampler.custom_sampler`` works with replay.
+    All other attributes are the sampler's. Two methods of a ``ReplayBuffer`` of verl are patched on the instance, for
+    its lifetime: ``finished`` is called after it reads the data plane and before it filters groups, ``dropped`` before
+    it drops groups. Both run in the trainer's thread.
 
     Args:
         sampler: has ``sample(global_steps, partition_id, batch_size)``.
-        join: gets a training batch and returns it with more rows.
-        finished: puts histories beside the rollouts of finished prompts.
-        dropped: gets the rows of prompts that are about to be dropped from training.
-        validated: gets the batches of a validation.
+        join: adds rows to a training batch.
+        finished: adds histories to the rollouts of finished prompts.
+        dropped: called with the rows of prompts that are dropped from training.
+        validated: called with the batches of a validation.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class ReplaySampler:
         object.__setattr__(self, "_join", join)
         object.__setattr__(self, "_validated", validated)
         if not isinstance(sampler, ReplayBuffer):
-            return  # what it filters and drops, and where, only its author knows
+            return  # how a custom sampler filters and drops is unknown
         if finished is not None and sampler.filter_groups_metric is not None:
             _join_before_judging(sampler, finished)
         if dropped is not None:
@@ -64,7 +63,7 @@ class ReplaySampler:
         return batch, metrics
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":  # asked for before __init__, as copying does
+        if name == "_sampler":  # accessed before __init__, for example by copy
             raise AttributeError(name)
         return getattr(self._sampler, name)
 

@@ -1,9 +1,8 @@
-"""``ReplaySession``: what a replay trainer holds beside verl's own parts, and does at the fixed points of its step.
+"""``ReplaySession``: the state of a replay trainer, and its hooks in a step.
 
-The way of a step: :meth:`plan` chooses tasks and draws histories before prompts go to the rollout engine;
-:meth:`join` puts the histories as rows beside the rollouts that came back; :meth:`dropped` records the groups that the
-sampler leaves out; :meth:`scored` records the rollouts,
-gives the replayed rows their recorded log-probs, and lets good rollouts enter the pool.
+In a step, :meth:`plan` chooses tasks and draws histories before prompts go to the rollout engine. :meth:`join` adds the
+histories as rows to the finished rollouts. :meth:`dropped` records groups that the sampler drops. :meth:`scored`
+records the rollouts, restores the log-probs of replayed rows, and admits rollouts to the pool.
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ Result = TypeVar("Result")
 
 
 class ReplaySession:
-    """Recording and replay of one training run. Not thread-safe; the trainer's process owns it.
+    """Recording and replay of one training run, in the trainer's process. Not thread-safe.
 
     Args:
         block: the configuration.
-        tasks: finds tasks in the training data; None if nothing is replayed.
-        tokenizer: of the run.
-        run: identifies this process; goes into every recorded rollout.
+        tasks: the tasks of the training data; None without replay.
+        tokenizer: tokenizer of the run.
+        run: id of this process, stored in every recorded rollout.
         checkpoints: ``trainer.default_local_dir``.
 
     Raises:
-        ConfigurationError: the pool is of another tokenizer.
+        ConfigurationError: the pool was made with another tokenizer.
         StoreLockedError: another process writes to a store.
         CorruptStoreError: a store or a checkpoint's cut cannot be continued.
     """
@@ -95,13 +94,13 @@ class ReplaySession:
             max_response_length=block.max_response_length,
         )
         self.expect, self.join_finished = self._histories.expect, self._histories.join_finished
-        """Which histories are to join which prompt, and their joining; of :class:`Histories`."""
+        """Methods of :class:`Histories`."""
         self._dropped = self._dropped_successes = self._failures = 0
         self._without_outcome = FirstTold(logger)
         self._recorder: RolloutRecorder | None = None
         if recording.enable:
             with naming(f"{SECTION}.recording.path", block.recording_path):
-                # What has its text already, and who uses the tokenizer, is for one thread only.
+                # One thread only uses the tokenizer: with a summarizer the text is added here, else in the recorder.
                 scribe = Scribe(tokenizer, text=False) if self._maker_reads else self._scribe
                 self._recorder = RolloutRecorder(
                     block.recording_path, recording.format, recording.capacity, recording.on_error, scribe
@@ -125,22 +124,22 @@ class ReplaySession:
 
     @property
     def replays(self) -> bool:
-        """Whether rows are replayed, or only recorded."""
-        return self._block.experience_replay.enable  # to ask the hook would wait for histories under way
+        """True if rows are replayed, False if they are only recorded."""
+        return self._block.experience_replay.enable  # the hook would wait for histories being drawn
 
     @property
     def loss_options(self) -> LossOptions:
-        """What the configuration says about the loss."""
+        """Options of the loss from the configuration."""
         return self._hook.loss_options
 
     # ---- before the rollouts ----
 
     def plan(self, task_ids: Sequence[str], progress: float, step: int) -> list[PlannedTask[str]]:
-        """Return the tasks of a step with their histories, as many as given; tasks with histories come first.
+        """Return the tasks of a step with their histories; tasks with histories come first.
 
         Args:
-            task_ids: what the data loader gave.
-            progress: of the training, in [0, 1].
+            task_ids: tasks from the data loader; the plan has the same number.
+            progress: progress of the training, in [0, 1].
             step: number of the step.
         """
         plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
@@ -149,7 +148,7 @@ class ReplaySession:
         ]
 
     def _fitted(self, planned: PlannedTask[str]) -> PlannedTask[str]:
-        """Return a task with the histories that fit. Those that a thread draws are looked at when they join."""
+        """Return a task without histories that are too long. Histories drawn in a thread are checked on joining."""
         held = planned.histories
         if not held or not isinstance(held, tuple):
             return planned
@@ -157,24 +156,24 @@ class ReplaySession:
         return PlannedTask(planned.task, planned.fresh_rollouts + len(held) - len(kept), kept)
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
-        """Return the row of the training data that is a task."""
+        """Return the training data's row of a task."""
         if self._tasks is None:
             raise ConfigurationError(f"task {task_id!r}: there is no table of tasks; nothing is replayed")
         return self._tasks.row(task_id)
 
-    # ---- when the rollouts are there ----
+    # ---- after the rollouts ----
 
     def join(self, batch: KVBatchMeta, multiple: int | None = None) -> KVBatchMeta:
-        """Return a sampled batch with the replayed rows in it; see :meth:`Histories.sampled`.
+        """Return a sampled batch with the replayed rows added; see :meth:`Histories.sampled`.
 
-        If nothing is replayed or guided, the batch is returned as it is.
+        Without replay and guidance the batch is unchanged.
 
         Args:
-            batch: as verl samples it.
-            multiple: verl fills the batch up to a multiple of it; ``None``: it may have any number of rows.
+            batch: batch sampled by verl.
+            multiple: verl pads the batch to a multiple of this number of rows; ``None`` = no padding.
 
         Raises:
-            ConfigurationError: a row's key or columns do not allow it.
+            ConfigurationError: a row's key or columns do not support replay.
         """
         for key in batch.keys:
             session_of(key)
@@ -183,12 +182,12 @@ class ReplaySession:
         )
 
     def balanced(self, batch: KVBatchMeta, ranks: int, multiple: int) -> KVBatchMeta:
-        """Order the rows of a filled-up batch so that each mini-batch has its share of the replayed ones.
+        """Distribute the replayed rows of a padded batch evenly over the mini-batches.
 
         Args:
-            batch: as verl balances it over the ranks; changed. Without replayed rows it stays as it is.
-            ranks: of the actor.
-            multiple: rows of a mini-batch, over all ranks.
+            batch: batch balanced over the ranks by verl; reordered, unless it has no replayed rows.
+            ranks: number of ranks of the actor.
+            multiple: rows of a mini-batch over all ranks.
         """
         joined = self._histories.joined
         if joined and len(batch.keys) > multiple and len(batch.keys) % multiple == 0:
@@ -200,11 +199,11 @@ class ReplaySession:
         return batch
 
     def validated(self, batch: KVBatchMeta, step: int) -> None:
-        """Let rollouts of a validation become experience, where the configuration says so.
+        """Collect validation rollouts as experience, if configured.
 
         Args:
             batch: the rows.
-            step: newest step that is done.
+            step: last finished step.
         """
         if not self.guided.validations.wanted:
             return
@@ -214,10 +213,10 @@ class ReplaySession:
         self.guided.validations.add(made)
 
     def dropped(self, batch: KVBatchMeta, step: int) -> None:
-        """Record rollouts that will not be trained on: of groups that were filtered, failed, too old, or too many.
+        """Record rollouts that are not trained on: of groups that were filtered, failed, too old, or too many.
 
-        They have no log-probs of the actor, so they are not replayed. What they say of their task counts: a task all
-        of whose rollouts succeed is filtered, and solved. ``metadata["trained"]`` is false.
+        They have no log-probs of the actor, so they are not replayed, but they update the statistics of their task: a
+        task whose rollouts all succeed is filtered, and solved. ``metadata["trained"]`` is False.
 
         Args:
             batch: the rows, replayed ones included.
@@ -245,13 +244,13 @@ class ReplaySession:
             self._recorder.record(made)
         self._judge(made, asked)
 
-    # ---- when the policy has rated them ----
+    # ---- after the log-probs are computed ----
 
     def scored(self, batch: KVBatchMeta, step: int) -> dict[str, float]:
-        """Record the rollouts, replace log-probs of replayed rows, fill the pool; return the figures of all that.
+        """Record the rollouts, replace log-probs of replayed rows, fill the pool; return metrics.
 
         Args:
-            batch: the step's rows, with rewards and with ``old_log_probs`` and ``entropy`` of the current policy.
+            batch: the step's rows, with rewards, and ``old_log_probs`` and ``entropy`` of the current policy.
             step: number of the step.
 
         Raises:
@@ -265,7 +264,7 @@ class ReplaySession:
         replayed = [row for row in rows if row.key in joined]
         made = self._trajectories(fresh, step)
         forget_log_probs(fresh, batch.partition_id)
-        del rows, fresh  # thousands of tensors: before the recorder's thread begins, which would slow it down
+        del rows, fresh  # freeing thousands of tensors is slower once the recorder's thread runs
         figures: dict[str, float] = {}
         if self._recorder is not None:
             figures |= self._recorder.record(made)
@@ -280,8 +279,8 @@ class ReplaySession:
         replace_log_probs(self._hook, replayed, joined, batch.partition_id)
         histories = list(self._histories.whole.values())
         done = replayable(made)
-        # Figures of the batch count its rows, of which a rollout may have several.
-        counted = [one for several in (made, histories) for one in several for _ in range(row_count(one))]
+        # Metrics of the batch count rows, and a rollout may have several.
+        counted = [one for group in (made, histories) for one in group for _ in range(row_count(one))]
         task_ids, versions = [one.task_id for one in counted], [one.policy_version for one in counted]
         replays = [False] * sum(map(row_count, made)) + [True] * len(replayed)
         task_of_uid = {one.metadata["uid"]: one.task_id for one in made}
@@ -294,7 +293,7 @@ class ReplaySession:
         return shown(figures | (taken or {}), self._block.experience_replay.figures)
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
-        """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""
+        """Return rollouts with their text; count those without outcome, and log the first."""
         made = self._made(rows, step, trained=trained)
         if self._maker_reads:
             self._scribe.write(made)
@@ -319,16 +318,16 @@ class ReplaySession:
         return made
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
-        """Let rollouts without log-probs say what they say of their tasks; none of them enters the pool."""
-        manager, found = self._hook.manager, replayable(made)
-        if manager is None or not found:
+        """Update the statistics of tasks with rollouts without log-probs; they are not admitted to the pool."""
+        manager, rollouts = self._hook.manager, replayable(made)
+        if manager is None or not rollouts:
             return
-        self._on_disk(lambda: manager.judge(found, asked))
+        self._on_disk(lambda: manager.judge(rollouts, asked))
 
     def _on_disk(self, action: Callable[[], Result]) -> Result | None:
-        """Call what writes to the pool's store; with ``on_error: warn`` a failing write is told and counted only.
+        """Run an action that writes to the pool's store; with ``on_error: warn`` errors are only logged and counted.
 
-        A change of the pool that could not be recorded is not made either, so the pool stays as it was.
+        A failed write leaves the pool unchanged.
         """
         try:
             return action()
@@ -341,16 +340,16 @@ class ReplaySession:
             return None
 
     def updated(self, figures: Mapping[str, float]) -> None:
-        """Take the loss's figures of this step, to warn if the batch was far off-policy."""
+        """Warn if the loss metrics of this step show a batch far off-policy."""
         self._hook.watch(figures)
 
     # ---- checkpoint and resume ----
 
     def save(self, folder: Path, step: int) -> None:
-        """Write where recording and replay stand, for the checkpoint that is about to be written.
+        """Write the state of recording and replay, just before verl writes a checkpoint.
 
         Raises:
-            StoreWriteError: it, or what it names, did not reach the disk.
+            StoreWriteError: the state, or the data it refers to, did not reach the disk.
         """
         rollouts, rollouts_store = -1, ""
         if self._recorder is not None:
@@ -365,27 +364,26 @@ class ReplaySession:
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store what the checkpoints that verl can load now go back to, and nothing else."""
+        """Keep in the pool's store exactly the states of the checkpoints that verl can load."""
         manager = self._hook.manager
         if manager is not None:
             cuts = [cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None]
             self._on_disk(lambda: manager.hold(cuts))
 
     def resume(self, folder: Path | None, step: int) -> None:
-        """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.
+        """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
 
-        Where no checkpoint says so, the newest ``step_N`` of ``pool_path`` that is not after ``step`` is loaded;
-        without one the pool is used as it lies in its store. With ``on_resume: keep``, rollouts recorded since enter
-        the pool again; without a checkpoint, all that are recorded. With ``on_error: warn`` those that cannot be
-        written are told of, and training goes on.
+        If no checkpoint has a cut, load the newest ``step_N`` of ``pool_path`` up to ``step``; without one the pool
+        is used as stored. With ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are
+        admitted to the pool again. With ``on_error: warn``, failed writes are logged and training continues.
 
         Args:
-            folder: the checkpoint; ``None`` = there is none yet.
-            step: of the checkpoint.
+            folder: the checkpoint; ``None`` if there is none yet.
+            step: step of the checkpoint.
 
         Raises:
             CorruptStoreError: the checkpoint's cut is damaged.
-            ConfigurationError: it is of another tokenizer.
+            ConfigurationError: the cut was made with another tokenizer.
             StoreWriteError: the pool's store could not write; the message names the option.
         """
         if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
@@ -406,20 +404,20 @@ class ReplaySession:
             raise
 
     def close(self) -> None:
-        """Write what is left, and close the stores. Closing again does nothing.
+        """Flush and close the stores. Idempotent.
 
         Raises:
-            StoreWriteError: something did not reach the disk.
+            StoreWriteError: a flush failed.
         """
         with ExitStack() as last_first:
             if self._recorder is not None:
                 last_first.callback(self._recorder.close)
-            for name in ("guided", "_hook"):  # as far as they were made
+            for name in ("guided", "_hook"):  # absent if __init__ failed
                 if (made := getattr(self, name, None)) is not None:
                     last_first.callback(self._on_disk, made.close)
 
     def _go_back(self, folder: Path | None, step: int) -> Cut | None:
-        """Put the pool to where it stood at a checkpoint; return the checkpoint's cut."""
+        """Restore the pool of a checkpoint; return the checkpoint's cut."""
         cut = None if folder is None else find_cut(folder, step)
         if cut is not None and cut.pool is not None:
             if cut.step != step:
@@ -435,17 +433,17 @@ class ReplaySession:
         return cut
 
     def _take_in_since(self, cut: Cut | None) -> None:
-        """Let rollouts that were recorded after a checkpoint, or at all, enter the pool, step by step."""
+        """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""
         if self._recorder is None or (cut is not None and self._recorder.buffer.store_id != cut.rollouts_store):
             logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
             return
         steps = 0
-        # One process after another wrote there, each its steps in their order.
+        # Processes wrote one after another, each in the order of its steps.
         recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
         for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
-            found = replayable(made)
-            trained = [one for one in found if one.metadata.get("trained", True)]
-            self._judge([one for one in found if not one.metadata.get("trained", True)], {})
+            rollouts = replayable(made)
+            trained = [one for one in rollouts if one.metadata.get("trained", True)]
+            self._judge([one for one in rollouts if not one.metadata.get("trained", True)], {})
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
@@ -455,13 +453,13 @@ class ReplaySession:
 def replace_log_probs(
     hook: ReplayHook[str], rows: Sequence[Row], histories: Mapping[str, AgentTrajectory], partition_id: str
 ) -> None:
-    """Put the recorded log-probs of replayed rows in the place of the actor's.
+    """Replace the actor's log-probs of replayed rows with the recorded ones.
 
     Args:
-        hook: says where they are to be replaced.
-        rows: the replayed ones, with ``old_log_probs``, ``exp_mask`` and ``response_mask``.
-        histories: the history of each row, by its key.
-        partition_id: of the rows.
+        hook: chooses the tokens to replace.
+        rows: replayed rows, with ``old_log_probs``, ``exp_mask`` and ``response_mask``.
+        histories: history of each row, by key.
+        partition_id: partition of the rows.
     """
     if not rows:
         return
@@ -477,13 +475,13 @@ def replace_log_probs(
     dataplane.write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)
     demonstrations = [row for row in rows if is_demonstration(histories[row.key])]
     if demonstrations and "rollout_log_probs" in demonstrations[0].columns:
-        # No engine sampled them: with the actor's own, verl's rollout correction weighs them 1.
+        # Not sampled by the engine: with the actor's log-probs, verl's rollout correction weighs them 1.
         actors = [row.columns["old_log_probs"] for row in demonstrations]
         dataplane.write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", actors)
 
 
 def forget_log_probs(rows: Sequence[Row], partition_id: str) -> None:
-    """Put the actor's log-probs in the place of the engine's where these are of another prompt: the ratio is 1."""
+    """Replace the engine's log-probs with the actor's in rows with an exchanged prompt, so that the ratio is 1."""
     changed = [
         row for row in rows if "rollout_log_probs" in row.columns and is_exchanged(row.columns.get("extra_fields"))
     ]

@@ -1,4 +1,4 @@
-"""Which row of the training data is which task."""
+"""Names of tasks, and their rows in the training data."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _MEDIA_KEYS = ("image_key", "video_key", "audio_key")
 
 
 def task_name(data_source: Any, index: Any) -> str:
-    """Return the name of a task: rows of several data sources may have the same index."""
+    """Return the name of a task, unique across data sources."""
     return f"{data_source}:{index}"
 
 
 def rollout_counts(said: Sequence[Any]) -> list[int]:
-    """Return how many rollouts the column ``__rollout_n__`` of the training data gives each prompt.
+    """Return the number of rollouts per prompt, from the column ``__rollout_n__`` of the training data.
 
     Raises:
-        ConfigurationError: a value is no whole number of at least 1.
+        ConfigurationError: a value is not a whole number of at least 1.
     """
     try:
-        counts = [int(one) for one in said]
+        counts = [int(value) for value in said]
     except (TypeError, ValueError, OverflowError):
         counts = []
-    if len(counts) != len(said) or any(count < 1 or count != one for count, one in zip(counts, said, strict=True)):
+    if len(counts) != len(said) or any(count < 1 or count != value for count, value in zip(counts, said, strict=True)):
         raise ConfigurationError(
             f"training data: column __rollout_n__: {listed(map(repr, said), 5)}, must be a whole number of at least 1"
             " in every row"
@@ -37,10 +37,10 @@ class TaskTable:
     """Finds rows of a dataset by task: ``data_source`` and ``extra_info.index``.
 
     Args:
-        dataset: verl's ``RLHFDataset``, or any with ``__len__`` and rows of its kind (then every row is read once).
+        dataset: verl's ``RLHFDataset``, or another with ``__len__`` and similar rows, which are all read once.
 
     Raises:
-        ConfigurationError: rows of different prompts are the same task, or rows have images, sound or video.
+        ConfigurationError: rows of one task have different prompts, or rows have images, sound or video.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -62,15 +62,15 @@ class TaskTable:
         return task_id in self._positions
 
     def row(self, task_id: str) -> dict[str, Any]:
-        """Return the dataset's row of a task that the table has."""
-        found: dict[str, Any] = self._dataset[self._positions[task_id]]
-        return found
+        """Return the dataset's row of a task in the table."""
+        row: dict[str, Any] = self._dataset[self._positions[task_id]]
+        return row
 
     def text(self, task_id: str) -> str:
-        """Return what a task asks for: the texts of its prompt but the system's."""
+        """Return the text of a task's prompt, without system messages."""
         prompt = self.row(task_id)["raw_prompt"]
-        said = [message.get("content") for message in prompt if message.get("role") != "system"]
-        return " ".join(one for one in said if isinstance(one, str))
+        contents = [message.get("content") for message in prompt if message.get("role") != "system"]
+        return " ".join(content for content in contents if isinstance(content, str))
 
 
 def _tasks(dataset: Any) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _tasks(dataset: Any) -> Iterator[str]:
             yield task_name(row["data_source"], row["index"])
         return
     for source, extra in zip(frame["data_source"], frame["extra_info"], strict=True):
-        yield task_name(source, (extra or {}).get("index", 0))  # 0 is what the dataset makes of an absent one
+        yield task_name(source, (extra or {}).get("index", 0))  # 0 is the dataset's default
 
 
 def _same_prompt(dataset: Any, first: int, second: int) -> bool:
@@ -91,11 +91,11 @@ def _same_prompt(dataset: Any, first: int, second: int) -> bool:
 
 def _refuse_media(dataset: Any) -> None:
     names = set(getattr(getattr(dataset, "dataframe", None), "column_names", ()))
-    found = [
+    media = [
         name for name in (getattr(dataset, key, None) for key in _MEDIA_KEYS) if name is not None and name in names
     ]
-    if found:
+    if media:
         raise ConfigurationError(
-            f"training data: column {', '.join(found)}: tasks with images, sound or video cannot be replayed."
+            f"training data: column {', '.join(media)}: tasks with images, sound or video cannot be replayed."
             " Set exp_manager.experience_replay.enable=false; recording works"
         )

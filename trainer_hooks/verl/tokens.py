@@ -1,7 +1,7 @@
-"""Token columns of a step's rows as trajectories have them, many rows at once. Pure.
+"""Converts the token columns of a step's rows to those of trajectories, many rows at once. Pure.
 
-A step has thousands of rows, and a call of torch costs more than the few kilobytes that it works on: so columns of
-many rows are joined, changed once, and parted again.
+A step has thousands of rows of a few kilobytes, for which the overhead of a torch call dominates. So the columns of
+many rows are concatenated, converted once, and split again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from trainer_hooks.replay.compact import small_ids, small_mask
 
 _AT_ONCE = 1 << 15
-"""Tokens that are worked on together: they stay in the processor's cache, and torch wakes no other threads for them."""
+"""Tokens per conversion: small enough for the CPU cache, and for torch not to use other threads."""
 
 
 @dataclass(slots=True)
 class Tokens:
-    """What a row says of its tokens, L of prompt and response, R of the response; memory of our own."""
+    """Token columns of a row, copied; L = prompt and response, R = response."""
 
     input_ids: Tensor
     """[L]"""
@@ -38,19 +38,19 @@ class Tokens:
     entropys: Tensor | None
     """[R] each."""
     entropy: float | None
-    """Mean over the tokens that the model wrote."""
+    """Mean over the model's tokens."""
     score: float | None
-    """Sum of the row's scores; ``None``: it has none."""
+    """Sum of the row's scores; ``None`` without scores."""
     scores: list[list[Any]]
-    """``[[position in the response, score], ...]`` where a score is not 0."""
+    """Nonzero scores: ``[[position in the response, score], ...]``."""
 
 
 def tokens_of(columns: Sequence[Mapping[str, Any]]) -> list[Tokens]:
     """Return the tokens of rows.
 
     Args:
-        columns: of each row: ``prompts``, ``responses``, ``response_mask``; if it has them, ``old_log_probs``,
-            ``rollout_log_probs``, ``entropy`` and ``rm_scores``, all of the response's length. Not changed.
+        columns: columns of each row: ``prompts``, ``responses``, ``response_mask``; optionally ``old_log_probs``,
+            ``rollout_log_probs``, ``entropy`` and ``rm_scores``, with the response's length. Not changed.
     """
     made: list[Tokens] = []
     some: list[Mapping[str, Any]] = []
@@ -79,40 +79,41 @@ def _together(columns: Sequence[Mapping[str, Any]]) -> list[Tokens]:
         for name in ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
     )
     means = _means(entropys, parted)
-    told = _scores(scores)
+    sums_and_scores = _scores(scores)
     return [
-        Tokens(*one) for one in zip(ids, loss_masks, starts, parted, old, engine, entropys, means, *told, strict=True)
+        Tokens(*one)
+        for one in zip(ids, loss_masks, starts, parted, old, engine, entropys, means, *sums_and_scores, strict=True)
     ]
 
 
 def _lengths(tensors: Sequence[Tensor]) -> list[int]:
-    return [one.numel() for one in tensors]
+    return [tensor.numel() for tensor in tensors]
 
 
 def _alternating(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-    return [one for pair in zip(first, second, strict=True) for one in pair]
+    return [tensor for pair in zip(first, second, strict=True) for tensor in pair]
 
 
 def _of_those_that_have(values: Sequence[Tensor | None], change: Callable[[list[Tensor]], Sequence[Any]]) -> list[Any]:
-    """Return what ``change`` makes of the tensors, at their places; ``None`` where there is no tensor."""
+    """Apply ``change`` to the list of present tensors; return its results in place, ``None`` where absent."""
     held = [value for value in values if value is not None]
     made = iter(change(held) if held else ())
     return [None if value is None else next(made) for value in values]
 
 
 def _own(values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return copies of the tensors, which share one block of memory."""
+    """Return copies of the tensors, in one block of memory."""
     return _of_those_that_have(values, lambda held: torch.split(torch.cat(held), _lengths(held)))
 
 
 def _means(entropys: Sequence[Tensor | None], masks: Sequence[Tensor]) -> list[float | None]:
-    """Return the mean of each row's entropies where its mask is 1; ``None`` if that is no number."""
+    """Return the mean of each row's entropies where its mask is 1; ``None`` if it is not finite."""
     masked = iter([mask for mask, values in zip(masks, entropys, strict=True) if values is not None])
 
     def means(held: list[Tensor]) -> list[float | None]:
         counted = (torch.cat(list(masked)) == 1).numpy()
         values = np.where(counted, torch.cat(held).double().numpy(), 0.0)
-        # Each row by itself: its mean must not depend on the rows beside it, which come in any order.
+        # Per row: a mean must not depend on neighbouring rows, whose order varies.
         lengths = np.array(_lengths(held))
         some = lengths > 0
         starts = (np.cumsum(lengths) - lengths)[some]
@@ -128,7 +129,7 @@ def _means(entropys: Sequence[Tensor | None], masks: Sequence[Tensor]) -> list[f
 
 
 def _scores(columns: Sequence[Tensor | None]) -> tuple[list[float | None], list[list[list[Any]]]]:
-    """Return the sum of each row's scores, and the places and values of those that are not 0."""
+    """Return the sum of each row's scores, and the positions and values of nonzero scores."""
     places: list[list[list[Any]]] = [[] for _ in columns]
     rows = [number for number, column in enumerate(columns) if column is not None]
     held = [column for column in columns if column is not None]
@@ -136,15 +137,15 @@ def _scores(columns: Sequence[Tensor | None]) -> tuple[list[float | None], list[
         return [None] * len(columns), places
     joined = torch.cat(held)
     flat = (joined.float() if joined.dtype == torch.bfloat16 else joined).numpy()  # numpy has no bfloat16
-    found = np.flatnonzero(flat)
+    nonzero = np.flatnonzero(flat)
     ends = np.cumsum(_lengths(held))
-    row_of = np.searchsorted(ends, found, side="right")
-    for row, place, value in zip(row_of.tolist(), found.tolist(), flat[found].tolist(), strict=True):
+    row_of = np.searchsorted(ends, nonzero, side="right")
+    for row, place, value in zip(row_of.tolist(), nonzero.tolist(), flat[nonzero].tolist(), strict=True):
         before = int(ends[row - 1]) if row else 0
         places[rows[row]].append([place - before, value])
     sums: list[float | None] = [None] * len(columns)
     for row, column in zip(rows, held, strict=True):
         given = places[row]
-        # Several are summed as verl sums them, in the precision of the column.
+        # Summed like verl, in the column's precision.
         sums[row] = float(given[0][1]) if len(given) == 1 else float(column.sum()) if given else 0.0
     return sums, places

@@ -1,8 +1,7 @@
 """Trainer modes of verl's V1 trainer with recording and replay.
 
-Each override calls verl's own method and does its part before or after; what happens there is in
-:class:`~trainer_hooks.verl.session.ReplaySession`. Names with an underscore are no API of verl, so the versions are
-pinned (:mod:`trainer_hooks.verl.versions`).
+Each override extends verl's method with calls of :class:`~trainer_hooks.verl.session.ReplaySession`. Private methods
+are overridden, so the versions of verl are pinned (:mod:`trainer_hooks.verl.versions`).
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from trajstore.errors import ConfigurationError
 
 
 class ReplayCheckpointCallback(CheckpointCallback):  # type: ignore[misc]  # verl has no types
-    """Calls the callback that the user configured, then lets the pool give up what no checkpoint needs any more.
+    """Calls the user's callback, then ``complete``, which frees pool data that no checkpoint needs.
 
     Args:
-        inner: the configured callback.
+        inner: the user's callback.
         complete: called when a checkpoint is complete.
     """
 
@@ -58,21 +57,20 @@ class ReplayCheckpointCallback(CheckpointCallback):  # type: ignore[misc]  # ver
     def on_save(
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
     ) -> None:
-        """Called by verl when a checkpoint is complete (or, with ``async_save``, under way)."""
+        """Called by verl when a checkpoint is complete (with ``async_save``: started)."""
         self._inner.on_save(trainer, global_step, checkpoint_dir, async_save, **kwargs)
         self._complete()
 
 
 class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
-    """Adds recording and replay to a trainer of verl; to be named before it among the bases.
+    """Mixin that adds recording and replay to a trainer of verl; list it before the trainer in the bases.
 
     Raises:
-        ConfigurationError: another verl than the one this was written for, or options that cannot be; before any
-            worker is started.
+        ConfigurationError: an unsupported version of verl, or invalid options; raised before any worker starts.
     """
 
     base_mode: ClassVar[str]
-    """Mode of the trainer that it is added to; verl compares it with literals."""
+    """Mode of the base trainer, for verl's comparisons with literals."""
 
     checkpoint_callback: Any
 
@@ -86,7 +84,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             if self._block.masks_rows:
                 config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
         super().__init__(config)
-        with open_dict(config):  # what is logged as the run's configuration is what was asked for
+        with open_dict(config):  # restore the user's mode for the logged configuration
             config.trainer.v1.trainer_mode = mode
         self.checkpoint_callback = ReplayCheckpointCallback(
             self.checkpoint_callback, lambda: self._session.hold_checkpoints()
@@ -118,11 +116,11 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         )
 
     def _message_tokenizer(self) -> MessageTokenizer | None:
-        """Return what makes rows of histories without tokens; ``None`` if the tokenizer has no chat template."""
+        """Return a tokenizer for histories without tokens; ``None`` if the tokenizer has no chat template."""
         if not getattr(self.tokenizer, "chat_template", None):
             return None
         options = self.config.data.get("apply_chat_template_kwargs") or {}
-        own = copy.deepcopy(self.tokenizer)  # histories become tokens in a thread of their own
+        own = copy.deepcopy(self.tokenizer)  # histories are tokenized in another thread
         return MessageTokenizer.of(own, **{str(name): value for name, value in options.items()})
 
     def on_init_end(self) -> None:
@@ -133,14 +131,14 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         super().on_init_end()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train; close the stores at the end, also after an error."""
+        """Train, then close the stores, even after an error."""
         try:
             super().fit(GuidedManager(agent_loop_manager, self._session.guided))
         finally:
             self._session.close()
 
     def on_validate_end(self) -> None:
-        """Let rollouts of the validation become experience."""
+        """Submit the validation's rollouts as experience."""
         super().on_validate_end()
         self._session.guided.validations.done(self.global_steps)
 
@@ -151,11 +149,11 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             raise ConfigurationError(f"uid {bad[0]!r}: has a '_', which verl takes for the end of the uid")
         if not self._session.replays:
             return batch
-        # Every prompt says how many rollouts it wants: asynchronous modes read prompts back from the data plane,
-        # which drops a column that one of them lacks. A data set may say so itself.
+        # Every prompt needs this column: asynchronous modes read prompts back from the data plane, which drops a column
+        # that one prompt lacks. The data set may have the column.
         if ROLLOUTS_WANTED not in batch:
             batch[ROLLOUTS_WANTED] = NonTensorStack(*[self._block.n_rollout] * len(uids))
-        # Prompts that take the place of filtered ones are few, often one: they stay what the data loader gave.
+        # Replacements of filtered prompts are few, often one: they are not planned.
         plan: list[PlannedTask[str]] = []
         if num_prompts is None:
             progress = min((self.global_steps - 1) / max(self.total_training_steps, 1), 1.0)
@@ -169,7 +167,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         return batch
 
     def _mix(self, batch: TensorDict, ids: list[str], plan: list[PlannedTask[str]]) -> TensorDict:
-        """Return the prompts of a plan: rows of the batch, and for other tasks rows of the training data."""
+        """Return the prompts of a plan, from the batch or, for other tasks, from the training data."""
         places: dict[str, list[int]] = {}
         for place, task in enumerate(ids):
             places.setdefault(task, []).append(place)
@@ -205,7 +203,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         return batch
 
     def _save_checkpoint(self) -> None:
-        # Ours first: a checkpoint that verl calls complete then always has its cut.
+        # Before verl's files, so that a complete checkpoint always has its cut.
         root = self.config.trainer.default_local_dir
         self._session.save(checkpoint_folder(root, self.global_steps), self.global_steps)
         super()._save_checkpoint()

@@ -1,4 +1,4 @@
-"""Rollouts of verl's validations, which may become experience."""
+"""Rollouts of verl's validations as a source of experience."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationRollouts:
-    """Gathers the rollouts of a validation, and hands them over at its end. Not thread-safe.
+    """Collects the rollouts of a validation and submits them at its end. Not thread-safe.
 
     Args:
-        config: whether they become experience.
-        hook: takes them.
+        config: options of guidance.
+        hook: receives the rollouts.
     """
 
     def __init__(self, config: GuidanceConfig, hook: GuidanceHook) -> None:
@@ -29,18 +29,18 @@ class ValidationRollouts:
 
     @property
     def wanted(self) -> bool:
-        """Whether rollouts of the validation become experience."""
+        """True if rollouts of the validation become experience."""
         return self._config.enable_summarizer and (self._config.val_summarizer_save or not self._begun)
 
     def add(self, made: Sequence[AgentTrajectory]) -> None:
-        """Take rollouts of a validation, until :meth:`done`."""
+        """Collect rollouts of a validation, until :meth:`done`."""
         self._held += made
 
     def done(self, step: int) -> None:
-        """Let the validation's rollouts become experience; waits for it only before the first step, where configured.
+        """Submit the validation's rollouts as experience; blocks only before the first step, if configured.
 
         Args:
-            step: newest step that is done.
+            step: last finished step.
         """
         held, self._held = self._held, []
         begun, self._begun = self._begun, True

@@ -1,4 +1,4 @@
-"""The versions of verl that the plugin's overrides were written for."""
+"""The versions of verl that the plugin supports."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 from trajstore.errors import ConfigurationError, MissingDependencyError
 
 SUPPORTED = ">=0.9.1,<0.10"
-"""What the trainer modes override has names with an underscore: verl may change it from one version to the next."""
+"""The trainer modes override private methods, which verl may change in any version."""
 
 
 def check_verl(installed: str | None = None) -> None:
-    """Return if the plugin works with a version of verl.
+    """Check that the plugin supports a version of verl.
 
     Args:
-        installed: the version, as ``"0.9.1"``; None: of the verl that is installed.
+        installed: a version such as ``"0.9.1"``; None = the installed version.
 
     Raises:
         MissingDependencyError: verl is not installed.
-        ConfigurationError: another version is wanted; names both.
+        ConfigurationError: the version is not supported; the message names both.
     """
     try:
         installed = installed or version("verl")

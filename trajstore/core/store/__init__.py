@@ -1,1 +1,1 @@
-"""What one directory says: snapshot, log, shards, saved points, and the committed state that they make together."""
+"""The content of one directory: snapshot, log, shards, saved points, and the committed state they form."""

@@ -1,8 +1,8 @@
 """The committed state of one directory: its snapshot and the valid tail of its log.
 
-A catalog is what a writer keeps up to date and what a reader loads and refreshes. It needs no lock on the directory:
-a snapshot is replaced by rename, the log only grows, and what both say overlaps without harm. Among threads, a writer's
-is guarded by ``CommitLog._lock``, that of a follower by ``View.steady``.
+A writer keeps its catalog current; a reader loads and refreshes one. No lock on the directory is needed: snapshots are
+replaced by rename, the log only grows, and an overlap of the two is harmless. Among threads, a writer's catalog is
+guarded by ``CommitLog._lock``, a follower's by ``View.steady``.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
 
 T = TypeVar("T")
 
-_RECORDS_AT_ONCE = 256  # of the log, made into columns together; who refreshes holds a lock for so long
-_ATTEMPTS = 20  # a reader that lost a race with a snapshot loads again
+_RECORDS_AT_ONCE = 256  # log records applied at once, while a refresh holds a lock
+_ATTEMPTS = 20  # a reader that raced with a snapshot loads again
 
 
 def log_segments(directory: Directory) -> list[tuple[int, str]]:
-    """Return first generation and name of each segment of a directory's log, in order.
+    """Return first generation and name of each log segment, in order.
 
-    What is called so and is no file (a folder) is among them: reading it says what it is.
+    Folders with such a name are included; reading one raises a clear error.
     """
     files, folders = directory.listing(LOG_FOLDER)
     return sorted((first, name) for name in (*files, *folders) if (first := segment_generation(name)) is not None)
 
 
 class Catalog(Committed):
-    """What is committed in one directory: loaded from it, and followed.
+    """The committed state of one directory, loaded from it and refreshed.
 
     Attributes:
-        directory: where the files are.
-        segment: the newest segment of the log that was read; ``segment_end`` is where its valid records end, and
-            ``segment_torn`` how many bytes are behind them.
+        directory: location of the files.
+        segment: the newest log segment that was read; its valid records end at ``segment_end``, followed by
+            ``segment_torn`` bytes.
     """
 
     _later: ClassVar[bool] = False
-    """Whether UUIDs and facts of the snapshot are unpacked only when they are asked for."""
+    """Whether UUIDs and facts of the snapshot are unpacked lazily."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(Pins(directory))
@@ -73,11 +73,11 @@ class Catalog(Committed):
         self.segment_end = 0
         self.segment_torn = 0
         self.told_ids = 0
-        """How far ids had come by ``metadata.json``, which was read before the log."""
+        """Next id according to ``metadata.json``, which was read before the log."""
 
     @staticmethod
     def exists(directory: Directory) -> bool:
-        """Return whether a trajstore directory is there (a RLinf directory is none)."""
+        """Return whether the directory holds a trajstore store (a RLinf directory does not)."""
         try:
             values = orjson.loads(directory.read(METADATA_NAME))
         except (FileNotFoundError, NotADirectoryError):
@@ -88,7 +88,7 @@ class Catalog(Committed):
 
     @staticmethod
     def has_begun(directory: Directory) -> bool:
-        """Return whether there is the snapshot of a store in which nothing has been committed yet."""
+        """Return whether there is a snapshot of a store without commits."""
         try:
             value = unseal("snapshot", directory.read(INDEX_NAME), INDEX_NAME)
         except CorruptStoreError:
@@ -102,12 +102,12 @@ class Catalog(Committed):
         Raises:
             StoreNotFoundError: there is no store.
             UnsupportedVersionError: it has another layout version.
-            CorruptStoreError: snapshot or log are damaged; names the file.
+            CorruptStoreError: snapshot or log is damaged; names the file.
         """
         for _ in range(_ATTEMPTS):
             catalog = cls(directory)
             catalog._load_snapshot()
-            # A snapshot may have been taken and older segments deleted between the two reads: then start again.
+            # Load again if a snapshot was taken and older segments deleted between the two reads.
             if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
                 for check in catalog.end_checks():
                     check()
@@ -116,15 +116,15 @@ class Catalog(Committed):
 
     @classmethod
     def create(cls, directory: Directory) -> Catalog:
-        """Return the state of a directory in which nothing has been committed yet (writes nothing)."""
+        """Return the state of a directory without commits (writes nothing)."""
         catalog = cls(directory)
         catalog.store_id = str(uuid.uuid4())
         return catalog
 
     def refresh(self) -> bool:
-        """Apply what has been committed since; return whether anything was.
+        """Apply new commits; return whether there were any.
 
-        After a snapshot by the writer the arrays are loaded anew, so hold on to no position.
+        After a snapshot by the writer the arrays are reloaded, which invalidates positions.
         """
         before = self.generation
         if not self._read_log() or self.metadata()["generation"] > self.generation:
@@ -133,7 +133,7 @@ class Catalog(Committed):
         return self.generation != before
 
     def behind(self) -> bool:
-        """Return whether anything has been committed since; changes nothing, so that others may read on."""
+        """Return whether there are new commits; changes nothing, so other threads may keep reading."""
         if self.metadata()["generation"] > self.generation:
             return True
         segments = self._segments()
@@ -145,7 +145,7 @@ class Catalog(Committed):
         return True
 
     def metadata(self) -> dict[str, Any]:
-        """Return the directory's ``metadata.json``, checked."""
+        """Return the directory's validated ``metadata.json``."""
         source = f"{self.directory.url}/{METADATA_NAME}"
         values = parse_metadata(self.directory.read(METADATA_NAME), source)
         try:
@@ -159,10 +159,10 @@ class Catalog(Committed):
     # -- whether the log ends where it ended --------------------------------------------------------
 
     def end_checks(self) -> tuple[Callable[[], None], ...]:
-        """Return what refuses a log that lost its end between two records: it looks like the store at an earlier time.
+        """Return checks that detect a log truncated between two records, which looks like an earlier store.
 
-        Pins say after which commit they were made, and ``metadata.json``, which was read before the log, how far ids
-        had come when it was last renewed; both tell of durable commits only. Each raises :class:`CorruptStoreError`.
+        Pins record the generation of their commit, and ``metadata.json``, read before the log, the next id at its last
+        update; both describe durable commits only. Each check raises :class:`CorruptStoreError`.
         """
         return self._check_pins, self._check_ids
 
@@ -172,7 +172,7 @@ class Catalog(Committed):
 
     def _check_pins(self) -> None:
         for head in self.pins.heads.values():
-            if head.kind != "aside" and head.generation > self.generation:  # on a mirror, before its index
+            if head.kind != "aside" and head.generation > self.generation:  # on a mirror, asides precede the index
                 raise self._cut(
                     f"ends with generation {self.generation}, and {pin_name(head.name)} was made at generation "
                     f"{head.generation}"
@@ -195,12 +195,12 @@ class Catalog(Committed):
             self._note_told(self.metadata())
             data = self.directory.read(INDEX_NAME)
         except StoreNotFoundError:
-            raise  # it was there when it was opened
+            raise  # it existed when it was opened
         except FileNotFoundError as error:
             if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
                 present, _ = self.directory.listing()
                 absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
-                if not absent:  # they have just been written for the first time
+                if not absent:  # both were just created
                     self._load_snapshot()
                     return
                 lost = (
@@ -225,10 +225,10 @@ class Catalog(Committed):
         self._take_snapshot(value, source)
 
     def _take_snapshot(self, value: Any, source: str) -> None:
-        """Take in what the file of the index says.
+        """Load the index file's value.
 
         Raises:
-            CorruptStoreError: it does not fit together; names the file.
+            CorruptStoreError: it is inconsistent; names the file.
         """
         try:
             self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
@@ -240,7 +240,7 @@ class Catalog(Committed):
             self.fences = [natural(generation, MAX_GENERATION) for generation in value["fences"]]
             entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
             entries += declared_rows(value["notes"]["columns"]["ids"])
-            entries += natural(value.get("row_shards", 0), 1 << 31)  # of snapshots alone
+            entries += natural(value.get("row_shards", 0), 1 << 31)  # used by pins only
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories, and values of them")
             self.shards = ShardTable.from_json(value.pop("shards"))
@@ -257,16 +257,16 @@ class Catalog(Committed):
         self._schemas = list(self.shards.schemas)
 
     def news(self) -> list[tuple[str, LogTail]] | None:
-        """Read the log records that follow, by segment; None if some are missing (a newer snapshot has them)."""
+        """Read the new log records, by segment; None if some are missing (a newer snapshot has them)."""
         for _ in range(_ATTEMPTS):
-            found = self._following_tails()
-            if found is None:
+            tails = self._following_tails()
+            if tails is None:
                 return None
-            last = max((_generation_of(record) for _, tail in found for record in tail.records), default=0)
+            last = max((_generation_of(record) for _, tail in tails for record in tail.records), default=0)
             if self.metadata()["generation"] <= max(self.generation, last):
-                return found
-            # A snapshot was taken after the log had been read: what it has is in the log, or the log is gone.
-            if not any(tail.records for _, tail in found) and not self._segment_follows():
+                return tails
+            # A snapshot was taken after the log was read: its commits are in the log, unless segments were deleted.
+            if not any(tail.records for _, tail in tails) and not self._segment_follows():
                 return None
         return None
 
@@ -274,18 +274,18 @@ class Catalog(Committed):
         return any(first <= self.generation + 1 for first, _ in self._segments())
 
     def _segments(self) -> list[tuple[int, str]]:
-        """Return the segments of the log, without the fences that the snapshot has: they stay, to be in the way."""
+        """Return the log segments, without fences that the snapshot includes; those are never deleted."""
         had = {generation for generation in self.fences if generation <= self.snapshot_generation}
         return [segment for segment in log_segments(self.directory) if segment[0] not in had]
 
     def _following_tails(self) -> list[tuple[str, LogTail]] | None:
         generation = self.generation
-        found: list[tuple[str, LogTail]] = []
+        tails: list[tuple[str, LogTail]] = []
         segments = self._segments()
         for place, (first, name) in enumerate(segments):
             last = place == len(segments) - 1
             if not last and segments[place + 1][0] <= generation + 1:
-                continue  # everything in it is applied already
+                continue  # all of it is applied
             if first > generation + 1:
                 return None
             offset = self.segment_end if name == self.segment else 0
@@ -299,9 +299,9 @@ class Catalog(Committed):
                     f"{self.directory.url}/{name}: the record at byte {tail.end} is damaged; "
                     "restore the file from a copy"
                 )
-            found.append((name, tail))
+            tails.append((name, tail))
             generation = max([generation, *(_generation_of(record) for record in tail.records[-1:])])
-        return found if segments or not self.segment else None
+        return tails if segments or not self.segment else None
 
     def _read_log(self) -> bool:
         """Apply new records of all segments; return False if some are missing (a newer snapshot has them)."""
@@ -312,7 +312,7 @@ class Catalog(Committed):
         return news is not None
 
     def changes(self, news: Iterable[tuple[str, LogTail]]) -> Iterator[Change]:
-        """Apply what :meth:`news` found, record by record; yield what each has changed."""
+        """Apply the records returned by :meth:`news`; yield each change."""
         for name, tail in news:
             yield from self._apply_tail(tail, name)
 
@@ -326,7 +326,7 @@ class Catalog(Committed):
             if generation <= self.generation:
                 continue
             newest = self.generation + len(fresh)
-            if generation <= newest:  # a line that is there twice says nothing new
+            if generation <= newest:  # a duplicated line
                 if record == fresh[generation - self.generation - 1]:
                     continue
                 raise CorruptStoreError(f"{source}: two records of generation {generation}; two writers have written")
@@ -341,19 +341,19 @@ class Catalog(Committed):
         self.segment, self.segment_end, self.segment_torn = name, tail.end, tail.torn
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return the state that was saved with a point, also while a writer saves the point anew.
+        """Return the state of a saved point, even while a writer replaces it.
 
         Raises:
-            StoreNotFoundError: there is no point of this step; names those that there are.
+            StoreNotFoundError: there is no point of this step; names the existing ones.
             CorruptStoreError: its pin or the state is damaged.
         """
         return self._again(lambda: self.pins.state_of(self.point(step)))
 
     def shown_under(self, name: str) -> tuple[Snapshot, TrajectoryIndex, Notes]:
-        """Return a snapshot with its trajectories and late values, also while a writer saves it anew.
+        """Return a snapshot with its trajectories and late values, even while a writer replaces it.
 
         Raises:
-            StoreNotFoundError: there is none of this name; names those that there are.
+            StoreNotFoundError: there is none of this name; names the existing ones.
             CorruptStoreError: some of it is missing or damaged.
         """
 
@@ -364,7 +364,7 @@ class Catalog(Committed):
         return self._again(read)
 
     def _again(self, read: Callable[[], T]) -> T:
-        """Read again when a file was replaced meanwhile."""
+        """Read again if a file was replaced meanwhile."""
         for attempt in range(_ATTEMPTS):
             try:
                 return read()
@@ -375,32 +375,32 @@ class Catalog(Committed):
         raise AssertionError("unreachable")
 
     _damaged_pin: Callable[[CorruptStoreError], None] | None = None
-    """Told of pins that are damaged; None refuses them."""
+    """Called with the error of a damaged pin; None refuses damaged pins."""
 
     def load_pins(self) -> None:
-        """Read which ids the checkpoints inside the store name; entries that none names any more are forgotten."""
+        """Read the ids that pins name; drop evicted entries that no pin names any more."""
         self.pins.load(self._damaged_pin)
-        # Also right after loading: the snapshot may be from before the last pin was let go.
+        # Also right after loading: the snapshot may be older than the removal of a pin.
         unpinned = np.flatnonzero(~self.pins.named(self.pinned["trajectory_id"]))
         if len(unpinned):
             self.pinned.drop(self.pinned.first + unpinned)
-            # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
+            # A reader of the pin shows this generation, so they are unneeded only from the next one on.
             self.lifetimes.note(self.needed_shards(), self.generation + 1)
 
 
 class ReadersCatalog(Catalog):
-    """For who reads, and may never ask for UUIDs and facts: these are unpacked when they are asked for.
+    """Catalog for readers: UUIDs and facts are decoded lazily.
 
-    What is wrong with them in spite of a fitting checksum is found then, and :class:`CorruptStoreError` names the file.
+    Invalid values behind a valid checksum are detected at that time; :class:`CorruptStoreError` names the file.
     """
 
     _later = True
 
 
 def oldest_generation(directory: Directory) -> int:
-    """Return a generation that whoever opens a directory from now on will not go below: that of its snapshot.
+    """Return the snapshot's generation, a lower bound for all later readers.
 
-    0 where it cannot be told: there is no store, or what it says is damaged.
+    0 if unknown: there is no store, or its metadata is damaged.
     """
     try:
         return int(Catalog(directory).metadata()["generation"])
@@ -409,6 +409,6 @@ def oldest_generation(directory: Directory) -> int:
 
 
 def _generation_of(record: Mapping[str, Any]) -> int:
-    """Return a record's generation; 0 where it has none (applying it refuses that)."""
+    """Return a record's generation; 0 if it has none (and is refused when applied)."""
     value = record.get("generation")
     return value if isinstance(value, int) else 0

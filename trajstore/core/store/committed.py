@@ -1,6 +1,6 @@
-"""What is committed, and how a record of the log changes it. No I/O but that of pins, which read their own files.
+"""The committed state and its changes by log records. No I/O except the pins' own files.
 
-Guarded as the catalog is that it is a part of: see there.
+Guarded like the catalog it belongs to.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from trajstore.core.store.shard_table import ShardTable
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-"""What values of the wrong kind or size raise when they are used."""
+"""Errors raised by values of the wrong kind or size."""
 
 _EXTENT = ("steps", "batch", "extra")
 
 _AXES = ((Axis.SAMPLES,), (Axis.FIRST_EXTRA, Axis.LAST_EXTRA), (Axis.RESPONSE,), (Axis.DOCUMENT,))
-"""Axes on which an entry has the rows that :func:`_row_faults` counts, in its order."""
+"""Axes on which :func:`_row_faults` counts the rows of an entry, in its order."""
 
 FENCES_KEPT = 100
-"""So many openings for writing later, a writer that was frozen in the midst of a commit is not told by its name."""
+"""Number of fences kept; after this many re-openings a stalled writer is no longer recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Commits brought shards: the index columns of their trajectories, and what they number texts of."""
+    """Shards were added: the index columns of their trajectories, and the string table of the columns."""
 
     columns: Mapping[str, npt.NDArray[Any]]
     texts: StringTable
@@ -74,7 +74,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A commit took trajectories out: inclusive ranges of their ids."""
+    """Trajectories were evicted: inclusive ranges of their ids."""
 
     ranges: npt.NDArray[np.int64]
 
@@ -83,7 +83,7 @@ Change = Added | Evicted | Moved | Noted
 
 
 def change_in_run(change: Change, rank: int) -> Change:
-    """Return a commit of a rank's store with the ids that its trajectories have in the run."""
+    """Return a change of a rank's store with trajectory ids of the run."""
     if isinstance(change, Added):
         ids = in_run(rank, change.columns["trajectory_id"])
         return replace(change, columns={**change.columns, "trajectory_id": ids})
@@ -93,21 +93,21 @@ def change_in_run(change: Change, rank: int) -> Change:
 
 
 class Committed:
-    """Shards and trajectories that are committed.
+    """Committed shards and trajectories.
 
     Attributes:
         shards: all shards that live or pinned trajectories need.
         index: the live trajectories, oldest first.
         pins: the snapshots.
-        pinned: trajectories that are not live and that a snapshot still names; without late values.
+        pinned: trajectories that are not live but named by a snapshot; without late values.
         notes: late values of the live trajectories.
         generation: number of commits applied.
         visit: how often the store went to a snapshot.
         line: names of the saved points that led to the snapshot to which it went last.
-        next_id: the next trajectory id; never goes back.
-        next_shard: the next shard number; never goes back.
+        next_id: the next trajectory id; never decreases.
+        next_shard: the next shard number; never decreases.
         store_id: UUID of the directory.
-        fences: generations of the records with which the latest writers of an object store began.
+        fences: generations of the fences of an object store's latest writers.
     """
 
     def __init__(self, pins: Pins) -> None:
@@ -132,7 +132,7 @@ class Committed:
 
     @property
     def newest_time(self) -> int:
-        """When the newest of the commits was made whose trajectories are there, in µs since 1970."""
+        """Time of the newest commit with remaining trajectories, in µs since 1970."""
         newest = UNKNOWN_TIME
         for index in (self.index, self.pinned):
             if len(index):
@@ -141,11 +141,11 @@ class Committed:
 
     @property
     def left_out(self) -> Mapping[int, str]:
-        """By trajectory id, what is wrong with each entry that was left out."""
+        """The fault of each omitted entry, by trajectory id."""
         return self._gate.left_out
 
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
-        """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
+        """Refuse entries with rows outside their shard, which would be read out of bounds."""
         columns = index.unpacked(slice(index.first, index.end))
         of_steps, limits = self.shards.of_steps(), [self.shards.rows_on(axes) for axes in _AXES]
         try:
@@ -161,7 +161,7 @@ class Committed:
     # -- applying ---------------------------------------------------------------------------------
 
     def apply_all(self, records: Sequence[Mapping[str, Any]], source: str) -> Iterator[Change]:
-        """Apply records that follow each other; those that add are taken in together, which is much faster."""
+        """Apply consecutive records; runs of additions are applied together, which is much faster."""
         begin = 0
         while begin < len(records):
             end = begin + 1
@@ -171,7 +171,7 @@ class Committed:
             try:
                 change = self.apply(records[begin:end])
             except (*NONSENSE, ConfigurationError, CorruptStoreError) as error:
-                if end - begin > 1:  # one by one, to find out which
+                if end - begin > 1:  # one by one, to find the bad record
                     for record in records[begin:end]:
                         yield from self.apply_all([record], source)
                 generation = records[begin]["generation"]
@@ -180,10 +180,10 @@ class Committed:
             begin = end
 
     def apply(self, records: Sequence[Mapping[str, Any]]) -> Change:
-        """Apply one record read from disk, or several that add; all of it or nothing. Return what has changed.
+        """Apply one record from disk, or several additions, atomically. Return the change.
 
         Raises:
-            CorruptStoreError: it names what is not there, or is of an unknown kind.
+            CorruptStoreError: it refers to missing data, or is of an unknown kind.
         """
         operation = records[0]["operation"]
         if operation == "add":
@@ -208,15 +208,15 @@ class Committed:
         for record in records:
             schemas += [Schema.from_json(item) for item in record["schemas"]]
             time = natural(record["time"], RANGES["committed"][1])
-            for one in added_in(record):
-                manifest = manifest_from_json(one["shard"], schemas)
-                row, number = len(self.shards) + len(added), natural(one["number"], MAX_ID // 2)
-                added.append(AddedShard(record["generation"], number, row, manifest, one["entries"], time))
+            for shard in added_in(record):
+                manifest = manifest_from_json(shard["shard"], schemas)
+                row, number = len(self.shards) + len(added), natural(shard["number"], MAX_ID // 2)
+                added.append(AddedShard(record["generation"], number, row, manifest, shard["entries"], time))
         columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.texts)
         ids = columns["trajectory_id"]
         check_lengths(columns)
         columns = self._gate.admit(columns, range_faults(columns, len(self.shards) + len(added), len(self.index.texts)))
-        steps = np.array([one.manifest.schema.kind == "step" for one in added], np.bool_)
+        steps = np.array([shard.manifest.schema.kind == "step" for shard in added], np.bool_)
         columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
         if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
@@ -240,11 +240,11 @@ class Committed:
         return self.move(number, manifest, ids, extents)
 
     def _annotate_recorded(self, record: Mapping[str, Any]) -> Noted:
-        said, told = Said.from_json(record), record.get("rows")
-        if told is None:
+        said, row_record = Said.from_json(record), record.get("rows")
+        if row_record is None:
             return self.annotate(said, record["generation"])
-        schemas = [*self._schemas, *(Schema.from_json(item) for item in told["schemas"])]
-        said = replace(said, rows=RowShard.from_json(told, schemas, len(said.ids)))
+        schemas = [*self._schemas, *(Schema.from_json(item) for item in row_record["schemas"])]
+        said = replace(said, rows=RowShard.from_json(row_record, schemas, len(said.ids)))
         said.check()
         self._check_given(said)
         noted = self.annotate(said, record["generation"])
@@ -252,7 +252,7 @@ class Committed:
         return noted
 
     def _check_given(self, said: Said) -> None:
-        """Refuse rows that would be read as those of a trajectory of another size.
+        """Refuse rows of another size than their trajectory.
 
         Raises:
             CorruptStoreError: names the trajectory.
@@ -264,7 +264,7 @@ class Committed:
                     raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
 
     def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
-        """Take in the shards of a commit, number and manifest of each, and its entries, by ascending id."""
+        """Add the shards of a commit (number and manifest) and its entries, by ascending id."""
         for number, manifest in shards:
             self.lifetimes.add(self.shards.add(number, manifest), self.generation + 1)
             self.next_shard = max(self.next_shard, number + 1)
@@ -272,9 +272,9 @@ class Committed:
         self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
 
     def evict(self, ranges: npt.NDArray[np.int64]) -> int:
-        """Take entries in inclusive ranges ``[n, 2]`` out of the live index; return their bytes.
+        """Evict live entries in inclusive id ranges ``[n, 2]``; return their bytes.
 
-        Those that a pin names are kept aside.
+        Pinned entries move to ``pinned``.
         """
         positions = self.index.positions_in(ranges)
         if not len(positions):
@@ -288,14 +288,14 @@ class Committed:
         return nbytes
 
     def fence(self, generation: int, next_shard: int) -> None:
-        """Take in that a writer has begun with this generation, whose shards have numbers from ``next_shard`` on."""
+        """Apply the fence of a writer that began with this generation and numbers its shards from ``next_shard``."""
         self.fences = [*self.fences, generation][-FENCES_KEPT:]
         self.next_shard = max(self.next_shard, next_shard)
 
     def move(
         self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
     ) -> Moved:
-        """Take in a shard that holds trajectories of others, which are read from it from now on."""
+        """Add a shard with trajectories of other shards, which are read from it from now on."""
         moved = Moved(self.shards.add(number, manifest), ids, starts_of(extents, manifest.schema.kind))
         self.lifetimes.add(moved.row, self.generation + 1)
         self.next_shard = max(self.next_shard, number + 1)
@@ -304,10 +304,10 @@ class Committed:
         return moved
 
     def annotate(self, said: Said, generation: int) -> Noted:
-        """Take in values of trajectories that a commit of this generation brings.
+        """Add the late values of a commit of this generation.
 
         Raises:
-            ConfigurationError: they contradict those that are there; nothing was taken in.
+            ConfigurationError: they contradict existing values; nothing changed.
         """
         row = len(self.shards)
         noted = self.notes.add(said, generation, row)
@@ -318,11 +318,11 @@ class Committed:
         return noted
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
-        """Return the ids that no live trajectory has."""
+        """Return the ids without a live trajectory."""
         return set(np.array(ids, np.int64)[self.index.find_many(ids) < 0].tolist())
 
     def extents_of(self, ids: Sequence[int]) -> tuple[list[Extent], list[Kind]]:
-        """Return how many rows live trajectories have, without their documents, and of which kind they are.
+        """Return the extents of live trajectories, without documents, and their kinds.
 
         Raises:
             TrajectoryUnavailableError: an id is not live.
@@ -334,10 +334,10 @@ class Committed:
         return extents, kinds
 
     def check_known(self, ids: Sequence[int]) -> None:
-        """Refuse ids of which one is not live.
+        """Raise unless all ids are live.
 
         Raises:
-            TrajectoryUnavailableError: names those.
+            TrajectoryUnavailableError: names the others.
         """
         if unknown := self.unknown(ids):
             raise TrajectoryUnavailableError(
@@ -347,19 +347,19 @@ class Committed:
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the snapshots, in the order of their names."""
+        """Return the snapshots, sorted by name."""
         unfinished = {head.name for head in self.unfinished_asides()}
         return [head for head in self.pins.heads.values() if head.name not in unfinished]
 
     def asides(self) -> list[Snapshot]:
-        """Return the heads that were left, the earliest first."""
+        """Return the heads that were left, earliest first."""
         return sorted([head for head in self.snapshots() if head.kind == "aside"], key=lambda head: head.visit)
 
     def unfinished_asides(self) -> list[Snapshot]:
-        """Return the heads that would have been left, if going to a snapshot had not been interrupted.
+        """Return the asides of an interrupted change to another snapshot.
 
-        The commit that goes to a snapshot counts a visit, so a head of the current visit was not left. On a mirror
-        that another copy of the store has taken over, one may name trajectories that are in no commit.
+        Such a change counts a visit when it commits, so a head of the current visit was not left. On a mirror that
+        another copy of the store has taken over, one may name uncommitted trajectories.
         """
         return [
             head
@@ -376,14 +376,14 @@ class Committed:
         return [latest[step] for step in sorted(latest)]
 
     def present_line(self, head: Snapshot) -> tuple[str, ...]:
-        """Return the names of the saved points that led to a snapshot, with its own, of those that are there."""
+        """Return the names of the existing saved points that led to a snapshot, including itself."""
         return tuple(name for name in head.whole_line if name in self.pins.heads)
 
     def snapshot(self, name: str | int) -> Snapshot:
-        """Return the snapshot of a name or of a step; ``step-N`` is the saved point of the current line.
+        """Return the snapshot of a name or a step; ``step-N`` is the saved point of the current line.
 
         Raises:
-            StoreNotFoundError: there is none; names those that there are.
+            StoreNotFoundError: there is none; names the existing ones.
         """
         match = None if isinstance(name, int) else STEP.fullmatch(name)
         if isinstance(name, int) or (match is not None and match[2] is None):
@@ -399,7 +399,7 @@ class Committed:
         """Return the saved point of a step on the current line.
 
         Raises:
-            StoreNotFoundError: there is none; names those that there are.
+            StoreNotFoundError: there is none; names the existing ones.
         """
         points = self.points()
         for head in points:
@@ -411,7 +411,7 @@ class Committed:
         raise StoreNotFoundError(f"{self.pins.url}: no saved point of step {step}; there are: {steps}{elsewhere}")
 
     def shown_in(self, head: Snapshot) -> tuple[TrajectoryIndex, Notes]:
-        """Return the trajectories of a snapshot, oldest first, and their late values, as they were.
+        """Return a snapshot's trajectories, oldest first, and its late values.
 
         Raises:
             CorruptStoreError: some of it is missing or damaged.
@@ -450,11 +450,11 @@ class Committed:
         return notes
 
     def lacking(self, head: Snapshot) -> int:
-        """Return how many of the trajectories that a snapshot names are in no commit."""
+        """Return the number of uncommitted trajectories that a snapshot names."""
         return head.count - sum(len(part.positions_in(head.ids)) for part in (self.pinned, self.index))
 
     def shards_of_values(self, notes: Notes) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return late values as a snapshot has them, and the numbers of the shards of those that are rows."""
+        """Return late values as JSON for a snapshot, and the numbers of the shards with values by row."""
         ids = np.unique(notes.ids())
         needed = notes.rows_needed(ids)
         rows = notes.shards(needed)
@@ -466,10 +466,10 @@ class Committed:
     # -- saving -----------------------------------------------------------------------------------
 
     def snapshot_file(self) -> EncodedFile:
-        """Return ``trajectory_index.json`` of this state; shards that nobody needs are left out."""
+        """Return ``trajectory_index.json`` of this state, without unneeded shards."""
         shards, rows = self.shards.compacted(self.needed_shards())
         given = self._rows_needed()
-        there = self.index["trajectory_id"]
+        live_ids = self.index["trajectory_id"]
         body = orjson.dumps(
             {
                 "generation": self.generation,
@@ -483,7 +483,7 @@ class Committed:
                 "shards": shards.to_json(),
                 "live": index_to_json(self.index, rows[self.index["shard"]]),
                 "pinned": index_to_json(self.pinned, rows[self.pinned["shard"]]),
-                "notes": self.notes.to_json(there, given, rows),
+                "notes": self.notes.to_json(live_ids, given, rows),
             }
         )
         return EncodedFile(INDEX_NAME, [seal("snapshot", body)])
@@ -502,14 +502,14 @@ class Committed:
         return EncodedFile(METADATA_NAME, [metadata_json({**state, **values})])
 
     def home_shards(self) -> npt.NDArray[np.bool_]:
-        """Return, per shard, whether a live or pinned trajectory lies in it."""
+        """Return, per shard, whether it holds a live or pinned trajectory."""
         homes = np.zeros(len(self.shards), np.bool_)
         homes[self.index["shard"]] = True
         homes[self.pinned["shard"]] = True
         return homes
 
     def needed_shards(self) -> npt.NDArray[np.bool_]:
-        """Return, per shard, whether a live or pinned trajectory lies in it, or late values by row that are shown."""
+        """Return, per shard, whether it holds a live or pinned trajectory, or visible late values by row."""
         needed = self.home_shards()
         needed[self.notes.shards(self._rows_needed())] = True
         if named := self.pins.shards():
@@ -517,11 +517,11 @@ class Committed:
         return needed
 
     def _rows_needed(self) -> npt.NDArray[np.bool_]:
-        """Return of which late values the rows must be kept, see :meth:`Notes.rows_needed`."""
+        """Return which late values need their rows, see :meth:`Notes.rows_needed`."""
         return self.notes.rows_needed(self.index["trajectory_id"])
 
     def _check_given_rows(self, notes: Notes, indexes: Sequence[TrajectoryIndex], source: str) -> None:
-        """Refuse values by row that lie outside their shard: they would be read out of bounds.
+        """Refuse late values with rows outside their shard, which would be read out of bounds.
 
         Raises:
             CorruptStoreError: names the value.
@@ -532,24 +532,24 @@ class Committed:
             of_axis = self.shards.rows_on([column.axis])[shards]
             for index in indexes:
                 positions = index.find_many(ids)
-                there = positions >= 0
-                steps, batch, extra = (index.at(name, positions[there]).astype(np.int64) for name in _EXTENT)
+                known = positions >= 0
+                steps, batch, extra = (index.at(name, positions[known]).astype(np.int64) for name in _EXTENT)
                 count = extra if column.axis is Axis.RESPONSE else steps * batch
-                if (starts[there] > of_axis[there] - count).any():
+                if (starts[known] > of_axis[known] - count).any():
                     raise CorruptStoreError(f"{source}: values {column.name} lie outside their shard")
 
     def unneeded(self) -> npt.NDArray[np.intp]:
-        """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
+        """Return the shards without live or pinned trajectories whose files still exist."""
         self.lifetimes.note(self.needed_shards(), self.generation)
         return self.lifetimes.waiting()
 
 
 def _row_faults(columns: Columns, limits: Sequence[npt.NDArray[np.int64]]) -> Iterator[Fault]:
-    """Yield which entries have rows outside of their shard.
+    """Yield entries with rows outside their shard.
 
     Args:
         columns: of the entries; none is out of range.
-        limits: for each of ``_AXES``, by row of the shard table, the rows that a shard has there.
+        limits: for each of ``_AXES``, the rows of each shard of the shard table.
     """
     steps, batch, extra, document = (columns[name].astype(np.int64) for name in (*_EXTENT, "document"))
     begins = (columns[name] for name in ("start_samples", "start_extra", "start_extra", "start_document"))

@@ -1,4 +1,4 @@
-"""What an entry of the index must be so that it can be served, and what becomes of one that is not. Pure; no I/O."""
+"""Validates index entries, and refuses or omits invalid ones. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Columns = Mapping[str, npt.NDArray[Any]]
 """Columns of entries, by name, all of one length."""
 
 Fault = tuple[str, npt.NDArray[np.bool_]]
-"""What is wrong, and per entry whether it is."""
+"""Description of a fault, and a mask of the entries that have it."""
 
 
 _BLOCK = 1 << 16
-"""Entries whose columns stay in a processor's cache together."""
+"""Number of entries whose columns fit into a processor's cache."""
 
 
 class EntryGate:
-    """Refuses entries that have a fault, or leaves them out.
+    """Refuses or omits entries that have a fault.
 
     Args:
-        lenient: leave out what cannot be served instead of refusing all.
+        lenient: omit invalid entries instead of refusing all.
 
     Attributes:
-        left_out: by trajectory id, what is wrong with an entry that was left out.
+        left_out: the fault of each omitted entry, by trajectory id.
     """
 
     def __init__(self, *, lenient: bool = False) -> None:
@@ -38,41 +38,41 @@ class EntryGate:
         self.left_out: dict[int, str] = {}
 
     def admit(self, columns: Columns, faults: Iterator[Fault]) -> Columns:
-        """Return the columns of the entries without fault.
+        """Return the columns of the valid entries.
 
         Raises:
             CorruptStoreError: there is a fault, and the gate is not lenient; names it and the trajectory.
         """
         wrong: npt.NDArray[np.bool_] | None = None
-        for what, entries in faults:
+        for fault, entries in faults:
             ids = columns["trajectory_id"][entries].tolist()
             if not self.lenient:
                 more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
                 raise CorruptStoreError(
-                    f"{what}: trajectory {ids[0]}{more}; load_checkpoint(strict=False) leaves it out"
+                    f"{fault}: trajectory {ids[0]}{more}; load_checkpoint(strict=False) leaves it out"
                 )
             for number in ids:
-                self.left_out.setdefault(number, what)
+                self.left_out.setdefault(number, fault)
             wrong = entries if wrong is None else wrong | entries
         return columns if wrong is None else {name: array[~wrong] for name, array in columns.items()}
 
 
 def in_blocks(columns: Columns, faults: Callable[[Columns], Iterator[Fault]]) -> Iterator[Fault]:
-    """Yield faults of entries that are looked at block by block, which takes memory for one block only."""
+    """Yield faults of entries checked block by block, which limits memory to one block."""
     count = len(columns["trajectory_id"])
-    found: dict[str, npt.NDArray[np.bool_]] = {}
+    masks: dict[str, npt.NDArray[np.bool_]] = {}
     for start in range(0, count, _BLOCK):
         block = slice(start, start + _BLOCK)
-        for what, wrong in faults({name: array[block] for name, array in columns.items()}):
-            found.setdefault(what, np.zeros(count, np.bool_))[block] |= wrong
-    yield from found.items()
+        for fault, wrong in faults({name: array[block] for name, array in columns.items()}):
+            masks.setdefault(fault, np.zeros(count, np.bool_))[block] |= wrong
+    yield from masks.items()
 
 
 def check_lengths(columns: Columns) -> None:
-    """Refuse columns of different lengths, and more samples than can be counted.
+    """Refuse columns of different lengths.
 
     Raises:
-        CorruptStoreError: these are such.
+        CorruptStoreError: names the column.
     """
     count = len(columns["trajectory_id"])
     for name, array in columns.items():
@@ -81,12 +81,12 @@ def check_lengths(columns: Columns) -> None:
 
 
 def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
-    """Yield which numbers are out of range.
+    """Yield the numbers out of range.
 
     Args:
         columns: of the entries.
-        shards: number of shards that they may name.
-        texts: number of texts that they may name.
+        shards: number of shards in their table.
+        texts: number of texts in their table.
     """
     if not len(columns["trajectory_id"]):
         return
@@ -99,12 +99,12 @@ def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
 
 
 def fact_ranges(texts: int) -> dict[str, tuple[int, int]]:
-    """Return lowest and highest value of the facts that are numbered, where there are so many texts."""
+    """Return the valid ranges of numbered facts, for ``texts`` texts."""
     return {"terminated": (-1, 1), AGENT: (0, 1), **dict.fromkeys(TEXTS, (-1, texts - 1))}
 
 
 def out_of_range(columns: Columns, ranges: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
-    """Yield which columns hold a value that is too low or too high; one without a range may hold any."""
+    """Yield the columns with values out of range; columns without a range are not checked."""
     for name, array in columns.items():
         if name not in ranges or not len(array):
             continue
@@ -114,7 +114,7 @@ def out_of_range(columns: Columns, ranges: Mapping[str, tuple[int, int]]) -> Ite
 
 
 def shape_faults(columns: Columns, of_steps: npt.ArrayLike) -> Iterator[Fault]:
-    """Yield which entries have numbers that do not go together: sampling would compute rows outside of the shard.
+    """Yield entries with inconsistent sizes, for which sampling would compute rows outside the shard.
 
     Args:
         columns: of the entries; none is out of range.

@@ -118,10 +118,10 @@ def fact_columns(told: Sequence[tuple[Any, int]], table: StringTable) -> dict[st
     for name in dict.fromkeys(name for facts, _ in told for name in facts or () if is_fact(name) and name != AGENT):
         values: list[Any] = []
         for facts, count in told:
-            some = (facts or {}).get(name)
-            if some is not None and (type(some) is not list or len(some) != count):
+            shard_values = (facts or {}).get(name)
+            if shard_values is not None and (type(shard_values) is not list or len(shard_values) != count):
                 raise ValueError(f"fact {name} of {count} trajectories: not so many values")
-            values += [None] * count if some is None else some
+            values += [None] * count if shard_values is None else shard_values
         columns[name] = _column(name, values, table)
     return columns
 
@@ -129,11 +129,11 @@ def fact_columns(told: Sequence[tuple[Any, int]], table: StringTable) -> dict[st
 def _column(name: str, values: Sequence[Any], table: StringTable) -> npt.NDArray[Any]:
     dtype = fact_dtype(name)
     kinds = set(map(type, values)) - {type(None)}
-    wanted = (
+    allowed = (
         {str} if name in TEXTS else {bool} if name == "terminated" else {int, float} if dtype.kind == "f" else {int}
     )
-    if kinds - wanted:
-        raise TypeError(f"fact {name}: a value is a {(kinds - wanted).pop().__name__}")
+    if kinds - allowed:
+        raise TypeError(f"fact {name}: a value is a {(kinds - allowed).pop().__name__}")
     if name in TEXTS:
         return np.array([-1 if text is None else table.add(text) for text in values], dtype)
     if dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""Values that somebody gives trajectories late, and what of it is refused. Pure; no I/O."""
+"""Late values of trajectories and their validation. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trajstore.core.store.row_notes import RowShard, is_rows, rows_in_words
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
 Value = float | str | None
-"""What one trajectory is given under a name: a number or a text; None takes back what it has."""
+"""A late value: a number or a text; None takes back the current one."""
 
 MOST_NAMES = 64
 MOST_TEXT = 4096
-"""Characters of a value that is a text."""
+"""Maximum characters of a text value."""
 
 OVER_FACTS = ("outcome", "success_rate")
-"""Facts that a value of the same name takes the place of; those of ``reward.metadata`` are others."""
+"""Facts that a value of the same name replaces, besides those of ``reward.metadata``."""
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
-_EXACT = 1 << 53  # whole numbers up to here are floats without rounding
+_EXACT = 1 << 53  # largest range of integers that floats represent exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Said:
     Attributes:
         ids: of the trajectories, each once.
         values: by name, one for each of them.
-        who: gives them.
-        time: when, in µs since 1970.
-        source: file of the inbox that they come from; an empty text for none.
-        refused: why the writer did not take them in, of a file that it has set aside; else an empty text.
-        rows: values by row, one for each of them too; None for none.
+        who: their author.
+        time: in µs since 1970.
+        source: inbox file that they come from; empty for none.
+        refused: the writer's reason for setting their file aside; else empty.
+        rows: values by row, one for each trajectory; None for none.
     """
 
     ids: tuple[int, ...]
@@ -52,14 +52,14 @@ class Said:
     rows: RowShard | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a record or a file has it, but for values by row."""
-        values = {name: list(some) for name, some in self.values.items()}
-        told = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
-        return told | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
+        """Return the values as JSON for a record or a file, without values by row."""
+        values = {name: list(items) for name, items in self.values.items()}
+        body = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
+        return body | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
 
     @classmethod
     def from_json(cls, value: Any) -> Said:
-        """Return what :meth:`to_json` described.
+        """Return the values described by :meth:`to_json`.
 
         Raises:
             CorruptStoreError: it does not describe values.
@@ -67,10 +67,10 @@ class Said:
         try:
             who, values = value["who"], value["values"]
             source, refused = value.get("source", ""), value.get("refused", "")
-            if not all(isinstance(one, str) for one in (who, source, refused)) or not isinstance(values, dict):
+            if not all(isinstance(text, str) for text in (who, source, refused)) or not isinstance(values, dict):
                 raise TypeError("who, source, refused or values")
             ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
-            given = {name: tuple(some) for name, some in values.items()}
+            given = {name: tuple(items) for name, items in values.items()}
             said = cls(ids, given, who, natural(value["time"]), source, refused)
             said.check()
         except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
@@ -80,20 +80,20 @@ class Said:
     def without(self, ids: Container[int]) -> Said:
         """Return the values of the other trajectories."""
         stay = [at for at, number in enumerate(self.ids) if number not in ids]
-        values = {name: [some[at] for at in stay] for name, some in self.values.items()}
+        values = {name: [items[at] for at in stay] for name, items in self.values.items()}
         return replace(self, ids=tuple(self.ids[at] for at in stay), values=values)
 
     @property
     def kinds(self) -> dict[str, str | None]:
-        """By name, see :attr:`Notes.kinds`; None where the values only take back what there is."""
-        found = {
+        """Kinds by name, see :attr:`Notes.kinds`; None for names whose values are only taken back."""
+        kinds = {
             name: next((_kind(name, value) for value in values if value is not None), None)
             for name, values in self.values.items()
         }
-        return found if self.rows is None else {**found, **self.rows.kinds}
+        return kinds if self.rows is None else {**kinds, **self.rows.kinds}
 
     def check(self) -> None:
-        """Refuse what no trajectory can be given.
+        """Refuse invalid values.
 
         Raises:
             ConfigurationError: names the value.
@@ -115,10 +115,10 @@ class Said:
 
 
 def check_name(name: str) -> None:
-    """Refuse what can be no name of values.
+    """Refuse an invalid name of values.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: it is invalid.
     """
     if not NAME.fullmatch(name):
         raise ConfigurationError(
@@ -127,14 +127,14 @@ def check_name(name: str) -> None:
 
 
 def check_names(names: Iterable[str], facts: Collection[str]) -> None:
-    """Refuse names of facts that stay as they are, and what differs from one only in the case of letters.
+    """Refuse names of facts that cannot be corrected, and names that differ from a fact only in case.
 
     Args:
         names: of values.
-        facts: names that a question has without them.
+        facts: other names usable in queries.
 
     Raises:
-        ConfigurationError: says which can be corrected.
+        ConfigurationError: names the facts that can be corrected.
     """
     for name in names:
         if name in facts and name not in OVER_FACTS and not name.startswith(SCORE):
@@ -154,7 +154,7 @@ def _kind(name: str, value: Any) -> str:
     """Return ``"text"`` or ``"number"``.
 
     Raises:
-        ConfigurationError: it is neither, or cannot be kept.
+        ConfigurationError: it is neither, or cannot be stored exactly.
     """
     if isinstance(value, str):
         if len(value) > MOST_TEXT:
@@ -180,14 +180,14 @@ def _check_unicode(name: str, value: str) -> None:
 
 
 def check_given(said: Said, known: Mapping[str, str]) -> None:
-    """Refuse values that a store is not to be given.
+    """Refuse new values that contradict those of a store.
 
     Args:
         said: the values.
-        known: kinds of its names.
+        known: kinds of the store's names.
 
     Raises:
-        ConfigurationError: they contradict its values, or a new name differs from another in the case of letters alone.
+        ConfigurationError: they contradict its values, or a new name differs from another only in case.
     """
     check_kinds(said, known)
     names = known.keys() | said.kinds.keys()
@@ -201,31 +201,31 @@ def check_given(said: Said, known: Mapping[str, str]) -> None:
 
 
 def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
-    """Refuse values of another kind than those that a name has.
+    """Refuse values of another kind than the existing ones of the same name.
 
     Args:
         said: the values.
         known: kinds of names.
-        where: of whom these are, in words.
+        where: place of the existing values, for the message.
 
     Raises:
-        ConfigurationError: a name stands for values of another kind.
+        ConfigurationError: a name has values of another kind.
     """
     for name, kind in said.kinds.items():
         before = known.get(name, kind)
         if kind is not None and kind != before:
-            what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
+            given = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
             raise ConfigurationError(
-                f"annotate: {name}: {what}, but the values of this name are {kind_in_words(str(before))} {where}; "
+                f"annotate: {name}: {given}, but the values of this name are {kind_in_words(str(before))} {where}; "
                 "take another name"
             )
 
 
 def check_kinds(said: Said, known: Mapping[str, str]) -> None:
-    """Refuse values that contradict those of a store, where its log has them, too.
+    """Refuse values that contradict those of a store; also used for values in its log.
 
     Raises:
-        ConfigurationError: a name stands for values of the other kind, or there would be too many names.
+        ConfigurationError: a name has values of another kind, or there are too many names.
     """
     check_same_kinds(said, known, "here")
     given = said.kinds
@@ -237,5 +237,5 @@ def check_kinds(said: Said, known: Mapping[str, str]) -> None:
 
 
 def kind_in_words(kind: str) -> str:
-    """Return what values of a kind are called."""
+    """Return the plural noun for values of a kind."""
     return rows_in_words(kind) if is_rows(kind) else f"{kind}s"

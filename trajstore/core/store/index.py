@@ -1,12 +1,12 @@
-"""The index: one entry per trajectory, kept as a struct of arrays. Pure; no I/O.
+"""The index: one entry per trajectory, stored as a struct of arrays. Pure; no I/O.
 
-Entries are in the order in which trajectories were added, the oldest first. Dropping the oldest moves
-a boundary; everything else that sampling asks for is one search in the running total of samples.
+Entries are in the order of addition, oldest first. Dropping the oldest moves a boundary; sampling needs one search in
+the running total of samples.
 
-An entry has a *position*, which stays when older ones are dropped. Whatever takes or returns positions says so;
-``index[name]`` alone counts from the oldest that is kept.
+An entry has a *position*, which is unchanged when older ones are dropped. Methods state when they use positions;
+``index[name]`` alone counts from the oldest kept entry.
 
-Whoever holds an index guards it: ``Contents.lock`` what a buffer shows, ``CommitLog._lock`` a writer's catalog.
+The index's owner guards it: ``Contents.lock`` for a buffer's contents, ``CommitLog._lock`` for a writer's catalog.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays that every index has, as a directory has them; facts (:mod:`trajstore.core.store.facts`) come besides.
+"""Arrays of every index, as stored in a directory; facts (:mod:`trajstore.core.store.facts`) are additional.
 
-``nbytes`` are those of the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` where nothing says it),
-``shard`` is a row of the shard table, ``start_*`` are first rows within it.
+``nbytes`` counts the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` if unknown), ``shard`` is a row of
+the shard table, and ``start_*`` are first rows within it.
 """
 
 Table = Literal["shard", "slot"]
-"""What the entries of an index name as the table of their rows: a shard of a directory, or a slot of a buffer."""
+"""The table that holds the rows of entries: a shard of a directory, or a slot of a buffer."""
 
 Positions = int | slice | npt.NDArray[np.integer[Any]]
 
 _FEW_TEXTS = 4096
-"""Texts that nobody names and that an index has in any case."""
+"""Number of unused texts that an index keeps in any case."""
 
 
 _HOMES = (*STARTS, "extra", "document")
-"""Columns of where rows are, which are changed in place."""
+"""Location columns, which are changed in place."""
 
 
 class _Lent:
-    """What indexes that share their arrays know together: whether one that names slots has those of locations too."""
+    """State of indexes that share arrays: whether an index of slots shares the location arrays."""
 
     __slots__ = ("locations",)
 
@@ -96,7 +96,7 @@ class _Lent:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEntry:
-    """One trajectory as the index knows it. ``versions`` is (lowest, highest) or None if unknown."""
+    """One index entry. ``versions`` is (lowest, highest) or None if unknown."""
 
     trajectory_id: int
     num_samples: int
@@ -111,31 +111,31 @@ class TrajectoryIndex:
     """Growable arrays of entries; positions run from ``first`` (oldest kept) to ``end`` (exclusive).
 
     Args:
-        table: what the entries name as the table of their rows, and how the column is called that names it.
+        table: kind of table that holds the rows, and name of the column with its number.
     """
 
     def __init__(self, table: Table = "shard") -> None:
         self.table = table
         self._arrays = self._empty()
         self._waiting: dict[str, Waiting] = {}
-        """Columns that are not among the arrays yet; :meth:`_array` takes one in."""
+        """Columns not unpacked yet; :meth:`_array` unpacks one."""
         self.ends: IntArray = np.zeros(0, np.int64)
         """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
         self.texts = StringTable()
-        """What ``weights`` and the facts that are texts number."""
+        """String table of ``weights`` and of the facts that are texts."""
         self._texts_kept = 0
         self._told_left_out = False
         self.first = 0
         self.end = 0
         self.revision = 0
-        """Grows whenever entries that stay change their positions."""
+        """Increases whenever remaining entries change their positions."""
         self.noted = 0
-        """Grows whenever facts of entries that stay are noted."""
+        """Increases whenever facts of remaining entries change."""
         self._order: npt.NDArray[np.intp] | None = None
         self._ascending = True
         self._lent = _Lent()
         self._borrowed = frozenset[str]()
-        """Columns in arrays of another index, see :meth:`borrow`."""
+        """Columns that are arrays of another index, see :meth:`borrow`."""
         self._lender_ids: IntArray | None = None
         self._offset = 0
         """Position in the lender of the entry at position 0."""
@@ -151,22 +151,22 @@ class TrajectoryIndex:
         return self._array(name)[self.first : self.end]
 
     def at(self, name: str, positions: Positions) -> Any:
-        """Return what one column has at a position, or at several (a copy, of a slice a view)."""
+        """Return one column at one or several positions (a copy; a view for a slice)."""
         return self._array(name)[positions]
 
     def by_position(self, *names: str) -> list[npt.NDArray[Any]]:
-        """Return whole columns, in which positions count, for machine code. Valid until entries are added."""
+        """Return whole columns, indexed by position, for compiled code. Valid until entries are added."""
         return [self._array(name) for name in names]
 
     def wait_for(self, columns: Mapping[str, Packed]) -> None:
-        """Have these columns too, of all entries, but unpack each only when it is asked for."""
+        """Add columns of all entries that are unpacked on first use."""
         self._waiting = {name: Waiting(packed, 0, self.end) for name, packed in columns.items()}
 
     def _array(self, name: str) -> npt.NDArray[Any]:
-        """Return a column, in which positions count; one that waited is unpacked.
+        """Return a column indexed by position, unpacking it if needed.
 
         Raises:
-            CorruptStoreError: it cannot be unpacked; names the file.
+            CorruptStoreError: unpacking failed; names the file.
         """
         waiting = self._waiting.get(name)
         if waiting is not None:
@@ -175,7 +175,7 @@ class TrajectoryIndex:
         return self._arrays[name]
 
     def _unpack(self) -> None:
-        """Let no column wait any longer."""
+        """Unpack all columns."""
         for name in list(self._waiting):
             self._array(name)
 
@@ -207,8 +207,8 @@ class TrajectoryIndex:
     def append(self, columns: Mapping[str, npt.ArrayLike]) -> range:
         """Add entries, given by column, and return their positions.
 
-        Those of earlier entries may become lower: when the arrays must grow, entries that were dropped before the
-        first one leave them, so that an index is never much larger than what it has had at one time.
+        Positions of earlier entries may decrease: growing the arrays removes dropped entries, so that an index is never
+        much larger than its largest content.
         """
         count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
         self.reserve(count)
@@ -216,7 +216,7 @@ class TrajectoryIndex:
         self._have_facts(columns)
         for name, array in self._arrays.items():
             array[new] = columns[name] if name in columns or not is_optional(name) else unknown(name, count)
-        waiting = {name: one.followed_by(_rows(name, columns, count)) for name, one in self._waiting.items()}
+        waiting = {name: column.followed_by(_rows(name, columns, count)) for name, column in self._waiting.items()}
         before = self.samples_before(self.end)
         self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
         ids = self._arrays["trajectory_id"]
@@ -227,13 +227,13 @@ class TrajectoryIndex:
         return range(new.start, new.stop)
 
     def reserve(self, count: int) -> None:
-        """Have memory for ``count`` more entries."""
+        """Reserve memory for ``count`` more entries."""
         if self._waiting and any(waiting.is_overfull for waiting in self._waiting.values()):
             self._unpack()
         capacity = self.end + count
         if capacity <= len(self.ends):
             return
-        if self.first:  # entries before it are about to leave
+        if self.first:  # dropped entries are removed below
             self._unpack()
         kept = slice(self.first, self.end)
         capacity = max(capacity - self.first, 2 * len(self), 64)
@@ -250,10 +250,10 @@ class TrajectoryIndex:
         self.first, self.end = 0, len(self)
 
     def borrow(self, lender: TrajectoryIndex, ids: IntArray) -> None:
-        """Have memory for entries of these ids, in the arrays of an index that holds the same entries before them.
+        """Reserve memory for entries of these ids by sharing the arrays of an index with the same previous entries.
 
-        Columns that differ between the two (texts, where rows are) stay apart. The caller guards both indexes. Later
-        appends to the lender, and entries that leave it, do not change rows in the arrays that are borrowed.
+        Columns that differ between the two (texts, locations) are not shared. The caller guards both indexes. Later
+        appends to the lender, and evictions from it, do not change the shared rows.
         """
         offset = self._offset_in(lender, ids)
         if offset is None:
@@ -268,7 +268,7 @@ class TrajectoryIndex:
         self.reserve(len(ids))
 
     def _offset_in(self, lender: TrajectoryIndex, ids: IntArray) -> int | None:
-        """Return the position in another index of position 0; None if the entries and ``ids`` do not follow there."""
+        """Return the lender's position of position 0; None if its entries, followed by ``ids``, differ."""
         theirs, count = lender._arrays["trajectory_id"], len(self)
         if self._lender_ids is theirs:
             offset, known = self._offset, True
@@ -279,7 +279,7 @@ class TrajectoryIndex:
         return offset if known and not self._waiting and np.array_equal(new, ids) else None
 
     def _forget_dropped(self) -> int:
-        """Let position 0 be that of the oldest kept entry; return by how much positions were higher."""
+        """Move the oldest kept entry to position 0; return the decrease of positions."""
         dropped = self.first
         if dropped:
             before = self.samples_before(dropped)
@@ -290,7 +290,7 @@ class TrajectoryIndex:
         return dropped
 
     def _return_borrowed(self, but: Collection[str] = ()) -> None:
-        """Have all columns, but for some, in arrays of this index alone."""
+        """Copy all shared columns, except some, into own arrays."""
         for name in self._borrowed.difference(but):
             self._arrays[name] = _with_room(name, self._arrays[name][: self.end], len(self.ends))
         self._borrowed, self._lender_ids = frozenset(), None
@@ -326,13 +326,13 @@ class TrajectoryIndex:
         return position
 
     def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
-        """Return an index of the same entries that names slots. What is changed later in either is not shared.
+        """Return an index of the same entries that refers to slots. Later changes are not shared.
 
         Args:
-            slots: by row of the shard table; the last one stands for none.
+            slots: by row of the shard table; the last element is for entries without one.
         """
         other = self.slice(0, len(self))
-        other._lent.locations = True  # a copy of them would be a quarter of an index that is only read
+        other._lent.locations = True  # copying them would take a quarter of a read-only index
         other.table = "slot"
         rows = other._arrays.pop("shard")
         alike = np.array_equal(slots[:-1], np.arange(len(slots) - 1)) and bool((rows >= 0).all())
@@ -343,49 +343,49 @@ class TrajectoryIndex:
         return other
 
     def renumber(self, ids: IntArray) -> None:
-        """Give all kept entries other ids, which ascend."""
+        """Assign other, ascending ids to all kept entries."""
         self.adopt(self.take(slice(self.first, self.end)) | {"trajectory_id": ids})
 
     def location(self, position: int) -> RowLocation:
-        """Return where the rows of the trajectory at a position are."""
+        """Return the row location of the trajectory at a position."""
         return RowLocation(*(int(array[position]) for array in self.by_position(self.table, *STARTS)))
 
     def point(self, positions: npt.NDArray[np.int64], locations: Sequence[RowLocation] | IntArray) -> None:
-        """Let trajectories be read from elsewhere: ``locations`` has a row for each position.
+        """Change the locations of trajectories; ``locations`` has a row for each position.
 
-        At one stroke: an entry that an interrupt left with the table of one and the first rows of another would be
-        read out of bounds.
+        The change is atomic: an entry with the table of one location and the first rows of another would be read out of
+        bounds after an interrupt.
         """
         self._own_locations()
         columns = self.by_position(self.table, *STARTS)
         kernels.set_locations(*columns, positions, np.array(locations, np.int64).reshape(-1, len(columns)))
 
     def _own_locations(self) -> None:
-        """Have arrays of locations that no index with another table reads, before they are changed."""
+        """Copy location arrays shared with an index of another table, before changing them."""
         if self._lent.locations:
             self._arrays |= {name: self._arrays[name].copy() for name in (self.table, *_HOMES)}
             self._lent = _Lent()
 
     def note_extent(self, positions: Positions, extent: Extent) -> None:
-        """Note the extra rows and the document of a trajectory, which RLinf's index does not tell."""
+        """Set the extra rows and the document of a trajectory, which RLinf's index lacks."""
         self._own_locations()
         self._arrays["extra"][positions] = extent.extra
         self._arrays["document"][positions] = extent.document
 
     def note_nbytes(self, positions: Positions, nbytes: IntArray | int) -> None:
-        """Note the bytes of the columns of trajectories, which RLinf's index does not tell either."""
+        """Set the bytes of the columns of trajectories, which RLinf's index lacks."""
         self._arrays["nbytes"][positions] = nbytes
 
     def note_committed(self, positions: Positions, times: IntArray) -> None:
-        """Note when trajectories were committed."""
+        """Set the commit times of trajectories."""
         self._arrays["committed"][positions] = times
 
     def note_versions(self, position: int, versions: tuple[int, int]) -> None:
-        """Note lowest and highest policy version of a trajectory, which RLinf's index does not tell either."""
+        """Set lowest and highest policy version of a trajectory, which RLinf's index lacks."""
         self._arrays["version_low"][position], self._arrays["version_high"][position] = versions
 
     def fact(self, name: str) -> npt.NDArray[Any]:
-        """Return what all kept entries have of a fact, or were given later in its place, oldest first."""
+        """Return a fact of all kept entries, oldest first; late values replace original ones."""
         column = self[name] if self._has(name) else unknown(name, len(self))
         if NOTE + name not in self._arrays:
             return column
@@ -394,12 +394,12 @@ class TrajectoryIndex:
 
     @property
     def facts(self) -> list[str]:
-        """Names of the facts of which an entry knows something."""
+        """Names of the facts known for at least one entry."""
         return [name for name in (*self._arrays, *self._waiting) if is_fact(name)]
 
     @property
     def notes(self) -> list[str]:
-        """Names of the columns of values that came late, one for each trajectory."""
+        """Names of the columns of late values, one value per trajectory."""
         return [name for name in self._arrays if name.startswith((NOTE, NOTE_TEXT))]
 
     @property
@@ -408,51 +408,51 @@ class TrajectoryIndex:
         return [name.removeprefix(NOTE_ROWS) for name in self._arrays if name.startswith(NOTE_ROWS)]
 
     def given(self, position: int) -> dict[str, float | str]:
-        """Return the latest values that the trajectory at a position was given late, by name."""
-        found: dict[str, float | str] = {}
+        """Return the latest late values of the trajectory at a position, by name."""
+        values: dict[str, float | str] = {}
         for name in self.notes:
             value = self.at(name, position)
             if is_text(name):
                 if value >= 0:
-                    found[name.removeprefix(NOTE_TEXT)] = self.texts[int(value)]
+                    values[name.removeprefix(NOTE_TEXT)] = self.texts[int(value)]
             elif not np.isnan(value):
-                found[name.removeprefix(NOTE)] = float(value)
-        return found
+                values[name.removeprefix(NOTE)] = float(value)
+        return values
 
     def note(self, ids: IntArray, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> None:
-        """Note values that came late; of an id that is there several times, the last ones. Unknown ids are passed over.
+        """Set late values; the last one wins for a repeated id. Unknown ids are ignored.
 
         Args:
             ids: of the trajectories.
             columns: a value for each.
-            texts: what those of texts number.
+            texts: string table of the text columns.
         """
         positions = self.find_many(ids)
-        there = positions >= 0
-        if not there.any():
+        known = positions >= 0
+        if not known.any():
             return
-        chosen = self.translated({name: column[there] for name, column in columns.items()}, texts)
-        self._set(positions[there], chosen)
+        chosen = self.translated({name: column[known] for name, column in columns.items()}, texts)
+        self._set(positions[known], chosen)
 
     def forget_notes(self) -> None:
-        """Forget all values that came late."""
+        """Remove all late values."""
         self.noted += 1
         self._arrays = {name: array for name, array in self._arrays.items() if not is_note(name)}
 
     def _set(self, positions: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set facts of some entries; those that the index has no room for are passed over."""
+        """Set facts of some entries; score names beyond the limit are ignored."""
         self.noted += 1
         self._have_facts(columns)
         for name in columns.keys() & self._arrays.keys():
-            self._arrays[name] = self._arrays[name].copy()  # slices that share it stay as they are
+            self._arrays[name] = self._arrays[name].copy()  # slices that share it must not change
             self._arrays[name][positions] = columns[name]
 
     def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
-        """Have arrays for the facts among some columns, of scores for a limited number of names."""
+        """Create missing fact columns; the number of score names is limited."""
         for name in columns:
             if self._has(name) or not is_optional(name):
                 continue
-            if not name.startswith(SCORE) or sum(one.startswith(SCORE) for one in self.facts) < MOST_SCORES:
+            if not name.startswith(SCORE) or sum(fact.startswith(SCORE) for fact in self.facts) < MOST_SCORES:
                 self._arrays[name] = unknown(name, len(self.ends))
             elif not self._told_left_out:
                 self._told_left_out = True
@@ -464,11 +464,11 @@ class TrajectoryIndex:
                 )
 
     def translated(self, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
-        """Return columns of another index, which number its texts, with the numbers that the texts have here."""
+        """Return another index's columns with its text numbers translated to this string table."""
         return renumbered(columns, texts, self.texts)
 
     def _shed_texts(self) -> None:
-        """Forget the texts that no entry names, if they are more than half of all."""
+        """Remove unused texts if they are more than half of all."""
         if len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
             return
         self._unpack()
@@ -485,13 +485,13 @@ class TrajectoryIndex:
         return self.first + np.flatnonzero(lie_in(self["trajectory_id"], ranges))
 
     def drop_oldest(self, count: int) -> None:
-        """Forget the ``count`` oldest entries."""
+        """Drop the ``count`` oldest entries."""
         self.first += min(count, len(self))
         self._order = None
         self._shed_texts()
 
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
-        """Forget entries anywhere; the positions of later ones change."""
+        """Drop any entries; the positions of later ones change."""
         if len(positions) and np.array_equal(positions, np.arange(self.first, self.first + len(positions))):
             self.drop_oldest(len(positions))
             return
@@ -501,22 +501,22 @@ class TrajectoryIndex:
         self.replace(self.take(np.flatnonzero(keep)))
 
     def without(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
-        """Return an index of the other entries; what is changed later in either is not shared."""
+        """Return an index of the other entries; later changes are not shared."""
         other = self.slice(0, len(self))
         other.drop(positions - self.first)
         return other
 
     def take(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return all columns at some positions (copies, of a slice views)."""
+        """Return all columns at some positions (copies; views for a slice)."""
         self._unpack()
         return self.unpacked(positions)
 
     def unpacked(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return the columns that do not wait to be unpacked, at some positions."""
+        """Return the already unpacked columns at some positions."""
         return {name: array[positions] for name, array in self._arrays.items()}
 
     def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Forget all entries and hold these; the texts stay."""
+        """Replace all entries by these; the texts stay."""
         self.revision += 1
         self.first = self.end = 0
         self._ascending = True
@@ -529,7 +529,7 @@ class TrajectoryIndex:
     def slice(self, start: int, stop: int) -> TrajectoryIndex:
         """Return an index of the entries ``start <= i < stop`` (counted from the oldest kept).
 
-        Arrays are shared until either side adds entries; the texts are shared until they are shed.
+        Arrays are shared until either side adds entries; texts are shared until unused ones are removed.
         """
         part = TrajectoryIndex(self.table)
         low, high = self.first + start, self.first + stop
@@ -557,7 +557,7 @@ class TrajectoryIndex:
         )
 
     def extent(self, position: int) -> Extent:
-        """Return how many rows the trajectory at a position has on each axis."""
+        """Return the number of rows on each axis of the trajectory at a position."""
         return Extent(*(int(self.at(name, position)) for name in Extent._fields))
 
     def uuid(self, position: int) -> str:
@@ -565,10 +565,10 @@ class TrajectoryIndex:
         return str(uuid.UUID(bytes=self.at("uuid", position).tobytes()))
 
     def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Hold these entries instead of the present ones, in these very arrays.
+        """Replace all entries by these, without copying the arrays.
 
         Raises:
-            CorruptStoreError: they have more samples than can be counted.
+            CorruptStoreError: the number of samples is too large.
         """
         if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
@@ -584,19 +584,19 @@ class TrajectoryIndex:
 def renumbered(
     columns: Mapping[str, npt.NDArray[Any]], source: StringTable, target: StringTable
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return columns whose texts have numbers of one table with the numbers of another, which takes the texts."""
+    """Return columns with text numbers of ``source`` translated to ``target``, which receives the texts."""
     numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
     return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
 
 
 def _may_be_lent(name: str) -> bool:
-    """Return whether a column is the same in a view's index and in that of its store."""
+    """Return whether a column is equal in the index of a view and in that of its store."""
     apart = name in ("shard", "slot", "weights", *STARTS) or name.startswith((NOTE_ROWS, NOTE_START))
     return not apart and not is_text(name)
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
-    """Return a column with these rows and memory for as many as ``capacity``; the very array if it has no more."""
+    """Return a column grown to ``capacity`` rows; the same array if it has that many."""
     if len(rows) == capacity:
         return rows
     grown = np.zeros(capacity, rows.dtype) if not is_optional(name) else unknown(name, capacity)
@@ -605,7 +605,7 @@ def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[
 
 
 def _rows(name: str, columns: Mapping[str, npt.ArrayLike], count: int) -> npt.NDArray[Any]:
-    """Return a column of new entries, of which a fact may be unknown."""
+    """Return a column of new entries; a missing fact is unknown."""
     rows = unknown(name, count) if is_optional(name) else np.zeros(count, COLUMNS[name])
     if name in columns:
         rows[:] = columns[name]

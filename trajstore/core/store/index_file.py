@@ -1,4 +1,4 @@
-"""An index as a directory has it: JSON values. Pure; no I/O."""
+"""The JSON form of an index, as stored in a directory. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None)
 
     Args:
         index: has them.
-        shard: rows of their shards, where they are to be others than in the index.
+        shard: shard rows to write instead of those in the index.
     """
     columns = {name: index[name] for name in COLUMNS} | ({} if shard is None else {"shard": shard})
     return {
@@ -36,14 +36,13 @@ def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None)
 def index_from_json(
     value: Any, shards: int, gate: EntryGate | None = None, later: str | None = None
 ) -> TrajectoryIndex:
-    """Return the index that :func:`index_to_json` described.
+    """Return the index described by :func:`index_to_json`.
 
     Args:
         value: the JSON values.
         shards: number of shards in the table that the entries refer to.
-        gate: what becomes of entries that cannot be served; None refuses them.
-        later: name of the file, where UUIDs and facts are to be unpacked and checked only when they are asked for;
-            the gate must then refuse.
+        gate: omits or refuses invalid entries; None refuses them.
+        later: name of the file, to unpack and check UUIDs and facts lazily; the gate must then refuse.
 
     Raises:
         CorruptStoreError: it does not describe an index, or columns disagree.
@@ -53,10 +52,10 @@ def index_from_json(
         packed = value["columns"]
         facts = {name: column for name, column in value["facts"].items() if is_fact(name)}
         _check_declared(packed, facts)
-        every = {**packed, **facts}
+        packed_columns = {**packed, **facts}
         dtypes = {**COLUMNS, **{name: fact_dtype(name) for name in facts}}
         waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
-        columns = _unpacked(every, dtypes)
+        columns = _unpacked(packed_columns, dtypes)
         index.texts = StringTable.from_json(value["weights"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not an index: {error}") from error
@@ -65,7 +64,7 @@ def index_from_json(
     ids, texts = columns["trajectory_id"], len(index.texts)
     index.wait_for(
         {
-            name: Packed(partial(_unpacked_later, name, every[name], dtype, ids, texts, f"{later}"))
+            name: Packed(partial(_unpacked_later, name, packed_columns[name], dtype, ids, texts, f"{later}"))
             for name, dtype in waiting.items()
         }
     )
@@ -75,33 +74,33 @@ def index_from_json(
 def _unpacked_later(
     name: str, packed: Any, dtype: npt.DTypeLike, ids: npt.NDArray[Any], texts: int, source: str
 ) -> npt.NDArray[Any]:
-    """Return a column that was left packed when its file was opened.
+    """Unpack and check a lazy column.
 
     Args:
         name: of the column.
-        packed: as the file has it.
+        packed: its JSON form.
         dtype: of the column.
         ids: of its entries.
-        texts: number of texts that they may name.
+        texts: number of texts in the string table.
         source: name of the file.
 
     Raises:
-        CorruptStoreError: it is no packed array, or holds what it may not; names the file.
+        CorruptStoreError: it is not a packed array, or has invalid values; names the file.
     """
     try:
         column = unpack(packed, dtype)
     except CorruptStoreError as error:
         raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
     faults = out_of_range({name: column}, fact_ranges(texts))
-    EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {what}", wrong) for what, wrong in faults))
+    EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {fault}", wrong) for fault, wrong in faults))
     return column
 
 
 def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, npt.NDArray[Any]]:
-    """Return columns of some dtypes, those of a long index on two cores.
+    """Unpack columns to given dtypes, using two threads for a long index.
 
     Raises:
-        CorruptStoreError: one is no packed array.
+        CorruptStoreError: one is not a packed array.
     """
 
     def unpacked(name: str) -> npt.NDArray[Any]:
@@ -114,19 +113,19 @@ def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) ->
 
 
 _LONG = 1 << 18
-"""Entries from which on a second thread is worth its start."""
+"""Minimum number of entries for which a second thread is faster."""
 
-_LEAST_NBYTES = 2  # of an entry within a file: its UUID, and many may begin alike
+_LEAST_NBYTES = 2  # of an entry in a file: its UUID; many UUIDs may have equal beginnings
 
 _MOST_FACTS = MOST_SCORES + 16
 
 
 def _check_declared(packed: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Refuse columns that claim more entries than their bytes can hold, before memory is taken for them.
+    """Refuse columns that claim more entries than their bytes can hold, before allocating memory.
 
     Raises:
         CorruptStoreError: they do.
-        KeyError, TypeError, ValueError: they are no packed arrays.
+        KeyError, TypeError, ValueError: they are not packed arrays.
     """
     count = declared_rows(packed["trajectory_id"])
     if len(facts) > _MOST_FACTS:

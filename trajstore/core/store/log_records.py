@@ -55,12 +55,12 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class LogTail:
-    """What was read from a segment.
+    """The records read from a segment.
 
     Attributes:
-        records: the whole records.
-        end: offset after the last whole record.
-        torn: bytes after ``end`` that are no whole record.
+        records: the complete records.
+        end: offset after the last complete record.
+        torn: bytes after ``end``, an incomplete record.
     """
 
     records: list[dict[str, Any]]
@@ -72,8 +72,8 @@ def decode_lines(data: bytes, source: str, offset: int = 0) -> LogTail:
     """Return the records in ``data``, which begins at ``offset`` of the segment ``source``.
 
     Raises:
-        CorruptStoreError: a line that is not the last one is damaged, or the line feed of a whole one; names segment
-            and byte.
+        CorruptStoreError: a line before the last one, or the line feed of a complete one, is damaged; names segment and
+            byte.
     """
     records: list[dict[str, Any]] = []
     position = 0
@@ -109,9 +109,9 @@ def decode_each(data: bytes) -> Iterator[tuple[dict[str, Any] | None, int]]:
 
 
 def record_without_end(data: bytes) -> dict[str, Any] | None:
-    """Return the record at the end of a segment whose line feed is another byte.
+    """Return the last record of a segment whose line feed was replaced by another byte.
 
-    No crash leaves that, but for a zero: of a sector that never reached the disk.
+    A crash cannot cause that, except by a zero, from a sector that never reached the disk.
     """
     return None if data.endswith((b"\n", b"\0")) else _decode_line(data[data.rfind(b"\n") + 1 : -1])
 
@@ -129,7 +129,7 @@ def _decode_line(line: bytes) -> dict[str, Any] | None:
 
 
 def manifest_to_json(manifest: ShardManifest, schema_number: int) -> dict[str, Any]:
-    """Return a shard's manifest as JSON values; its schema is told by number."""
+    """Return a shard's manifest as JSON values; its schema is referred to by number."""
     return {
         "name": manifest.name,
         "format": manifest.format,
@@ -142,7 +142,7 @@ def manifest_to_json(manifest: ShardManifest, schema_number: int) -> dict[str, A
 
 
 def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
-    """Return the manifest that :func:`manifest_to_json` described.
+    """Return the manifest described by :func:`manifest_to_json`.
 
     Raises:
         CorruptStoreError: it does not describe a shard.
@@ -150,14 +150,14 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
     """
     try:
         number = natural(value["schema"])
-        if number >= len(schemas) or (value["places"] and not schemas[number].columns):  # what salvage puts for it
+        if number >= len(schemas) or (value["places"] and not schemas[number].columns):  # salvage's placeholder
             raise ValueError("its columns are described by an earlier record, which is damaged or missing")
         schema = schemas[number]
         columns = len(schema.columns)
         files = tuple(StoredFile(check_name(name), natural(size), natural(crc)) for name, size, crc in value["files"])
         places = tuple(None if place is None else ColumnPlace(*place) for place in value["places"])
         crcs, rows = tuple(value["column_crc32"]), tuple(value["rows"])
-        # Checked together: shards have dozens of these numbers, and a log has thousands of shards.
+        # Checked together for speed: shards have dozens of numbers, and a log has thousands of shards.
         numbers = [*rows, *[crc for crc in crcs if crc is not None]]
         numbers += [number for place in places if place is not None for number in (place.file, place.offset)]
         if not all(type(number) is int and 0 <= number <= _INT64_MAX for number in numbers):
@@ -175,7 +175,7 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
 
 
 def natural(value: Any, most: int = RANGES["nbytes"][1]) -> int:
-    """Return a value that was read, if it is a whole number from 0 to ``most``.
+    """Return a parsed value if it is an integer from 0 to ``most``.
 
     Raises:
         ValueError: it is not.
@@ -186,10 +186,10 @@ def natural(value: Any, most: int = RANGES["nbytes"][1]) -> int:
 
 
 def integers(values: list[Any], width: int | None = None) -> npt.NDArray[np.int64]:
-    """Return numbers ``[n]``, or rows of numbers ``[n, width]``, that were read.
+    """Return parsed numbers as an array ``[n]``, or rows of numbers as ``[n, width]``.
 
     Raises:
-        ValueError: some are no whole numbers of 64 bits, or a row has more or fewer.
+        ValueError: some are not 64-bit integers, or a row has the wrong length.
     """
     array = np.array(values, None if values else np.int64)
     shape = (len(values),) if width is None else (len(values), width)
@@ -213,7 +213,7 @@ def ranges_of(ids: Sequence[int]) -> list[list[int]]:
 
 
 def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
-    """Return ids for a message, runs of them as ranges: ``"3 to 7, 9"``."""
+    """Return ids for a message, with consecutive ones as ranges: ``"3 to 7, 9"``."""
     return ranges_in_words(id_ranges(np.unique(np.asarray(ids, np.int64))).tolist())
 
 
@@ -224,7 +224,7 @@ def ranges_in_words(ranges: Iterable[Sequence[int]]) -> str:
 
 
 def parse_ranges(value: Any) -> npt.NDArray[np.int64]:
-    """Return the inclusive ranges of ids that a record or a pin says, ``[n, 2]``.
+    """Return the inclusive id ranges of a record or a pin, ``[n, 2]``.
 
     Raises:
         CorruptStoreError: they are not ranges.

@@ -27,13 +27,13 @@ _EXTENT = _NUMBERS[1:5]
 
 @dataclass(slots=True, eq=False)
 class NewEntries:
-    """Index columns of new trajectories, made once and used by the view, the log and the catalog. Immutable.
+    """Index columns of new trajectories, shared by the view, the log and the catalog. Immutable.
 
     Attributes:
-        columns: by name, except where the rows are; texts are numbers of ``texts``.
-        texts: the table of the texts.
+        columns: by name, except row locations; texts are numbers of ``texts``.
+        texts: the string table.
         weights: ``model_weights_id`` of each.
-        facts: of each rollout; None of step trajectories.
+        facts: of each rollout; None for step trajectories.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
@@ -55,7 +55,7 @@ class NewEntries:
             flats: the trajectories.
             ids: their ids.
             uuids: 16 bytes for each.
-            texts: table that their texts are added to.
+            texts: string table that receives their texts.
             committed: time in µs since 1970; for trajectories in memory, when they were added.
         """
         unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
@@ -69,7 +69,7 @@ class NewEntries:
 
     @staticmethod
     def joined(parts: Sequence[NewEntries]) -> NewEntries:
-        """Return the entries of all parts, one after the other."""
+        """Return the concatenated entries of all parts."""
         if len(parts) == 1:
             return parts[0]
         texts = parts[0].texts
@@ -106,7 +106,7 @@ class NewEntries:
 
 
 def starts_of(extents: Sequence[Extent] | npt.NDArray[np.int64], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
-    """Return the first rows, within their shard or block, of all its trajectories in order."""
+    """Return the first rows of consecutive trajectories within their shard or block."""
     steps, batch, extra, document = np.array(extents, np.int64).T
     rows = np.array((steps * batch, (steps + extra) * batch if kind == "step" else extra, document))
     return dict(zip(STARTS, np.cumsum(rows, axis=1) - rows, strict=True))
@@ -120,7 +120,7 @@ def columns_of(
     texts: StringTable,
     committed: int = UNKNOWN_TIME,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return index columns of trajectories, without facts and where the rows are.
+    """Return index columns of trajectories, without facts and row locations.
 
     Args:
         numbers: samples, steps, batch, extra rows, document bytes, bytes, longest episode, lowest and highest version
@@ -128,7 +128,7 @@ def columns_of(
         weights: ``model_weights_id`` of each.
         ids: their ids.
         uuids: 16 bytes for each.
-        texts: table that ``weights`` are added to.
+        texts: string table that receives ``weights``.
         committed: time in µs since 1970.
     """
     return {
@@ -141,7 +141,7 @@ def columns_of(
 
 
 def _facts_of(every: Sequence[Mapping[str, Any] | None]) -> Iterator[tuple[Any, int]]:
-    """Yield the facts of each run of rollouts, None of each run of step trajectories; and how many they are."""
+    """Yield the facts (None for step trajectories) and the length of each run of one kind."""
     for facts, run in groupby(every, key=lambda facts: facts is not None):
-        some = list(run)
-        yield (facts_to_json([one for one in some if one is not None]) if facts else None), len(some)
+        items = list(run)
+        yield (facts_to_json([item for item in items if item is not None]) if facts else None), len(items)

@@ -1,9 +1,9 @@
-"""Values that come late: scores, corrections and tags of trajectories that are committed. Pure; no I/O.
+"""Late values: scores, corrections and tags added to committed trajectories. Pure; no I/O.
 
-A store keeps every value that was given, with who gave it and when. The index has the latest one of each name as a
-column, see :mod:`trajstore.core.store.facts`.
+A store keeps every value with its author and time. The index has the latest value of each name as a column, see
+:mod:`trajstore.core.store.facts`.
 
-Guarded as the catalog is that it is a part of.
+Guarded like the catalog it belongs to.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ _COLUMNS: Mapping[str, npt.DTypeLike] = {
 }
 
 _HAS_ROWS = 1.0
-"""Stands in ``numbers`` for rows that were given, whether or not they are still kept."""
+"""In ``numbers``: marks values by row, whether or not their rows are still stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A value that a trajectory was given.
+    """A late value of a trajectory.
 
     Attributes:
-        trajectory_id: of the trajectory; of a run asked for as ``"2/1"``, so too.
+        trajectory_id: of the trajectory; ``"2/1"`` in a run if requested that way.
         name: of the value.
-        value: None where an earlier one was taken back; of values by row a text that says what they are.
-        who: gave it; an empty text if nothing was said.
-        time: when, in µs since 1970, by the clock of who gave it.
-        generation: of the commit that brought it.
-        in_force: whether it counts now: no later value or None replaced it.
+        value: None where an earlier one was taken back; for values by row a text that describes them.
+        who: its author; empty if unknown.
+        time: in µs since 1970, by the author's clock.
+        generation: of its commit.
+        in_force: whether it is current, not replaced by a later value or None.
     """
 
     trajectory_id: int | str
@@ -83,7 +83,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A commit gave trajectories values: columns of the index, one row for each id."""
+    """Late values were added: columns of the index, one row for each id."""
 
     ids: npt.NDArray[np.int64]
     columns: Mapping[str, npt.NDArray[Any]]
@@ -91,36 +91,36 @@ class Noted:
 
 
 class Notes:
-    """Every value that the trajectories of a store were given, in the order of the commits."""
+    """All late values of a store's trajectories, in the order of the commits."""
 
     def __init__(self) -> None:
         self._words = StringTable()
-        """Texts, and who gave values."""
+        """Texts and authors."""
         self._parts: list[dict[str, npt.NDArray[Any]]] = []
         self._kinds: dict[str, str] = {}
-        """Whether values are numbers, texts or rows, by name; ``names`` counts in this order."""
+        """Kind of the values (numbers, texts or rows) by name; ``names`` indexes this order."""
         self.sources: set[str] = set()
-        """Files of the inbox whose values are here."""
+        """Inbox files whose values are included."""
 
     def __len__(self) -> int:
         return sum(len(part["ids"]) for part in self._parts)
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """``"text"``, ``"number"`` or, see :func:`~trajstore.core.store.row_notes.kind_of_rows`, rows for each name."""
+        """Kind by name: ``"text"``, ``"number"`` or rows, see :func:`~trajstore.core.store.row_notes.kind_of_rows`."""
         return self._kinds
 
     @classmethod
     def of(cls, index: TrajectoryIndex, shards: ShardTable, time: int) -> Notes:
-        """Return the latest values that an index has, as those of a store that begins with it.
+        """Return the latest values in an index as the first values of a new store.
 
         Args:
             index: has them.
-            shards: in which values by row lie.
+            shards: that hold values by row.
             time: of them, in µs since 1970.
 
         Raises:
-            ConfigurationError: a name has values of two kinds, as those of two stores may have.
+            ConfigurationError: a name has values of two kinds, which merging two stores can cause.
         """
         notes = cls()
         for column in index.notes:
@@ -151,14 +151,14 @@ class Notes:
             )
 
     def check(self, said: Said) -> None:
-        """Refuse values that contradict those that are here, see :func:`check_given`."""
+        """Refuse values that contradict existing ones, see :func:`check_given`."""
         check_given(said, self._kinds)
 
     def foreseen(self, waiting: Iterable[Said]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the kinds of names once the values that wait are taken in; and by file, why some will not be.
+        """Return the kinds of names after the pending values are added, and by file, why some will be refused.
 
         Args:
-            waiting: in the order in which they are taken in.
+            waiting: the pending values, in the order of their addition.
         """
         kinds, refused = dict(self._kinds), {}
         for said in waiting:
@@ -173,22 +173,24 @@ class Notes:
         return kinds, refused
 
     def add(self, said: Said, generation: int, shard: int = _NO_SHARD) -> Noted:
-        """Take in values; return what they are as columns of the index.
+        """Add values; return them as columns of the index.
 
         Args:
             said: the values.
             generation: of the commit.
-            shard: row, in the shard table, of those that are rows.
+            shard: row, in the shard table, of the shard with values by row.
 
         Raises:
-            ConfigurationError: they contradict those that are here; nothing was taken in.
+            ConfigurationError: they contradict existing values; nothing was added.
         """
         check_kinds(said, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
         self._kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
         for name, values in said.values.items():
             numbers = np.array([np.nan if isinstance(value, str | None) else value for value in values], np.float64)
-            texts = np.array([self._words.add(one) if isinstance(one, str) else _NO_TEXT for one in values], np.int32)
+            texts = np.array(
+                [self._words.add(item) if isinstance(item, str) else _NO_TEXT for item in values], np.int32
+            )
             columns |= self._append(said, name, generation, numbers=numbers, texts=texts)
         if said.rows is not None:
             for name, starts in said.rows.starts().items():
@@ -201,7 +203,7 @@ class Notes:
 
     def _append(self, said: Said, name: str, generation: int, **values: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Append a value of each trajectory under a name; return it as columns of the index."""
-        of_each = {
+        row = {
             "ids": said.ids,
             "names": list(self._kinds).index(name),
             "numbers": _HAS_ROWS if "shards" in values else np.nan,
@@ -215,12 +217,12 @@ class Notes:
         }
         part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
         for column, array in part.items():
-            array[:] = of_each[column]
+            array[:] = row[column]
         self._parts.append(part)
         return {column: part[journal] for column, journal in self._columns_of(name).items()}
 
     def _columns_of(self, name: str) -> dict[str, str]:
-        """Return the columns of the index that a name has, and the columns here of which they are."""
+        """Return the index columns of a name, mapped to the columns of these notes."""
         kind = self._kinds[name]
         if is_rows(kind):
             return {NOTE_ROWS + name: "shards", NOTE_START + name: "starts"}
@@ -233,19 +235,19 @@ class Notes:
         }
 
     def lay_over(self, index: TrajectoryIndex) -> None:
-        """Let an index have the latest values, and no others."""
+        """Replace an index's late values by the latest ones."""
         index.forget_notes()
-        everything = self._all()
+        all_columns = self._all()
         for number, name in enumerate(self._kinds):
-            of_name = np.flatnonzero(everything["names"] == number)
-            columns = {column: everything[of][of_name] for column, of in self._columns_of(name).items()}
-            index.note(everything["ids"][of_name], columns, self._words)
+            of_name = np.flatnonzero(all_columns["names"] == number)
+            columns = {column: all_columns[of][of_name] for column, of in self._columns_of(name).items()}
+            index.note(all_columns["ids"][of_name], columns, self._words)
 
     def rows_needed(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return of which of all values the rows must be kept: the latest ones.
+        """Return which values need their rows: the latest ones.
 
         Args:
-            ids: of the trajectories that are there.
+            ids: of the existing trajectories.
         """
         needed = np.zeros(len(self), np.bool_)
         if not self.has_rows:
@@ -259,7 +261,7 @@ class Notes:
 
     @property
     def has_rows(self) -> bool:
-        """Whether a name stands for rows."""
+        """Whether a name has values by row."""
         return bool(self._row_names())
 
     def ids(self) -> npt.NDArray[np.int64]:
@@ -270,18 +272,18 @@ class Notes:
         return [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
 
     def shards(self, needed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-        """Return the shards, rows of the shard table, of values of which :meth:`rows_needed` says they are kept."""
-        found: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed] if needed.any() else [])
-        return found.astype(np.int32)
+        """Return the shards (rows of the shard table) of the values selected by :meth:`rows_needed`."""
+        rows: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed] if needed.any() else [])
+        return rows.astype(np.int32)
 
     def ids_in(self, shard: int) -> npt.NDArray[np.int64]:
-        """Return the trajectories that have or had values by row in a shard, a row of the shard table."""
+        """Return the trajectories with current or former values by row in a shard, a row of the shard table."""
         columns = self._all()
-        found: npt.NDArray[np.int64] = np.unique(columns["ids"][columns["shards"] == shard])
-        return found
+        ids: npt.NDArray[np.int64] = np.unique(columns["ids"][columns["shards"] == shard])
+        return ids
 
     def row_homes(self) -> Iterator[tuple[ColumnSpec, npt.NDArray[np.int64], npt.NDArray[np.int32], Any]]:
-        """Yield the column of each name that stands for rows; of each value of it, trajectory, shard and first row."""
+        """Yield, per name with values by row, its column, and trajectory, shard and first row of each value."""
         columns, names = self._all(), list(self._kinds.items())
         for number in self._row_names():
             inside = (columns["names"] == number) & (columns["shards"] >= 0)
@@ -289,7 +291,7 @@ class Notes:
             yield column_of_kind(*names[number]), *homes
 
     def kept(self, ids: npt.NDArray[np.int64]) -> Notes:
-        """Return a copy that has the values of these trajectories alone."""
+        """Return a copy with the values of these trajectories only."""
         columns, other = self._all(), Notes()
         inside = np.isin(columns["ids"], ids)
         other._words, other._kinds, other.sources = self._words.copy(), dict(self._kinds), set(self.sources)
@@ -297,32 +299,32 @@ class Notes:
         return other
 
     def count_not_in(self, other: Notes) -> int:
-        """Return how many values are here and not there."""
+        """Return the number of values missing from ``other``."""
         names = list(dict.fromkeys([*self._kinds, *other._kinds]))
         mine, theirs = (notes._keys(names) for notes in (self, other))
         return int(np.count_nonzero(~np.isin(mine, theirs)))
 
     def _keys(self, names: Sequence[str]) -> npt.NDArray[Any]:
-        """Return what tells each value from all others that a store was ever given."""
+        """Return a unique key of each value in the store's history."""
         columns, numbers = self._all(), np.array([names.index(name) for name in self._kinds], np.int64)
         parts = (columns["generations"], columns["ids"], numbers[columns["names"]])
         return np.rec.fromarrays(parts)
 
     def in_table(self, rows: npt.NDArray[np.int32]) -> Notes:
-        """Return these, whose values by row lie in other rows of the shard table.
+        """Return these notes with shards renumbered to rows of a shard table.
 
         Args:
-            rows: for each number that values by row refer to, the row of the table.
+            rows: for each shard number used by values, the row of the table.
         """
         columns = self._all()
-        there = columns["shards"] >= 0
-        columns["shards"][there] = rows[columns["shards"][there]]
+        stored = columns["shards"] >= 0
+        columns["shards"][stored] = rows[columns["shards"][stored]]
         self._parts = [columns]
         return self
 
     def history(self, trajectory_id: int) -> list[Note]:
-        """Return what a trajectory was given, the earliest first."""
-        found, names = [], list(self._kinds)
+        """Return all late values of a trajectory, earliest first."""
+        notes, names = [], list(self._kinds)
         for part in self._parts:
             for at in np.flatnonzero(part["ids"] == trajectory_id).tolist():
                 text, number = int(part["texts"][at]), float(part["numbers"][at])
@@ -331,10 +333,10 @@ class Notes:
                 value = rows_in_words(kind) if is_rows(kind) and value is not None else value
                 name, who = names[int(part["names"][at])], self._words[int(part["who"][at])]
                 time, generation = int(part["times"][at]), int(part["generations"][at])
-                found.append(Note(trajectory_id, name, value, who, time, generation, False))
-        for at in {note.name: at for at, note in enumerate(found)}.values():
-            found[at] = replace(found[at], in_force=found[at].value is not None)
-        return found
+                notes.append(Note(trajectory_id, name, value, who, time, generation, False))
+        for at in {note.name: at for at, note in enumerate(notes)}.values():
+            notes[at] = replace(notes[at], in_force=notes[at].value is not None)
+        return notes
 
     # -- on disk ----------------------------------------------------------------------------------
 
@@ -344,9 +346,9 @@ class Notes:
         """Return the values of trajectories as JSON values.
 
         Args:
-            ids: of those that are there; the others' values are forgotten.
-            needed: of which values rows are kept, see :meth:`rows_needed`.
-            rows: by row of the shard table, the row that the shard is to have.
+            ids: of the existing trajectories; values of others are omitted.
+            needed: which values keep their rows, see :meth:`rows_needed`.
+            rows: by row of the shard table, the new row of the shard.
         """
         columns = self._all()
         shards = np.full(len(needed), _NO_SHARD, np.int32)
@@ -362,7 +364,7 @@ class Notes:
 
     @classmethod
     def from_json(cls, value: Any, shards: int) -> Notes:
-        """Return what :meth:`to_json` described.
+        """Return the notes described by :meth:`to_json`.
 
         Args:
             value: the JSON values.

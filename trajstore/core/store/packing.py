@@ -1,7 +1,7 @@
-"""Arrays and string tables as JSON values: little-endian bytes, differenced, deflated, base64. Pure.
+"""Arrays and string tables as JSON values: little-endian bytes, delta-encoded, deflated, base64. Pure.
 
-A million-entry index is parsed at the speed of memory this way; as plain JSON numbers it would take
-seconds and several times the memory. The encoding is described in the format specification.
+A million-entry index is parsed at memory speed this way; plain JSON numbers would take seconds and several times the
+memory. The format specification describes the encoding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy.typing as npt
 
 from trajstore.errors import CorruptStoreError
 
-_MAX_INFLATION = 1100  # deflate cannot shrink by more: a larger claim is hostile
+_MAX_INFLATION = 1100  # deflate's maximum ratio; larger claims are forged
 
 _PIECE = 1 << 19
-"""Bytes that are inflated at a time: fresh memory for all of a long column would cost more than inflating it."""
+"""Bytes inflated at a time: fresh memory for a whole long column costs more than inflating it."""
 
-_MAX_TEXT_INFLATION = 256  # of strings of which no two are equal, or not soon after each other
+_MAX_TEXT_INFLATION = 256  # for strings without close repetitions
 
 _FEW_BYTES, _FEW_STRINGS = 1 << 20, 1 << 16
-"""Bytes and strings that a table may claim whatever its size: a text may be stored again after many others."""
+"""Bytes and strings that a table may always claim, since a text may be stored again after many others."""
 
 _RECENT = 1024
-"""Strings that are known when they come again."""
+"""Number of recent strings that are deduplicated."""
 
 
 def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
     """Return an array of integers or raw bytes as JSON values.
 
-    Integers are replaced by their differences along the first axis, which makes ids and offsets small.
+    Integers are delta-encoded along the first axis, which makes ids and offsets small.
     """
     array = np.ascontiguousarray(array)
     values = array
@@ -47,10 +47,10 @@ def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray[Any]:
-    """Return the array that :func:`pack` described, as a new writable array.
+    """Return the array described by :func:`pack`, as a new writable array.
 
     Raises:
-        CorruptStoreError: it is no array of this dtype and number of dimensions.
+        CorruptStoreError: it is not an array of this dtype and number of dimensions.
     """
     wanted = np.dtype(dtype)
     try:
@@ -68,10 +68,10 @@ def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray
 
 
 def _inflated(packed: bytes, size: int) -> Iterator[bytes]:
-    """Yield the first ``size`` bytes of a zlib stream, in pieces whose memory is used again and again.
+    """Yield the first ``size`` bytes of a zlib stream in pieces.
 
     Raises:
-        ValueError, zlib.error: it has fewer, or is none.
+        ValueError, zlib.error: it has fewer bytes, or is not a zlib stream.
     """
     inflater = zlib.decompressobj()
     left = size
@@ -89,7 +89,7 @@ def _inflated(packed: bytes, size: int) -> Iterator[bytes]:
 
 
 def _joined(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the array of raw bytes."""
+    """Return the array of concatenated raw bytes."""
     joined = np.empty(prod(shape) * dtype.itemsize, np.uint8)
     end = 0
     for piece in pieces:
@@ -99,7 +99,7 @@ def _joined(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def _summed(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the array of 64-bit differences along the first axis."""
+    """Return the array from its 64-bit differences along the first axis."""
     summed = np.empty(shape, dtype)
     row, end, rest = prod(shape[1:]) * 8, 0, b""
     last = np.zeros((1, *shape[1:]), np.int64)
@@ -113,17 +113,17 @@ def _summed(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any
             rows += last
             summed[begin:end] = rows
             last = rows[-1:]
-        elif end > begin:  # all rows are equal, as many are of trajectories that are alike: much cheaper than sums
+        elif end > begin:  # equal rows, common for similar trajectories; cheaper than sums
             last = last + steps[:1]
             summed[begin:end] = last
     return summed
 
 
 def declared_rows(value: Any) -> int:
-    """Return how many rows a packed array claims to have.
+    """Return the number of rows that a packed array claims.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: it is no packed array.
+        KeyError, IndexError, TypeError, ValueError: it is not a packed array.
     """
     rows = value["shape"][0]
     if not isinstance(rows, int) or rows < 0:
@@ -132,9 +132,9 @@ def declared_rows(value: Any) -> int:
 
 
 class StringTable:
-    """Strings by number, kept as one block of bytes: a million ids cost their bytes and no objects.
+    """Numbered strings, stored as one block of bytes: a million ids need no Python objects.
 
-    It has no lock: whoever owns the catalog that it belongs to keeps readers and :meth:`add` apart.
+    It has no lock: the owner of its catalog separates readers from :meth:`add`.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class StringTable:
         return self._blob[start : int(self._ends[number])].decode()
 
     def add(self, text: str) -> int:
-        """Return the number of ``text``; one recently added is not stored again."""
+        """Return the number of ``text``; a recent one is not stored again."""
         number = self._recent.get(text)
         if number is None:
             if len(self._recent) >= _RECENT:
@@ -171,7 +171,7 @@ class StringTable:
         return [blob[first:end].decode() for first, end in pairwise(bounds)]
 
     def copy(self) -> StringTable:
-        """Return a table of the same strings that grows on its own."""
+        """Return an independent copy."""
         table = StringTable()
         table._blob = bytearray(self._blob)
         table._ends = self._ends.copy()
@@ -180,37 +180,37 @@ class StringTable:
         return table
 
     def extend(self, other: StringTable, numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
-        """Add the strings that have these numbers in ``other`` and return their numbers here; -1 stays.
+        """Add strings of ``other`` by number and return their numbers here; -1 is unchanged.
 
-        Of many, those that are here already are stored again, which costs less than to look for them.
+        If there are many, existing strings are stored again, which is cheaper than a lookup.
         """
-        wanted, which = np.unique(numbers, return_inverse=True)
+        wanted, inverse = np.unique(numbers, return_inverse=True)
         if len(wanted) <= _RECENT:
-            here = [number if number < 0 else self.add(other[number]) for number in wanted.tolist()]
-            return np.array(here, np.int32)[which]
+            added = [number if number < 0 else self.add(other[number]) for number in wanted.tolist()]
+            return np.array(added, np.int32)[inverse]
         named = wanted >= 0
         last = other._ends[wanted[named]]
         first = np.where(wanted[named] > 0, other._ends[wanted[named] - 1], 0)
         lengths, before = last - first, len(self._blob)
         ends = np.cumsum(lengths)
         begin = int(first.min())
-        blob = bytes(other._blob[begin : int(last.max())])  # a copy: a thread that adds to ``other`` resizes its own
+        blob = bytes(other._blob[begin : int(last.max())])  # a copy: another thread's add to ``other`` resizes its blob
         places = np.repeat(first - begin - ends + lengths, lengths) + np.arange(ends[-1])
         self._blob += np.frombuffer(blob, np.uint8)[places].tobytes()
         self._ends = np.concatenate([self._ends[: self._count], before + ends])
         numbered: npt.NDArray[np.int32] = np.where(named, self._count - 1 + np.cumsum(named), -1).astype(np.int32)
         self._count += len(ends)
-        return numbered[which]
+        return numbered[inverse]
 
     def _check_text(self) -> None:
-        """Refuse bytes that are no text, and strings that begin within a character."""
+        """Refuse invalid UTF-8, and strings that begin within a character."""
         try:
             self._blob.decode()
         except UnicodeDecodeError as error:
             raise CorruptStoreError(f"a string table is damaged: {error}") from error
         begins = self._ends[: self._count]
         first = np.frombuffer(bytes(self._blob), np.uint8)[begins[begins < len(self._blob)]]
-        if np.any(first & 0xC0 == 0x80):  # a byte that goes on with a character of UTF-8
+        if np.any(first & 0xC0 == 0x80):  # a UTF-8 continuation byte
             raise CorruptStoreError("a string table's offsets do not fit its text")
 
     def to_json(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class StringTable:
 
     @staticmethod
     def from_json(value: Any) -> StringTable:
-        """Return the table that :meth:`to_json` described.
+        """Return the table described by :meth:`to_json`.
 
         Raises:
             CorruptStoreError: it does not describe a table.
@@ -232,7 +232,7 @@ class StringTable:
             blob, ends = value["bytes"], value["ends"]
             if declared_rows(blob) > len(blob["data"]) * _MAX_TEXT_INFLATION + _FEW_BYTES:
                 raise ValueError("claims more text than its bytes can hold")
-            if declared_rows(ends) > 2 * declared_rows(blob) + _FEW_STRINGS:  # only the empty one needs no byte
+            if declared_rows(ends) > 2 * declared_rows(blob) + _FEW_STRINGS:  # only the empty string has no bytes
                 raise ValueError("claims more strings than its text has")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CorruptStoreError(f"not a string table: {error}") from error
@@ -244,6 +244,6 @@ class StringTable:
         table._check_text()
         if table._count == 0:
             table._ends = np.zeros(16, np.int64)
-        # What was added last comes again soon, and is not to be stored again by each process that goes on here.
+        # Recent strings are likely to recur; each process that continues here should not store them again.
         table._recent = {table[number]: number for number in range(max(0, table._count - _RECENT // 2), table._count)}
         return table

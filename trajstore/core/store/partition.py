@@ -1,4 +1,4 @@
-"""Which trajectories belong to which rank. Pure arithmetic."""
+"""Partitions trajectories among ranks. Pure arithmetic."""
 
 from __future__ import annotations
 

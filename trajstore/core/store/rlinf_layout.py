@@ -1,7 +1,7 @@
-"""RLinf's directories: their index and metadata, and trajectory files as columns. Pure; no I/O.
+"""RLinf's directories: index, metadata, and trajectory files as columns. Pure; no I/O.
 
 One file per trajectory, ``trajectory_{id}_{model_weights_id}.pt`` (or ``.pkl``): a dict of the trajectory's
-fields, tensors ``[T, B, ...]``, nested dicts for observations; fields that are None are left out.
+fields, tensors ``[T, B, ...]``, nested dicts for observations; fields that are None are omitted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTraje
 from trajstore.trajectory import Trajectory
 
 INDEX_NAMES = ("trajectory_index.json", "trajector_index.json")
-"""The index, and how early versions of RLinf misspelt it."""
+"""The index's name, and its misspelling in early versions of RLinf."""
 
 SUFFIXES = ("pt", "pkl")
 
@@ -36,12 +36,12 @@ TRAJECTORY_CLASSES: Mapping[tuple[str, str], Any] = {
     ("rlinf.data.schema.embodied_types", "Trajectory"): Trajectory,
     ("rlinf.data.embodied_io_struct", "Trajectory"): Trajectory,
 }
-"""RLinf's class, by the modules in which it has lived, and what stands in for it."""
+"""RLinf's class, by the modules that have contained it, and its replacement."""
 
 
 @dataclass(frozen=True, slots=True)
 class RLinfEntry:
-    """One trajectory as RLinf's index describes it. ``shape`` begins with T and B."""
+    """One entry of RLinf's index. ``shape`` begins with T and B."""
 
     trajectory_id: int
     num_samples: int
@@ -53,7 +53,7 @@ class RLinfEntry:
         """Return the name of the trajectory's file.
 
         Raises:
-            UnsafeContentError: ``model_weights_id`` would make it leave the directory.
+            UnsafeContentError: with this ``model_weights_id`` it would leave the directory.
         """
         return check_name(f"trajectory_{self.trajectory_id}_{self.model_weights_id}.{suffix}", one_part=True)
 
@@ -65,8 +65,8 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
         CorruptStoreError: it is not a JSON object, or a value is of the wrong kind.
     """
     value = _object(data, source)
-    wanted = {"trajectory_format": str, "trajectory_counter": int, "seed": int}
-    for key, kind in wanted.items():
+    types = {"trajectory_format": str, "trajectory_counter": int, "seed": int}
+    for key, kind in types.items():
         if value.get(key) is not None and not isinstance(value[key], kind):
             raise CorruptStoreError(f"{source}: {key} is {value[key]!r}, must be {kind.__name__}")
     if value.get("trajectory_format", "pt") not in SUFFIXES:
@@ -78,7 +78,7 @@ def parse_index(data: bytes, source: str) -> list[RLinfEntry]:
     """Return the entries of RLinf's index in the order of its id list.
 
     Raises:
-        CorruptStoreError: it is no index, or an entry is incomplete.
+        CorruptStoreError: it is not an index, or an entry is incomplete.
     """
     value = _object(data, source)
     try:
@@ -115,10 +115,10 @@ class FileContent:
     """One trajectory file as columns.
 
     Attributes:
-        schema: its columns; what is no column stands in the document.
+        schema: its columns; other values are in the document.
         extent: its rows.
-        leaves: per column, where or what the tensor is.
-        kept: fields that are kept in the document and not sampled, though RLinf would sample them, and why.
+        leaves: the tensor of each column, or its place.
+        kept: fields kept in the document and not sampled, though RLinf would sample them, and why.
         left_out: fields that cannot be represented, and why.
     """
 
@@ -137,7 +137,7 @@ def columns_of_file(content: Any, source: str, read: Callable[[TensorPlace], tor
     Args:
         content: the file's dict, or RLinf's object, with tensors or their places as leaves.
         source: the file's name, for messages.
-        read: returns a tensor by its place.
+        read: returns the tensor at a place.
 
     Raises:
         CorruptStoreError: it is not a trajectory.
@@ -199,13 +199,13 @@ _FILE_FIELDS = frozenset({*TENSOR_FIELDS, *DICT_FIELDS, "max_episode_length", "m
 
 
 def fields_of_file(content: Any) -> dict[str, Any]:
-    """Return what a trajectory file says besides tensors and also stands in the index."""
+    """Return the non-tensor values of a trajectory file that are also in the index."""
     values = vars(content) if isinstance(content, Trajectory) else content
     return {name: values[name] for name in ("model_weights_id", "max_episode_length") if values.get(name)}
 
 
 def _items(content: Mapping[Any, Any], left_out: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a trajectory that somebody else wrote, by dotted name; what has no name is left out."""
+    """Yield the leaves of an untrusted trajectory by dotted name; invalid fields are added to ``left_out``."""
     for field in TENSOR_FIELDS:
         if isinstance(content.get(field), Mapping):
             left_out[field] = "a dict, must be a tensor"
@@ -231,9 +231,9 @@ def _nested(value: Mapping[Any, Any], path: tuple[str, ...], left_out: dict[str,
 
 
 def _is_plain(leaf: Any) -> TypeGuard[Leaf]:
-    """Return whether a leaf is a tensor whose elements all lie in memory or in the file.
+    """Return whether a leaf is a tensor with all its elements in memory or in the file.
 
-    An expanded tensor of a few bytes can claim any size, at which it would be copied.
+    An expanded tensor of a few bytes can claim any size, and copying it would allocate that size.
     """
     if not isinstance(leaf, torch.Tensor):
         return isinstance(leaf, TensorPlace)
@@ -251,10 +251,10 @@ def _leading(content: Mapping[str, Any], source: str) -> tuple[int, int]:
 
 
 def encode_trajectory(flat: FlatTrajectory, trajectory_id: int, suffix: str) -> tuple[RLinfEntry, EncodedFile]:
-    """Return a step trajectory as RLinf's index and file have it.
+    """Return a step trajectory as RLinf's index entry and file.
 
     Raises:
-        ConfigurationError: it is an agent trajectory, which RLinf does not know.
+        ConfigurationError: it is an agent trajectory, which RLinf does not support.
         UnsafeContentError: its ``model_weights_id`` cannot be part of a file name.
     """
     schema, extent = flat.schema, flat.extent
@@ -276,7 +276,7 @@ def encode_trajectory(flat: FlatTrajectory, trajectory_id: int, suffix: str) -> 
         "max_episode_length": flat.max_episode_length,
         "model_weights_id": flat.model_weights_id,
         **{name: nested[name] for name in TENSOR_FIELDS if name in nested},
-        # RLinf has these always, empty or not, and in this order
+        # RLinf always has these, even if empty, in this order
         **{name: nested.get(name, {}) for name in ("forward_inputs", "curr_obs", "next_obs")},
     }
     shape = tuple(content["prev_logprobs" if "prev_logprobs" in content else "rewards"].shape)

@@ -1,4 +1,4 @@
-"""Going to a snapshot: what leaves, what comes back, and the index afterwards. Pure; no I/O."""
+"""Plans going to a snapshot: evicted and restored trajectories, and the resulting index. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trajstore.errors import CorruptStoreError
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What going to a snapshot changes.
+    """The changes made by going to a snapshot.
 
     Attributes:
         to: the snapshot.
         notes: its late values.
-        line: names of the saved points on its line that are there.
-        leaving: ids of trajectories that are live and not in the snapshot, ascending.
-        returning: ids of trajectories of the snapshot that are not live, ascending.
+        line: names of the existing saved points on its line.
+        leaving: ids of live trajectories that are not in the snapshot, ascending.
+        returning: ids of the snapshot's trajectories that are not live, ascending.
         points: saved points of the current line that are not on the snapshot's.
         nbytes: of the trajectories that leave.
-        values: late values that are in force and not in the snapshot.
-        values_back: late values of the snapshot that are not in force.
+        values: number of current late values that are not in the snapshot.
+        values_back: number of the snapshot's late values that are not current.
     """
 
     to: Snapshot
@@ -45,26 +45,26 @@ class Change:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the store shows the snapshot already."""
+        """Whether the store already equals the snapshot."""
         return not (len(self.leaving) or len(self.returning) or self.values or self.values_back or self._line_differs)
 
 
 def plan_change(catalog: Catalog, to: Snapshot) -> Change:
-    """Return what going to a snapshot would change.
+    """Return the changes made by going to a snapshot.
 
     Raises:
         CorruptStoreError: the store lacks trajectories or values of the snapshot.
     """
     notes = catalog.values_of(to)
-    stays = catalog.index.positions_in(to.ids)
-    back = catalog.pinned.positions_in(to.ids)
-    if len(stays) + len(back) != to.count:
+    staying = catalog.index.positions_in(to.ids)
+    returning = catalog.pinned.positions_in(to.ids)
+    if len(staying) + len(returning) != to.count:
         raise CorruptStoreError(
             f"{catalog.directory.url}: the snapshot {to.name} names {to.count} trajectories, of which "
-            f"{to.count - len(stays) - len(back)} are not in the store; go to another one"
+            f"{to.count - len(staying) - len(returning)} are not in the store; go to another one"
         )
     leaves = np.ones(len(catalog.index), np.bool_)
-    leaves[stays - catalog.index.first] = False
+    leaves[staying - catalog.index.first] = False
     present, line = catalog.points(), catalog.present_line(to)
     mine = catalog.notes.kept(catalog.index["trajectory_id"])
     return Change(
@@ -72,7 +72,7 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
         notes,
         line,
         np.sort(catalog.index["trajectory_id"][leaves]),
-        np.sort(catalog.pinned.at("trajectory_id", back)),
+        np.sort(catalog.pinned.at("trajectory_id", returning)),
         tuple(head for head in present if head.name not in line),
         int(catalog.index["nbytes"][leaves].sum()),
         mine.count_not_in(notes),
@@ -82,11 +82,11 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
 
 
 def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
-    """Return whether the head is equal to one that was left, or to one of some saved points.
+    """Return whether the head equals a head that was left, or one of some saved points.
 
     Args:
         catalog: of the store.
-        reachable: names of the saved points that count.
+        reachable: names of the saved points to compare with.
     """
     ids, line = catalog.index["trajectory_id"], tuple(head.name for head in catalog.points())
     ranges, notes, counts = id_ranges(ids), catalog.notes.kept(ids), set(reachable)
@@ -101,10 +101,10 @@ def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
 
 
 def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[TrajectoryIndex, TrajectoryIndex]:
-    """Return index and pinned entries of a catalog in which the trajectories in these ranges alone are live.
+    """Return live and pinned indexes in which exactly the trajectories in these ranges are live.
 
     Args:
-        catalog: stays as it is.
+        catalog: not changed.
         ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
     """
     live, pinned = TrajectoryIndex(), TrajectoryIndex()

@@ -1,4 +1,4 @@
-"""Where the rows of a trajectory are. Pure; no I/O."""
+"""Location of a trajectory's rows. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trajstore.core.columns.fields import Axis
 
 STARTS = ("start_samples", "start_extra", "start_document")
-"""The arrays of first rows."""
+"""The index columns of first rows."""
 
 START_OF: Mapping[Axis, str] = {
     Axis.SAMPLES: "start_samples",
@@ -17,11 +17,11 @@ START_OF: Mapping[Axis, str] = {
     Axis.RESPONSE: "start_extra",
     Axis.DOCUMENT: "start_document",
 }
-"""Which of them says where the rows of a column on an axis begin."""
+"""The first-row column of each axis."""
 
 
 class RowLocation(NamedTuple):
-    """Where the rows of a trajectory are: the table (shard or slot) and, on each kind of axis, the first row in it."""
+    """Location of a trajectory's rows: the table (shard or slot) and the first row on each kind of axis."""
 
     table: int
     start_samples: int = 0

@@ -1,7 +1,7 @@
-"""Values that come late and are rows: an advantage of each token, a label of each step. Pure; no I/O.
+"""Late values by row: an advantage per token, a label per step. Pure; no I/O.
 
-They lie in a shard of their own, which the record names that gives them. Its columns are called as the values are, its
-trajectories are those that were given them, in the order of their ids.
+They are stored in a separate shard, named by their log record. Its columns have the names of the values, and its
+trajectories are those that received values, in the order of their ids.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Rows = Mapping[str, Sequence[torch.Tensor]]
 """Values by row, by name: a tensor for each trajectory."""
 
 _KIND = "rows"
-"""What the kind of a name begins with that stands for rows."""
+"""Prefix of kinds that are rows."""
 
 _AXES: Mapping[Kind, tuple[Axis, ...]] = {"step": (Axis.SAMPLES,), "agent": (Axis.SAMPLES, Axis.RESPONSE)}
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """A shard of values by row, whose files are durable.
+    """A durable shard of values by row.
 
     Attributes:
         number: of the shard.
-        manifest: of the shard; its columns are called as the values are.
-        extents: of the trajectories that are given them, in order.
+        manifest: of the shard; its columns have the names of the values.
+        extents: of the trajectories that receive values, in order.
     """
 
     number: int
@@ -50,7 +50,7 @@ class RowShard:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """For each name, what its rows are."""
+        """The kind of rows, by name."""
         return {column.name: kind_of_rows(column) for column in self.manifest.schema.columns}
 
     def starts(self) -> dict[str, npt.NDArray[np.int64]]:
@@ -59,11 +59,11 @@ class RowShard:
         return {column.name: starts[START_OF[column.axis]] for column in self.manifest.schema.columns}
 
     def to_json(self, schemas: Sequence[Any], schema: int) -> dict[str, Any]:
-        """Return it as a record has it.
+        """Return the shard as JSON for a record.
 
         Args:
-            schemas: those that the store did not have before, as JSON values.
-            schema: number of the shard's.
+            schemas: new schemas of the store, as JSON values.
+            schema: number of the shard's schema.
         """
         return {
             "number": self.number,
@@ -74,15 +74,15 @@ class RowShard:
 
     @staticmethod
     def from_json(value: Any, schemas: Sequence[Schema], count: int) -> RowShard:
-        """Return what :meth:`to_json` described.
+        """Return the shard described by :meth:`to_json`.
 
         Args:
-            value: as a record has it.
-            schemas: of the store, with those that ``value`` brings.
+            value: JSON from a record.
+            schemas: of the store, including the new ones in ``value``.
             count: of trajectories.
 
         Raises:
-            CorruptStoreError: it describes no values of so many trajectories.
+            CorruptStoreError: it does not describe values of ``count`` trajectories.
             KeyError, TypeError, ValueError: values are absent or of the wrong kind.
         """
         manifest = manifest_from_json(value["shard"], schemas)
@@ -98,17 +98,17 @@ class RowShard:
 
 
 def kind_of_rows(column: ColumnSpec) -> str:
-    """Return what stands for the rows of a column among the kinds of names: ``"rows float32 [3] 0"``."""
+    """Return the kind of a column's rows: ``"rows float32 [3] 0"``."""
     return f"{_KIND} {column.dtype} {list(column.row_shape)} {int(column.axis)}"
 
 
 def is_rows(kind: str) -> bool:
-    """Return whether a kind of values is rows."""
+    """Return whether a kind is rows."""
     return kind.startswith(f"{_KIND} ")
 
 
 def is_kind_of_rows(kind: str) -> bool:
-    """Return whether this is what :func:`kind_of_rows` returns."""
+    """Return whether this is a valid result of :func:`kind_of_rows`."""
     try:
         column = column_of_kind("", kind)
     except (ValueError, IndexError):
@@ -139,9 +139,9 @@ def content_of_rows(
     Args:
         given: the values.
         ids: of the trajectories.
-        extents: of each, as it was added.
+        extents: original extent of each.
         kinds: of each.
-        known: kinds of the names that the store has.
+        known: kinds of the store's names.
 
     Raises:
         ConfigurationError: rows do not fit their trajectory, or differ in dtype or shape; names it.
@@ -173,10 +173,10 @@ def _shape_of(
     kind: Kind,
     known: str | None,
 ) -> tuple[tuple[int, ...], Axis]:
-    """Return shape of a row, and axis, of values of trajectories of one kind.
+    """Return row shape and axis of the values of trajectories of one kind.
 
     Raises:
-        ConfigurationError: they have none.
+        ConfigurationError: the values do not fit.
     """
     first = tensors[0]
     if first.dtype not in dtypes().values():
@@ -186,18 +186,18 @@ def _shape_of(
     if known is not None and is_rows(known):
         axes = tuple(axis for axis in axes if axis is column_of_kind(name, known).axis) or axes
     for number, tensor, extent in zip(ids, tensors, extents, strict=True):
-        found = tuple(tensor.shape)
-        if tensor.dtype != first.dtype or found[lead:] != tuple(first.shape[lead:]):
+        dimensions = tuple(tensor.shape)
+        if tensor.dtype != first.dtype or dimensions[lead:] != tuple(first.shape[lead:]):
             raise ConfigurationError(
                 f"annotate: {name}: trajectory {shown_id(number)} has rows of {_words(tensor, lead)}, trajectory "
                 f"{shown_id(ids[0])} of {_words(first, lead)}: rows of a name have one dtype and shape"
             )
-        wanted = {axis: _leading(kind, extent, axis) for axis in axes}
-        axes = tuple(axis for axis in axes if found[:lead] == wanted[axis])
+        expected = {axis: _leading(kind, extent, axis) for axis in axes}
+        axes = tuple(axis for axis in axes if dimensions[:lead] == expected[axis])
         if not axes:
-            shapes = " or ".join(dict.fromkeys(str([*shape, "..."]).replace("'", "") for shape in wanted.values()))
+            shapes = " or ".join(dict.fromkeys(str([*shape, "..."]).replace("'", "") for shape in expected.values()))
             raise ConfigurationError(
-                f"annotate: {name}: rows of trajectory {shown_id(number)} have the shape {list(found)}, must have "
+                f"annotate: {name}: rows of trajectory {shown_id(number)} have the shape {list(dimensions)}, must have "
                 f"{shapes}: a row for each {'step and environment' if kind == 'step' else 'token'}"
             )
     shape = tuple(first.shape[lead:])

@@ -1,8 +1,8 @@
-"""Ids of trajectories: how they are numbered, written and read. Pure.
+"""Trajectory ids: numbering, formatting and parsing. Pure.
 
-A single store numbers its trajectories from 0. In a run directory an id is the rank and the id in the rank's store,
-written ``2/1`` and kept as one number. Numbers of a run are at least :data:`ID_LIMIT`, so each number tells which of
-the two it is.
+A single store numbers its trajectories from 0. In a run directory an id consists of the rank and the id in the rank's
+store, written ``2/1`` and stored as one number. Numbers of a run are at least :data:`ID_LIMIT`, so the two kinds are
+distinguishable.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trajstore.errors import ConfigurationError, CorruptStoreError
 _ID_BITS = 42
 
 ID_LIMIT = 1 << _ID_BITS
-"""Ids of the store of a rank are below it."""
+"""Exclusive limit of the ids in one store."""
 
 RANK_LIMIT = 1 << 19
-"""Ranks are below it."""
+"""Exclusive limit of ranks."""
 
 ALONE = -1
-"""In place of a rank: a single store."""
+"""Rank of a single store."""
 
 SINGLE_EXAMPLE, RUN_EXAMPLE = "17", "0/17"
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T", int, npt.NDArray[np.int64])
 
 
 def in_run(rank: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the ids that trajectories of a rank have in its run, ``[n]``; those of :data:`ALONE` are unchanged.
+    """Return a rank's trajectory ids as ids of its run, ``[n]``; for :data:`ALONE` they are unchanged.
 
     Raises:
         CorruptStoreError: the store's ids, or the rank, are too high.
@@ -47,12 +47,12 @@ def in_run(rank: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def rank_of_id(number: _T) -> _T:
-    """Return the rank of an id, or of each; :data:`ALONE` for ids of a single store."""
+    """Return the rank of an id or an array of ids; :data:`ALONE` for ids of a single store."""
     return (number >> _ID_BITS) - 1
 
 
 def own_id(number: _T) -> _T:
-    """Return the id within the store of its rank, of one id or of each."""
+    """Return the id within its rank's store, of an id or an array of ids."""
     return number & (ID_LIMIT - 1)
 
 
@@ -62,12 +62,12 @@ def shown_id(number: int) -> str:
 
 
 def written_id(number: int) -> int | str:
-    """Return an id as JSON, CSV and Parquet have it: ``"2/1"`` of a run, the number 17 of a single store."""
+    """Return an id as written in JSON, CSV and Parquet: ``"2/1"`` of a run, the number 17 of a single store."""
     return shown_id(number) if number >= ID_LIMIT else number
 
 
 def compared_id(number: int) -> int | str:
-    """Return an id as conditions compare it: ``'2/1'`` with its quotes, or the number 17."""
+    """Return an id as written in conditions: ``'2/1'`` with its quotes, or the number 17."""
     return f"'{shown_id(number)}'" if number >= ID_LIMIT else number
 
 
@@ -83,7 +83,7 @@ def parsed_id(text: str) -> int | None:
 
 
 def id_from(field: str, value: Any) -> int:
-    """Return the number of an id that a user gave: a whole number, or text as :func:`shown_id` writes it.
+    """Return the number of a user's id: an integer, or text in the format of :func:`shown_id`.
 
     Raises:
         ConfigurationError: it is neither.
@@ -100,10 +100,10 @@ def id_from(field: str, value: Any) -> int:
 
 
 def ids_from(field: str, values: Any) -> list[int]:
-    """Return the numbers of ids that a user gave, each as :func:`id_from` takes it.
+    """Return the numbers of a user's ids, see :func:`id_from`.
 
     Raises:
-        ConfigurationError: one is no id.
+        ConfigurationError: one is not an id.
     """
     if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
         return [id_from(field, value) for value in values]
@@ -112,7 +112,7 @@ def ids_from(field: str, values: Any) -> list[int]:
 
 
 def spelling_hint(number: int) -> str:
-    """Return what to write instead of an id that a place cannot have: a plain one in a run, or the other way round."""
+    """Return a hint for an id of the wrong kind: a plain one in a run, or vice versa."""
     if number < ID_LIMIT:
         return f"in a run directory an id is rank and id, such as '0/{max(number, 0)}'"
     return f"in a single store an id is a number, such as {SINGLE_EXAMPLE}"

@@ -46,7 +46,7 @@ class SalvagedCatalog(Catalog):
     """The readable part of a damaged directory. Read-only.
 
     Attributes:
-        damage: each damaged file, and what was left out or rebuilt.
+        damage: each damaged file, with the parts omitted or rebuilt.
     """
 
     def __init__(self, directory: Directory) -> None:

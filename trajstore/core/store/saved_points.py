@@ -1,7 +1,7 @@
-"""Snapshots: states of a store that are kept under a name. Pins, saved points and heads that were left are snapshots.
+"""Snapshots: named states of a store. Pins, saved points and heads that were left are snapshots.
 
-A snapshot stores everything that it showed: ids, late values, and which saved points led to it. Nothing changes it
-later. Guarded as the catalog that they belong to. See docs/design/saved-points.md.
+A snapshot stores its entire visible state: ids, late values, and the saved points that led to it. It never changes.
+Guarded like the catalog it belongs to. See docs/design/saved-points.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal["pin", "point", "aside"]
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file that a snapshot names: its state, or its late values.
+    """A snapshot's additional file: its state, or its late values.
 
     Attributes:
         name: of the file.
@@ -54,13 +54,13 @@ class Snapshot:
         name: of the snapshot.
         ids: of its trajectories, as inclusive ranges ``[n, 2]``.
         generation: of the store when it was taken.
-        visit: of the store when it was taken: how often it had gone to a snapshot before.
+        visit: number of times that the store had gone to a snapshot before it was taken.
         line: names of the saved points that led to it, lowest step first, without its own.
         values: file with the late values; None if there were none.
         shards: numbers of the shards with its late values by row.
         step: of a saved point; None for others.
         state: file with the state of a saved point; None without one.
-        ranks: of a saved point of a run, how many ranks save it together; None for one of a store by itself.
+        ranks: of a saved point of a run, the number of ranks that save it together; None for a single store.
         left_for: of a head that was left, the snapshot to which the store went; None for others.
         crc32: of all bytes of its file.
     """
@@ -90,7 +90,7 @@ class Snapshot:
 
     @property
     def whole_line(self) -> tuple[str, ...]:
-        """Names of the saved points that led to it, with its own."""
+        """Names of the saved points that led to it, including its own."""
         return (*self.line, self.name) if self.step is not None else self.line
 
     @property
@@ -104,11 +104,11 @@ class SavedPoint:
     """A snapshot of a store, as users see it.
 
     Attributes:
-        step: of the model; 0 for a snapshot that is no saved point.
+        step: of the model; 0 for a snapshot that is not a saved point.
         generation: of the store.
-        trajectories: how many it names.
-        state_bytes: of its state's file; 0 without one.
-        ranks: how many ranks of a run save it together; None for one of a store by itself.
+        trajectories: their number.
+        state_bytes: size of its state's file; 0 without one.
+        ranks: number of ranks of a run that save it together; None for a single store.
         name: for ``go_to``, ``remove`` and ``open(pin=)``.
         kind: ``"point"``, ``"pin"``, or ``"aside"`` for a head that was left.
     """
@@ -123,13 +123,13 @@ class SavedPoint:
 
     @staticmethod
     def of(head: Snapshot) -> SavedPoint:
-        """Return what users see of a snapshot."""
+        """Return the user's view of a snapshot."""
         size = 0 if head.state is None else head.state.size
         return SavedPoint(head.step or 0, head.generation, head.count, size, head.ranks, head.name, head.kind)
 
 
 class Pins:
-    """The snapshots of one directory, as they were when :meth:`load` read them."""
+    """The snapshots of one directory, as of the last :meth:`load`."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -137,17 +137,17 @@ class Pins:
         self._coming: dict[str, tuple[npt.NDArray[np.int64], tuple[int, ...]]] = {}
 
     def load(self, damaged: Callable[[CorruptStoreError], None] | None = None) -> None:
-        """Read all snapshots anew, without values and states.
+        """Reload all snapshots, without values and states.
 
         Args:
-            damaged: called with the error of each that is damaged, which is left out then.
+            damaged: called with the error of each damaged snapshot, which is then omitted.
 
         Raises:
             CorruptStoreError: one is damaged, and ``damaged`` is None.
         """
         heads: dict[str, Snapshot] = {}
         files, folders = self._directory.listing(PINS_FOLDER)
-        for file in sorted([*files, *folders]):  # a folder in place of a file is refused when it is read
+        for file in sorted([*files, *folders]):  # reading a folder in place of a file raises
             if not file.endswith(".json"):
                 continue
             try:
@@ -168,7 +168,7 @@ class Pins:
         value = unseal("pin", data, source)
         if not isinstance(value, dict) or "ids" not in value:
             raise CorruptStoreError(f"{source}: does not name any trajectories; restore it from a copy")
-        if any("\udc80" <= character <= "\udcff" for character in file):  # how Python says bytes that it cannot decode
+        if any("\udc80" <= character <= "\udcff" for character in file):  # Python's escapes for undecodable bytes
             raise CorruptStoreError(f"{source!a}: this name cannot be read here; {IN_UTF8}")
         if value.get("name") != _name_in(file):
             raise CorruptStoreError(f"{source}: is the pin {value.get('name')!r}; restore it from a copy")
@@ -176,7 +176,7 @@ class Pins:
 
     @property
     def url(self) -> str:
-        """Of the directory, for messages."""
+        """URL of the directory, for messages."""
         return self._directory.url
 
     @property
@@ -203,15 +203,15 @@ class Pins:
         return sorted(set().union(*(head.shards for head in self._heads.values()), *coming))
 
     def expect(self, name: str, ids: npt.NDArray[np.int64], shards: tuple[int, ...]) -> None:
-        """Count a snapshot that is about to be written as one that is there, until :meth:`arrived`."""
+        """Count a snapshot that is being written as existing, until :meth:`arrived`."""
         self._coming[name] = id_ranges(ids), shards
 
     def arrived(self, name: str) -> None:
-        """A snapshot was written, or will not be."""
+        """End :meth:`expect`: the snapshot was written, or writing failed."""
         self._coming.pop(name, None)
 
     def said(self, name: str) -> dict[str, Any]:
-        """Return what the file of a snapshot says.
+        """Return the values in a snapshot's file.
 
         Raises:
             StoreNotFoundError: there is no such snapshot.
@@ -224,7 +224,7 @@ class Pins:
     # -- files of snapshots -----------------------------------------------------------------------
 
     def state_of(self, head: Snapshot) -> dict[str, Any]:
-        """Return the state that was saved with a point; empty if none was.
+        """Return the state of a saved point; empty if it has none.
 
         Raises:
             CorruptStoreError: its file is missing or damaged.
@@ -240,7 +240,7 @@ class Pins:
         return None if head.values is None else unseal("values", self.read(head.values), self._source(head.values))
 
     def read(self, file: SideFile) -> bytes:
-        """Return the bytes of a snapshot's file, compared with their checksum.
+        """Return the bytes of a snapshot's file, verified by checksum.
 
         Raises:
             CorruptStoreError: it is missing or damaged.
@@ -249,8 +249,10 @@ class Pins:
         try:
             data = self._directory.read(file.name)
         except FileNotFoundError as error:
-            what = "state" if file.name.endswith(_STATE) else "late values"
-            raise CorruptStoreError(f"{source}: the {what} of a snapshot: missing; restore it from a copy") from error
+            content = "state" if file.name.endswith(_STATE) else "late values"
+            raise CorruptStoreError(
+                f"{source}: the {content} of a snapshot: missing; restore it from a copy"
+            ) from error
         if len(data) != file.size or zlib.crc32(data) != file.crc32:
             raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
         return data
@@ -259,17 +261,17 @@ class Pins:
         return f"{self._directory.url}/{file.name}"
 
     def unnamed_files(self) -> list[str]:
-        """Return the files of states and values that no snapshot names; an interrupted writer left them."""
+        """Return state and value files that no snapshot names, left by an interrupted writer."""
         named = {file.name for head in self._heads.values() for file in head.files}
         files, _ = self._directory.listing(PINS_FOLDER)
         return [file for file in files if file.endswith((_STATE, _VALUES)) and file not in named]
 
 
 def _head_of(value: Mapping[str, Any], name: str, source: str) -> Snapshot:
-    """Return what the file of a snapshot says, checked.
+    """Return the validated snapshot in a file's value.
 
     Raises:
-        CorruptStoreError: it makes no sense.
+        CorruptStoreError: it is invalid.
     """
     ids = parse_ranges(value["ids"])
     try:
@@ -313,7 +315,7 @@ def pin_name(name: str) -> str:
     """Return the name of a snapshot's file.
 
     Raises:
-        UnsafeContentError: it would lie elsewhere.
+        UnsafeContentError: it would leave the folder.
     """
     return check_name(f"{PINS_FOLDER}/{name}.json")
 
@@ -323,24 +325,24 @@ def pin_file(name: str, value: Mapping[str, Any]) -> EncodedFile:
 
     Args:
         name: of the snapshot.
-        value: what else the file says.
+        value: further values in the file.
     """
     return EncodedFile(pin_name(name), [seal("pin", orjson.dumps({**value, "name": name}))])
 
 
 def state_file(name: str, unique: str, pieces: Sequence[Buffer]) -> tuple[EncodedFile, dict[str, Any]]:
-    """Return the file of a saved point's state, and what the snapshot says of it.
+    """Return the file of a saved point's state, and its description for the snapshot's file.
 
     Args:
         name: of the snapshot.
-        unique: part of the file's name; saving a point again must not touch the files of the earlier one.
+        unique: part of the file's name; saving a point again must not change the files of the earlier one.
         pieces: of the file.
     """
     return _told(EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{_STATE}"), pieces))
 
 
 def values_file(name: str, unique: str, values: Mapping[str, Any]) -> tuple[EncodedFile, dict[str, Any]]:
-    """Return the file of a snapshot's late values, and what the snapshot says of it; see :func:`state_file`."""
+    """Return the file of a snapshot's late values, and its description; see :func:`state_file`."""
     data = seal("values", orjson.dumps(values))
     return _told(EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{_VALUES}"), [data]))
 

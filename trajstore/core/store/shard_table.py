@@ -1,8 +1,8 @@
-"""The shard table: where the columns of every shard lie, kept as arrays. Pure; no I/O.
+"""The shard table: column locations of all shards, stored as arrays. Pure; no I/O.
 
-Shards of one format and schema differ only in numbers (file sizes, offsets, checksums), so these are
-kept as arrays per *family* and a manifest is made only when a shard is opened. A hundred thousand
-shards are a few megabytes this way. Guarded as the catalog that it belongs to.
+Shards of one format and schema differ only in numbers (file sizes, offsets, checksums). These are stored as arrays per
+*family*, and a manifest is built only when a shard is opened. A hundred thousand shards take a few megabytes this way.
+Guarded like the catalog it belongs to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def shard_name(number: int) -> str:
 
 
 def shard_number(file: str) -> int | None:
-    """Return the number of the shard that a file belongs to, by its name; None if the name is not a shard's."""
+    """Return the number of the shard that a file name belongs to; None if it is not a shard's."""
     match = re.match(rf"{SHARDS_FOLDER}/shard_(\d{{8,}})[./]", file)
     return None if match is None else int(match[1])
 
@@ -63,7 +63,7 @@ class _Family:
 
 
 class ShardTable:
-    """All shards of one directory, by row. Rows are given out in order and never change."""
+    """All shards of one directory, by row. Rows are assigned in order and never change."""
 
     def __init__(self) -> None:
         self.schemas: list[Schema] = []
@@ -83,7 +83,7 @@ class ShardTable:
         return self._schema_numbers.get(schema)
 
     def number_of_schema(self, schema: Schema) -> int:
-        """Return a schema's number, giving it one if it is new."""
+        """Return a schema's number, assigning one if it is new."""
         number = self._schema_numbers.get(schema)
         if number is None:
             number = self._schema_numbers[schema] = len(self.schemas)
@@ -149,7 +149,7 @@ class ShardTable:
         return self._by_schema([any(c.axis is axis for c in schema.columns) for schema in self.schemas])
 
     def _by_schema(self, true: Sequence[bool]) -> npt.NDArray[np.bool_]:
-        """Return, per row, what is said of the shard's schema."""
+        """Return, per row, the value for the shard's schema."""
         return np.array(true, np.bool_)[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
 
     def nbytes(self) -> npt.NDArray[np.int64]:
@@ -157,7 +157,7 @@ class ShardTable:
         return self._by_family(0, lambda family: family.arrays["sizes"][: family.count].sum(axis=1))
 
     def row_bytes(self) -> npt.NDArray[np.int64]:
-        """Return, per row, the bytes of all rows that the shard was written with, whatever of them is live."""
+        """Return, per row, the bytes of all rows written to the shard, dead ones included."""
 
         def of(family: _Family) -> npt.NDArray[np.int64]:
             widths = np.array(self.schemas[family.schema].row_nbytes, np.int64)
@@ -168,17 +168,17 @@ class ShardTable:
     def _by_family(
         self, otherwise: int, of: Callable[[_Family], npt.NDArray[np.int64] | None]
     ) -> npt.NDArray[np.int64]:
-        """Return, per row, what ``of`` says of each shard of its family; where that is nothing, ``otherwise``."""
+        """Return, per row, the value of ``of`` for each shard of a family; ``otherwise`` if it returns None."""
         total = np.full(self._count, otherwise)
         for number, family in enumerate(self._families):
             of_family = self._family[: self._count] == number
-            told = of(family) if of_family.any() else None
-            if told is not None:
-                total[of_family] = told[self._row[: self._count][of_family]]
+            values = of(family) if of_family.any() else None
+            if values is not None:
+                total[of_family] = values[self._row[: self._count][of_family]]
         return total
 
     def manifest(self, row: int) -> ShardManifest:
-        """Return all that is known of the shard in a row."""
+        """Return the manifest of the shard in a row."""
         family = self._families[self._family[row]]
         at = {name: array[self._row[row]].tolist() for name, array in family.arrays.items()}
         name = shard_name(self.number(row))
@@ -204,7 +204,7 @@ class ShardTable:
             yield row, self.manifest(row)
 
     def rows_on(self, axes: Sequence[Axis]) -> npt.NDArray[np.int64]:
-        """Return, per shard, the rows of its columns on one of these axes; the largest integer without one."""
+        """Return, per shard, the rows of its columns on one of these axes; the largest integer without such columns."""
 
         def fewest(family: _Family) -> npt.NDArray[np.int64] | None:
             columns = [at for at, column in enumerate(self.schemas[family.schema].columns) if column.axis in axes]
@@ -215,7 +215,7 @@ class ShardTable:
     def file_sizes(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[npt.NDArray[np.int64], list[str], npt.NDArray[np.int64]]]:
-        """Yield all files of some shards, without making manifests: rows, and name and size of a file of each."""
+        """Yield all files of some shards without building manifests: rows, and name and size of one file for each."""
         for number, family in enumerate(self._families):
             chosen = rows[self._family[rows] == number]
             numbers = self._numbers[chosen].tolist()
@@ -229,7 +229,7 @@ class ShardTable:
         return [file.name for row in rows for file in self.manifest(row).files]
 
     def compacted(self, needed: npt.NDArray[np.bool_]) -> tuple[ShardTable, npt.NDArray[np.int32]]:
-        """Return a table of the needed shards alone (schemas keep their numbers), and the new row of each."""
+        """Return a table of only the needed shards (schemas keep their numbers), and the new row of each."""
         rows = np.arange(self._count, dtype=np.int32)
         if needed.all():
             return self, rows
@@ -261,7 +261,7 @@ class ShardTable:
 
     @staticmethod
     def from_json(value: Any) -> ShardTable:
-        """Return the table that :meth:`to_json` described.
+        """Return the table described by :meth:`to_json`.
 
         Raises:
             CorruptStoreError: it does not describe a table.
@@ -311,7 +311,7 @@ class ShardTable:
         self._families.append(family)
 
     def _check_places(self, family: _Family) -> None:
-        """Refuse columns that begin before or end after their file: they would be read out of bounds."""
+        """Refuse columns that begin before or end after their file, which would be read out of bounds."""
         widths = self.schemas[family.schema].row_nbytes
         for column, file in enumerate(family.column_files):
             if not family.count:
@@ -324,7 +324,7 @@ class ShardTable:
             rows = family.arrays["rows"][:, column]
             if np.any(family.arrays["offsets"][:, column] < 0) or np.any(room < 0):
                 raise CorruptStoreError("shard table: a column begins outside its file")
-            if widths[column] and np.any(rows > room // widths[column]):  # division: a product could wrap around
+            if widths[column] and np.any(rows > room // widths[column]):  # division: a product could overflow
                 raise CorruptStoreError("shard table: a column ends after its file")
 
     def _check_rows(self) -> None:

@@ -1,4 +1,4 @@
-"""What a saved point has besides trajectories: nested plain values and tensors, to bytes and back. Pure; no I/O."""
+"""Encodes and decodes the state of a saved point: nested plain values and tensors. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
 _ARRAY = "__numpy_array__"
-"""Key of the dict that stands for an array of numpy, which ``torch.load(weights_only=True)`` does not admit."""
+"""Key of the dict that represents a numpy array, which ``torch.load(weights_only=True)`` refuses."""
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def encode_state(state: Mapping[str, Any]) -> memoryview:
-    """Return the bytes of a state, as ``torch.save`` writes them.
+    """Return the bytes of a state, in the format of ``torch.save``.
 
     Args:
-        state: dicts, lists, tuples, numbers, texts, bytes, None, tensors and arrays of numpy, nested.
+        state: dicts, lists, tuples, numbers, texts, bytes, None, tensors and numpy arrays, nested.
 
     Raises:
-        ConfigurationError: something else is in it; says where.
+        ConfigurationError: it has another type of value; names its place.
     """
     file = io.BytesIO()
     torch.save(_plain(state, "state"), file)
@@ -33,14 +33,14 @@ def encode_state(state: Mapping[str, Any]) -> memoryview:
 
 
 def decode_state(data: bytes, source: str) -> dict[str, Any]:
-    """Return the state that :func:`encode_state` wrote. Runs nothing that is in it.
+    """Return the state encoded by :func:`encode_state`, without executing any of its content.
 
     Args:
         data: its bytes.
         source: name of the file, for messages.
 
     Raises:
-        CorruptStoreError: it is no such state.
+        CorruptStoreError: it is not such a state.
     """
     restored: dict[str, Any] = _restored(
         read_plain(data, f"{source}: not the state of a saved point; restore it from a copy")
@@ -49,14 +49,14 @@ def decode_state(data: bytes, source: str) -> dict[str, Any]:
 
 
 def read_plain(data: bytes, otherwise: str) -> dict[str, Any]:
-    """Return the dict that ``torch.save`` wrote. Runs nothing that is in it.
+    """Return a dict written by ``torch.save``, without executing any of its content.
 
     Args:
         data: its bytes.
-        otherwise: what is said if it is none.
+        otherwise: error message if it is not a dict.
 
     Raises:
-        CorruptStoreError: it is none, or damaged.
+        CorruptStoreError: it is not a dict, or damaged.
     """
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -68,7 +68,7 @@ def read_plain(data: bytes, otherwise: str) -> dict[str, Any]:
 
 
 def asked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in which every value that has a method ``state_dict`` was asked for it."""
+    """Return a state in which each value with a ``state_dict`` method is replaced by its result."""
     return {
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in state.items()

@@ -1,7 +1,6 @@
-"""Columns of an index that stay packed until somebody asks for them. Pure; no I/O.
+"""Index columns that are unpacked on first use. Pure; no I/O.
 
-Showing a store and sampling from it need neither UUIDs nor facts; and UUIDs, which no deflating makes shorter, are most
-of an index.
+Showing and sampling a store needs neither UUIDs nor facts; UUIDs are most of an index and do not compress.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import numpy.typing as npt
 Column = npt.NDArray[Any]
 
 _MOST_ADDED = 1 << 12
-"""Additions behind a column that waits; more of them would take more memory than the column."""
+"""Most additions to a packed column; more would take more memory than the column."""
 
 
 class Packed:
-    """A column that whoever asks first unpacks; indexes share it.
+    """A column that is unpacked on first use and shared by indexes.
 
-    It has no lock, with which a process might be forked: of two threads that ask at once both unpack.
+    It has no lock, since a process could fork while it is held: two concurrent first users both unpack.
 
     Args:
-        unpack: returns the column. Where it is damaged it raises :class:`CorruptStoreError`, whenever it is asked for.
+        unpack: returns the column; raises :class:`CorruptStoreError` on every call if it is damaged.
     """
 
     def __init__(self, unpack: Callable[[], Column]) -> None:
@@ -37,13 +36,13 @@ class Packed:
         unpack = self._unpack
         if unpack is not None:
             self._column = unpack()
-            self._unpack = None  # and with it what was packed
+            self._unpack = None  # frees the packed data
         return self._column
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A column of an index: rows ``low <= i < high`` of a packed one, and what was added behind them."""
+    """A lazy index column: rows ``low <= i < high`` of a packed column, followed by ``added``."""
 
     packed: Packed
     low: int
@@ -52,14 +51,14 @@ class Waiting:
 
     @property
     def is_overfull(self) -> bool:
-        """Whether it should wait no longer."""
+        """Whether the column should be unpacked now."""
         return len(self.added) >= _MOST_ADDED
 
     def column(self) -> Column:
         """Return all rows.
 
         Raises:
-            CorruptStoreError: they cannot be unpacked.
+            CorruptStoreError: unpacking failed.
         """
         rows = self.packed.column()[self.low : self.high]
         return np.concatenate([rows, *self.added]) if self.added else rows

@@ -1,1 +1,1 @@
-"""The way from memory to disk: queue, pool of threads, log of commits, housekeeping."""
+"""The path from memory to disk: queue, thread pool, commit log, maintenance."""

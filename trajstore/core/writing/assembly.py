@@ -1,4 +1,4 @@
-"""The content of a shard made of trajectories in memory, small pieces joined."""
+"""Builds the content of a shard from trajectories in memory, joining small pieces."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trajstore.core.formats.base import ShardContent
 from trajstore.core.writing.groups import Run
 
 _JOIN_BELOW = 16 << 10
-"""Pieces of a column that are smaller than this, on average, are joined: a piece costs more than its bytes."""
+"""Pieces of a column that are smaller than this on average are joined, since each piece has a fixed cost."""
 
 
 class Scratch:
-    """One thread's memory for what it is writing just now."""
+    """Reusable memory of one writer thread."""
 
     def __init__(self) -> None:
         self._blocks: list[npt.NDArray[np.uint8]] = []
         self._used = 0
 
     def reset(self) -> None:
-        """Take back what was given."""
+        """Allow all blocks to be reused."""
         self._used = 0
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -45,7 +45,7 @@ def content_of(runs: Sequence[Run], extents: npt.NDArray[np.int64], scratch: Scr
     Args:
         runs: its trajectories.
         extents: of all of them, ``[trajectories, 4]``.
-        scratch: where what is joined lies.
+        scratch: memory for the joined pieces.
     """
     addresses = np.array([run.block.places[run.first] for run in runs])
     sizes = np.array([run.block.sizes[run.first : run.first + len(run)].sum(axis=0) for run in runs])

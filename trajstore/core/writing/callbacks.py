@@ -1,4 +1,4 @@
-"""Calling a user's function of commits: in order, without locks, in a thread that may call the buffer back."""
+"""Calls a user's function for each commit: in order, without locks, in a thread that may call the buffer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trajstore.core.base.interrupts import WaitList, start_thread
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 30.0
-"""Seconds that :meth:`CommitCallbacks.close` waits for a callback that does not return."""
+"""Seconds that :meth:`CommitCallbacks.close` waits for a running callback."""
 
 
 class CommitCallbacks:
-    """Calls a function with the ids of each commit, one after the other. Nobody who writes waits for it.
+    """Calls a function with the ids of each commit, one at a time, without blocking writers.
 
     Args:
-        call: the user's function; what it raises is logged.
-        url: what messages call the store.
+        call: the user's function; its errors are logged.
+        url: the store's name in messages.
     """
 
     def __init__(self, call: Callable[[Sequence[int]], None], url: str) -> None:
@@ -35,17 +35,17 @@ class CommitCallbacks:
         start_thread(self._thread)
 
     def put(self, ids: Sequence[int]) -> None:
-        """Let the function be called with these ids; returns at once."""
+        """Queue a call with these ids; returns at once."""
         with self._lock:
             self._commits.append(ids)
             self._wait_list.wake()
 
     def is_own_thread(self) -> bool:
-        """Return whether the caller is the user's function."""
+        """Return whether the current thread is the one that calls the user's function."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Wait until the function was called of everything; gives up, with a warning, if it does not return."""
+        """Wait for all calls; gives up with a warning if the function does not return."""
         with self._lock:
             self._closing = True
             self._wait_list.wake()
@@ -69,5 +69,5 @@ class CommitCallbacks:
             elif ids is not None:
                 try:
                     self._call(ids)
-                except Exception:  # the user's; a commit stands whatever becomes of it
+                except Exception:  # a user's error does not affect the commit
                     logger.exception("on_commit raised")

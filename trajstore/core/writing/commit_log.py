@@ -428,9 +428,7 @@ class CommitLog:
         self._write_snapshot(self.catalog, earlier)
         self._end.begin_segment()
         if self.directory.can_append:
-            with suppress(
-                OSError
-            ):  # then it comes with the next commit; whoever opens reads the earlier one until then
+            with suppress(OSError):  # the next commit creates it
                 self.directory.append(self._end.segment, b"")
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """Groups of trajectories that are written together, divided into shards of one schema each.
 
-Batches are guarded by ``WriteQueue._lock``, with which :func:`fill` is called. A group belongs to the one thread that
+Batches are guarded by ``WriteQueue._lock``, which :func:`fill` expects to be held. A group belongs to the thread that
 took it from the queue.
 """
 
@@ -33,10 +33,10 @@ class Run:
     """Consecutive trajectories of one block. Immutable.
 
     Attributes:
-        block: the block, which may have others too.
-        first: position of the first one in it.
+        block: the block; it may hold further trajectories.
+        first: position of the first trajectory in it.
         entries: index entries of the trajectories.
-        nbytes: bytes that they take in memory.
+        nbytes: their bytes in memory.
     """
 
     block: Block
@@ -69,13 +69,13 @@ def runs_of(blocks: Sequence[Block], entries: NewEntries) -> list[Run]:
 
 
 class Batch:
-    """What one call adds.
+    """The additions of one call.
 
     Attributes:
-        nbytes: bytes of all of it.
-        runs: what has not been taken out of it; empty until it is queued.
-        since: when it was queued, by ``time.monotonic``.
-        taken: whether any has been taken.
+        nbytes: total bytes.
+        runs: the trajectories not taken yet; empty until it is queued.
+        since: time of queueing, by ``time.monotonic``.
+        taken: whether any trajectory has been taken.
     """
 
     __slots__ = ("__weakref__", "nbytes", "runs", "since", "taken")
@@ -88,17 +88,17 @@ class Batch:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of what has not been taken out of it."""
+        """Ids of the remaining trajectories."""
         return [number for run in self.runs for number in run.entries.ids]
 
     @property
     def first(self) -> int:
-        """Lowest id of the trajectories that are left."""
+        """Lowest remaining id."""
         return int(self.runs[0].entries.columns["trajectory_id"][0])
 
     @property
     def bytes_left(self) -> int:
-        """Bytes of what has not been taken out of it."""
+        """Bytes of the remaining trajectories."""
         return sum([run.nbytes for run in self.runs])
 
 
@@ -135,7 +135,7 @@ class ShardDraft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its trajectories take in memory."""
+        """Bytes of its trajectories in memory."""
         return sum([run.nbytes for run in self.runs])
 
     def split(self, other: int) -> list[ShardDraft]:
@@ -153,14 +153,14 @@ class ShardDraft:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Trajectories that are committed together, by one record of the log: all of them or none.
+    """Trajectories that are committed atomically, by one log record.
 
     Attributes:
         ticket: groups are committed in this order, without gaps.
         flushes: calls of ``flush`` when this attempt began.
         nbytes: bytes of all its trajectories.
         last: highest of its ids.
-        failures: attempts that failed.
+        failures: number of failed attempts.
     """
 
     ticket: int
@@ -177,22 +177,22 @@ class Group:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of all trajectories that are to be written, ascending."""
+        """Ids of all its trajectories, ascending."""
         return sorted([number for part in self.parts for number in part.ids])
 
 
 def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
-    """Move trajectories from the queue into a group: as many as fit, and a shard for each schema among them.
+    """Move as many queued trajectories into a group as fit, with one shard per schema.
 
     Within a shard they stay in the order of their ids. Nothing is moved if this fails.
 
     Args:
-        group: has nothing yet.
-        waiting: where they are taken from, the oldest first; not empty.
+        group: empty.
+        waiting: the queued batches, oldest first; not empty.
         shard: number of the first shard; the others have the following ones.
-        limit: most bytes of all of them, but at least one trajectory is taken.
+        limit: most bytes of all of them; at least one trajectory is taken regardless.
     """
-    taken: dict[int, list[Run]] = {}  # by schema, of which there is one object each
+    taken: dict[int, list[Run]] = {}  # by schema; schemas are unique objects
     left: list[tuple[Batch, deque[Run]]] = []
     nbytes = 0
     for batch in waiting:
@@ -209,16 +209,16 @@ def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
             break
     group.parts = [ShardDraft(shard + number, runs) for number, runs in enumerate(taken.values())]
     group.nbytes, group.last = nbytes, max([part.runs[-1].last for part in group.parts])
-    for batch, rest_of_it in left:
-        if not rest_of_it:
+    for batch, remaining in left:
+        if not remaining:
             waiting.popleft()
-        elif rest_of_it[0] is batch.runs[0]:
+        elif remaining[0] is batch.runs[0]:
             break
-        batch.taken, batch.runs = True, rest_of_it
+        batch.taken, batch.runs = True, remaining
 
 
 def _fitting(run: Run, room: int, *, least: int) -> int:
-    """Return how many of a run's trajectories, the first ones, have at most so many bytes; at least ``least``."""
+    """Return the number of leading trajectories with at most ``room`` bytes; at least ``least``."""
     if run.nbytes <= room:
         return len(run)
     return max(least, bisect_right([*accumulate(run.entries.nbytes)], room))

@@ -1,6 +1,6 @@
-"""Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot.
+"""Deletes unneeded files: leftovers of a crash, evicted shards, log segments older than the snapshot.
 
-All of it is called with ``CommitLog._lock`` held, or before the writer has a second thread.
+Called with ``CommitLog._lock`` held, or before the writer starts a second thread.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _OF_RLINF = ".rlinf"
 _OF_A_STORE = (METADATA_NAME, INDEX_NAME, SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER)
 
 STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
-"""Made when a writer opens a store; one that disappears later is not made anew."""
+"""Created when a writer opens a store; not recreated if they disappear later."""
 
 
 def check_unused(directory: Directory) -> None:
-    """Refuse to begin a store where files of a damaged store, or of somebody else, would be overwritten.
+    """Refuse to create a store over files of a damaged store or another program.
 
-    The snapshot is the first file of a new store: one without entries is what an interrupted beginning left.
+    The snapshot is the first file of a new store: one without entries is left by an interrupted creation.
 
     Raises:
         CorruptStoreError: there are such files.
@@ -44,18 +44,18 @@ def check_unused(directory: Directory) -> None:
     names = directory.names()
     if INDEX_NAME in names and Catalog.has_begun(directory):
         names.remove(INDEX_NAME)
-    lies = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
-    if METADATA_NAME in lies:
+    files = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
+    if METADATA_NAME in files:
         parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
-    if lies:
+    if files:
         raise CorruptStoreError(
-            f"{directory.url}: holds {listed(lies, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
+            f"{directory.url}: holds {listed(files, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
             "file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
         )
 
 
 class Garbage:
-    """Deletes shards that neither live nor pinned trajectories nor readers need. Only for the writer.
+    """Deletes shards that no live or pinned trajectory and no reader needs. Only for the writer.
 
     Args:
         directory: the writer's.
@@ -64,24 +64,24 @@ class Garbage:
 
     def __init__(self, directory: Directory, catalog: Catalog) -> None:
         self.holds = 0
-        """How many are reading shards that may not be deleted meanwhile."""
+        """Number of active reads that block deletion of shards."""
         self.put_off = False
-        """Whether something may be waiting for them to end."""
+        """Whether a collection was skipped because of ``holds``."""
         self.held_bytes = 0
-        """Bytes of the shards that only readers need, when this was last looked at."""
+        """Bytes of the shards that only readers need, at the last check."""
         self._directory = directory
         self._opened = catalog.generation
         self._told: set[str] = set()
         self._leftovers = self._find_leftovers(catalog)
-        catalog.unneeded()  # what nobody needs by now is unneeded from this generation on
+        catalog.unneeded()  # shards unneeded now count as unneeded from this generation on
 
     def _find_leftovers(self, catalog: Catalog) -> list[str]:
-        """Delete what an interrupted writer left and nobody can read; return the files that readers may still see."""
+        """Delete unreadable leftovers of an interrupted writer; return files that readers may still use."""
         rows = np.arange(len(catalog.shards), dtype=np.int64)
         known = {name for _, names, _ in catalog.shards.file_sizes(rows) for name in names}
         unknown = [name for name in self._directory.names(SHARDS_FOLDER) if name not in known]
         earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
-        # No commit ever named those of later numbers; in an object store they are of a writer that has taken over.
+        # No commit names later numbers; in an object store another writer may own them.
         names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
         unfinished = [name for name in self._directory.names() if name.endswith(TEMPORARY_SUFFIX)]
         names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER)]
@@ -91,7 +91,7 @@ class Garbage:
         return earlier
 
     def _tell_of_leftovers(self, names: Sequence[str]) -> None:
-        """Say what goes: if the log has lost its end, this is all that is left of what it committed."""
+        """Log the deletions: if the end of the log was lost, these files are all that remains of its commits."""
         shards = [name for name in names if name.startswith(SHARDS_FOLDER)]
         logger.log(
             logging.WARNING if shards else logging.INFO,
@@ -105,13 +105,13 @@ class Garbage:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are files that only readers need."""
+        """Whether some files are kept for readers only."""
         return bool(self.held_bytes or self._leftovers)
 
     def collect(self, catalog: Catalog) -> None:
-        """Delete what can go now; nothing while somebody holds it.
+        """Delete unneeded files, unless reads hold them.
 
-        A file that cannot be deleted is tried again by the next writer that opens the directory.
+        If a deletion fails, the next writer of the directory tries again.
         """
         self.put_off = self.holds > 0
         if self.put_off:
@@ -122,7 +122,7 @@ class Garbage:
             return
         try:
             readers = self._directory.readers(tidy=True)
-        except OSError as error:  # somebody may be reading; what called this has been done all the same
+        except OSError as error:  # there may be readers; the caller's change is done anyway
             logger.warning("could not see who reads %s, nothing is deleted: %s", self._directory.url, error)
             return
         if self._leftovers and all(reader.generation >= self._opened for reader in readers):
@@ -144,7 +144,7 @@ class Garbage:
             self._tell(catalog, holding)
 
     def _tell(self, catalog: Catalog, holding: Sequence[Reader]) -> None:
-        """Warn, once for each process, when readers hold more than the store itself."""
+        """Warn once per process if readers hold more bytes than the store itself."""
         live = int(catalog.index["nbytes"].sum())
         fresh = [reader for reader in holding if reader.process not in self._told]
         if self.held_bytes <= live or not fresh:
@@ -161,7 +161,7 @@ class Garbage:
 
 
 def remove_segments(directory: Directory, up_to: int, fences: Sequence[int]) -> None:
-    """Delete the log segments whose first record is of this generation or an earlier one, and that are no fences."""
+    """Delete log segments, except fences, that begin with this generation or an earlier one."""
     old = [
         name
         for name in directory.names(LOG_FOLDER)
@@ -171,33 +171,33 @@ def remove_segments(directory: Directory, up_to: int, fences: Sequence[int]) -> 
 
 
 def files_of_rlinf(directory: Directory, index_bytes: int) -> dict[str, bytes]:
-    """Return the JSON files of a live store that RLinf has replaced by its own; it replaces both whenever it adds.
+    """Return the JSON files of a live store that RLinf has overwritten; it overwrites both on every addition.
 
     Args:
         directory: the store's.
-        index_bytes: size of the index as its writer left it; one of that size is taken for it without being read.
+        index_bytes: size of the index as written; an index of that size is not read but assumed intact.
 
     Raises:
         OSError: they cannot be read.
     """
-    found = {}
+    files = {}
     with suppress(FileNotFoundError, CorruptStoreError):
         metadata = directory.read(METADATA_NAME)
         if is_of_rlinf(metadata):
-            found[METADATA_NAME] = metadata
+            files[METADATA_NAME] = metadata
     with suppress(FileNotFoundError, CorruptStoreError):
         if directory.size(INDEX_NAME) != index_bytes:
             index = directory.read(INDEX_NAME)
             if not begins_sealed("snapshot", index):
-                found[INDEX_NAME] = index
-    return found
+                files[INDEX_NAME] = index
+    return files
 
 
 def keep_files_of_rlinf(directory: Directory, files: Mapping[str, bytes]) -> None:
-    """Keep what RLinf wrote over the files of a live store, which are about to be written again, under other names.
+    """Save copies of RLinf's files under other names before trajstore's are written again.
 
     Raises:
-        OSError: there is no room for them.
+        OSError: the copies could not be written.
     """
     directory.publish([EncodedFile(f"{name}{_OF_RLINF}", [data]) for name, data in files.items()])
     logger.warning(

@@ -1,4 +1,4 @@
-"""What a writer finds in a directory, and makes of it before the first commit. The lock on the directory is held."""
+"""Opens or creates a store for a writer, before its first commit. The lock on the directory is held."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Garbage, str]:
-    """Return what is committed in a directory, what may be deleted of it, and the segment of the log to append to.
+    """Return the catalog of a directory, its garbage collector, and the log segment to append to.
 
     Args:
         directory: created if absent, continued if it holds a store.
@@ -25,7 +25,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
 
     Raises:
         StoreWriteError: the directory cannot be written.
-        CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
+        CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
     """
     if not Catalog.exists(directory):
         directory.create()
@@ -39,13 +39,13 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
         return catalog, garbage, segment_name(catalog.generation + 1)
     catalog = Catalog.open(directory)
     directory.create(STORE_FOLDERS)
-    directory.settle(PINS_FOLDER)  # a pin that came back would name trajectories that are deleted by then
+    directory.settle(PINS_FOLDER)  # a removed pin must not reappear after its trajectories are deleted
     if not directory.can_append:
-        fence(directory, catalog)  # before anything is judged to be left over
+        fence(directory, catalog)  # before leftovers are determined
     garbage = Garbage(directory, catalog)
     if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
-        # Behind a fence always: what an earlier writer knows of the index must not be true any more.
-        # Start on a clean segment: a torn last record is left behind with its segment.
+        # Always after a fence, since an earlier writer's knowledge of the index must become outdated.
+        # Start a new segment: a torn last record stays behind in the old one.
         segments = directory.names(LOG_FOLDER)
         try:
             snapshots.write(catalog, garbage)
@@ -53,7 +53,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
             cause = error.__cause__
             if not (isinstance(cause, OSError) and cause.errno in FULL):
                 raise
-            # So that a full disk can be opened, and something be evicted.
+            # Allows opening a store on a full disk, to evict from it.
             logger.warning("%s; the log that is there is continued", error)
             _cut_torn_record(directory, catalog)
             return catalog, garbage, catalog.segment
@@ -65,7 +65,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
 
 
 def _cut_torn_record(directory: Directory, catalog: Catalog) -> None:
-    """Cut off what an interrupted commit left at the end of the log."""
+    """Truncate the half record of an interrupted commit at the end of the log."""
     if catalog.segment_torn:
         with written(": a record that was not committed could not be cut off"):
             directory.cut(catalog.segment, catalog.segment_end)

@@ -1,6 +1,6 @@
 """Snapshots of a store: saved points, pins and heads that were left. Only for the holder of the writer's lock.
 
-What a crash leaves at each step is written in docs/design/saved-points.md.
+docs/design/saved-points.md describes the state after a crash at each step.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoun
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""Returns the state of a snapshot, and what its file says besides."""
+"""Returns the state of a snapshot, and further values for its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A store that went to a snapshot.
+    """Result of going to a snapshot.
 
     Attributes:
-        change: what changed.
-        aside: name of the head that was left; None if it has another name, or was not to be kept.
-        state: that was saved with the snapshot.
-        said: what the file of the snapshot says besides.
+        change: the change of the store.
+        aside: name of the head that was left; None if it has another name, or was not kept.
+        state: saved with the snapshot.
+        said: further values in the snapshot's file.
     """
 
     change: Change
@@ -54,9 +54,9 @@ class _Taken:
     Attributes:
         name: of the snapshot.
         notes: its late values.
-        values: the same, as its file has them.
+        values: the same, as JSON for its file.
         state: of a saved point.
-        said: what else its file says.
+        said: further values for its file.
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Taken:
     said: Mapping[str, Any]
 
     def files(self) -> list[EncodedFile]:
-        """Encode; the last file is the one that names the others."""
+        """Encode the files; the last one names the others."""
         files, said, unique = [], dict(self.said), uuid.uuid4().hex
         if len(self.notes):
             file, said["values"] = values_file(self.name, unique, self.values)
@@ -78,14 +78,14 @@ class _Taken:
 
 
 class Points:
-    """Takes, removes and goes to snapshots. Safe to call from several threads.
+    """Takes, removes and goes to snapshots. Thread-safe.
 
     Args:
-        log: of the store. What an interrupted writer left is removed here.
-        inbox: of the store. Acknowledged values are taken in before a snapshot is taken or left.
+        log: of the store. Leftovers of an interrupted writer are removed here.
+        inbox: of the store. Acknowledged values are recorded before a snapshot is taken or left.
 
     Raises:
-        StoreWriteError: it could not be.
+        StoreWriteError: removing leftovers failed.
     """
 
     def __init__(self, log: CommitLog, inbox: Inbox) -> None:
@@ -93,7 +93,7 @@ class Points:
         self._inbox = inbox
         self._directory = log.directory
         self._one = locks.lock("Points._one")
-        """Held by one change at a time: files that no snapshot names yet must not pass for left over."""
+        """Allows one change at a time: files that no snapshot names yet must not be deleted as leftovers."""
         with log.changing():
             if not log.directory.can_append:
                 self._claim()
@@ -116,7 +116,7 @@ class Points:
 
     @contextmanager
     def _one_change(self) -> Iterator[None]:
-        """Let no other change begin, after the values that were acknowledged by now are in the log."""
+        """Exclude other changes, and record the late values acknowledged by now."""
         with self._one:
             with self._log.changing():
                 pass  # refuses a closed writer before anything is read
@@ -127,7 +127,7 @@ class Points:
     def _publish(self, what: str, *files: EncodedFile) -> None:
         with written(f": nothing {what}"):
             self._directory.publish(files)
-            self._directory.confirm()  # who has lost the store may write new names, but must not report success
+            self._directory.confirm()  # a writer that lost the store must not report success
 
     def saved(self) -> list[SavedPoint]:
         """Return the saved points of the current line, lowest step first."""
@@ -135,18 +135,18 @@ class Points:
             return [SavedPoint.of(head) for head in catalog.points()]
 
     def snapshots(self) -> list[SavedPoint]:
-        """Return all snapshots, in the order of their names."""
+        """Return all snapshots, sorted by name."""
         with self._log.standing_still() as catalog:
             return [SavedPoint.of(head) for head in catalog.snapshots()]
 
     # -- taking -----------------------------------------------------------------------------------
 
     def pin(self, name: str, **said: Any) -> int:
-        """Take a snapshot of what is committed now, and return its generation.
+        """Take a snapshot of the committed state, and return its generation.
 
         Raises:
-            ConfigurationError: the name cannot be a file's, or is that of a saved point, or of a head that was left.
-            StoreWriteError: it could not be written.
+            ConfigurationError: the name is not a valid file name, or belongs to a saved point or a head that was left.
+            StoreWriteError: writing failed.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         check_pin_name(name)
@@ -154,17 +154,17 @@ class Points:
             return self._write(name, lambda: ({}, said)).generation
 
     def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
-        """Save a point of what is committed now, and remove the oldest ones of the current line.
+        """Save a point of the committed state, and remove the oldest points of the current line.
 
         Args:
             step: of the model.
-            capture: called while nothing can be committed or evicted; returns the state, and what the point's file
-                says besides (the buffer's generator).
-            keep: most points that stay, those of the highest steps; None = all.
+            capture: called while nothing can be committed or evicted; returns the state, and further values for the
+                point's file (the buffer's generator).
+            keep: number of points to keep, those of the highest steps; None = all.
 
         Raises:
-            ConfigurationError: a point of a later step is there; or the state has something that cannot be saved.
-            StoreWriteError: it could not be written; an earlier point of this step is still there.
+            ConfigurationError: there is a point of a later step, or the state has a value that cannot be saved.
+            StoreWriteError: writing failed; an earlier point of this step still exists.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self._one_change():
@@ -186,7 +186,7 @@ class Points:
             return SavedPoint.of(head)
 
     def _write(self, name: str, capture: Capture) -> Snapshot:
-        """Take a snapshot; with :meth:`_one_change`."""
+        """Take a snapshot; within :meth:`_one_change`."""
         catalog = self._log.catalog
         with self._changing():
             taken = self._taken(name, *capture())
@@ -206,7 +206,7 @@ class Points:
             return catalog.pins.heads[name]
 
     def _taken(self, name: str, state: Mapping[str, Any], said: Mapping[str, Any]) -> _Taken:
-        """Return what the head is now; within :meth:`_changing`."""
+        """Return the current head as a snapshot; within :meth:`_changing`."""
         catalog = self._log.catalog
         ids = catalog.index["trajectory_id"]
         notes = catalog.notes.kept(ids)
@@ -228,7 +228,7 @@ class Points:
     # -- removing ---------------------------------------------------------------------------------
 
     def remove(self, name: str | int) -> None:
-        """Remove a snapshot; of a head that was left also the saved points that are on its line alone.
+        """Remove a snapshot; for a head that was left also the saved points that only its line has.
 
         Evicted trajectories and files that only it named are deleted. Warns if there is no such snapshot.
 
@@ -240,12 +240,12 @@ class Points:
             try:
                 head = catalog.snapshot(name)
             except StoreNotFoundError:
-                there = listed([one.name for one in catalog.snapshots()]) or "none"
-                logger.warning("%s: remove: no snapshot %r here (there are: %s)", self._directory.url, name, there)
+                names = listed([snapshot.name for snapshot in catalog.snapshots()]) or "none"
+                logger.warning("%s: remove: no snapshot %r here (there are: %s)", self._directory.url, name, names)
                 return
             if head.kind == "aside":
                 points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
-                self._release(self._on_no_line(points, but=head))  # first: after a crash it still names the others
+                self._release(self._on_no_line(points, but=head))  # first: after a crash the head still names them
             self._release([head])
 
     def _on_no_line(self, points: Sequence[Snapshot], but: Snapshot | None = None) -> list[Snapshot]:
@@ -253,7 +253,7 @@ class Points:
 
         Args:
             points: some saved points.
-            but: a head whose line does not count.
+            but: a head whose line is ignored.
         """
         catalog = self._log.catalog
         lines = {head.name for head in catalog.points()}
@@ -261,7 +261,7 @@ class Points:
         return [point for point in points if point.name not in lines]
 
     def _release(self, heads: Sequence[Snapshot]) -> None:
-        """Remove snapshots, and files that none names; within :meth:`_changing`."""
+        """Remove snapshots, and files that no snapshot names; within :meth:`_changing`."""
         if heads:
             logger.info("%s: removes %s", self._directory.url, ", ".join(head.name for head in heads))
             self._log.release_pins([head.name for head in heads])
@@ -271,17 +271,17 @@ class Points:
     # -- going to a snapshot ----------------------------------------------------------------------
 
     def go_to(self, name: str | int, *, aside: bool = True) -> Gone:
-        """Let the store show what a snapshot shows: ids, late values and the saved points that led to it.
+        """Restore a snapshot: its ids, late values and the saved points that led to it.
 
         Args:
             name: of the snapshot, or step of a saved point of the current line.
-            aside: give the head that is left a name, unless it has one; False deletes it, with the saved points that
-                no line has then.
+            aside: name the current head, unless it has a name; False deletes it, with the saved points that
+                are on no other line.
 
         Raises:
-            StoreNotFoundError: there is no such snapshot; names those that there are.
+            StoreNotFoundError: there is no such snapshot; names the existing ones.
             CorruptStoreError: a file of the snapshot is damaged; nothing was changed.
-            StoreWriteError: it could not be written; open the store again.
+            StoreWriteError: writing failed; open the store again.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         catalog = self._log.catalog
@@ -297,12 +297,12 @@ class Points:
                     catalog.load_pins()
                 change.notes.sources.update(catalog.notes.sources)
                 self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
-            if not aside:  # also those that a crash has left the last time
+            if not aside:  # also leftovers of an earlier crash
                 self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
         return Gone(change, left, state, said)
 
     def _claim(self) -> None:
-        """Write the snapshots of an object store again: what an earlier writer knows of their versions is outdated."""
+        """Rewrite the snapshots of an object store, so that an earlier writer's file versions are outdated."""
         catalog = self._log.catalog
         if names := catalog.pins.names:
             fence = {"fence": catalog.fences[-1]}

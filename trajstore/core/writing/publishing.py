@@ -1,4 +1,4 @@
-"""Making the shards of a group durable, without those trajectories that cannot be written for their own sake."""
+"""Makes the shards of a group durable, except unwritable trajectories."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ENVIRONMENT = (OSError, ImportError, StoreLockedError)
 _CONTENT_ERRNOS = (errno.ENAMETOOLONG, errno.EILSEQ)
 
 _DOUBTS = 3
-"""Attempts after which an error that may be anybody's is taken for the trajectory's."""
+"""Attempts after which an ambiguous error is attributed to the trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unwritable:
-    """Trajectories that cannot be written: ids, bytes in memory, and why."""
+    """Unwritable trajectories: ids, bytes in memory, and the error."""
 
     ids: list[int]
     nbytes: int
@@ -35,11 +35,11 @@ class Unwritable:
 
 
 def is_of_content(error: Exception, failures: int) -> bool:
-    """Return whether a write failed because of what was to be written, not because of the disk or the machine.
+    """Return whether a write failed because of its content, not because of the disk or the machine.
 
     Args:
-        error: why it failed.
-        failures: how often it has failed before.
+        error: the cause.
+        failures: number of earlier failures.
     """
     if isinstance(error, OSError) and error.errno in _CONTENT_ERRNOS:
         return True
@@ -49,12 +49,12 @@ def is_of_content(error: Exception, failures: int) -> bool:
 
 
 class Publisher:
-    """Encodes and publishes parts of groups. One for each thread.
+    """Encodes and publishes parts of groups. One per thread.
 
     Args:
-        directory: where.
-        trajectory_format: how shards are written.
-        new_shard: returns the number of one more shard.
+        directory: target.
+        trajectory_format: format of the shards.
+        new_shard: assigns and returns a shard number.
     """
 
     def __init__(self, directory: Directory, trajectory_format: TrajectoryFormat, new_shard: Callable[[], int]) -> None:
@@ -64,19 +64,19 @@ class Publisher:
         self._scratch = Scratch()
 
     def publish(self, parts: Sequence[ShardDraft], failures: int) -> tuple[list[ShardDraft], list[Unwritable]]:
-        """Make parts durable; return those that are, perhaps split into more, and what cannot be written.
+        """Make parts durable; return the durable ones, perhaps split further, and the unwritable trajectories.
 
         Args:
             parts: of one group.
-            failures: how often this has failed before.
+            failures: number of earlier failures.
 
         Raises:
-            OSError: the disk refuses, or takes no file of the size of a single trajectory.
+            OSError: the disk failed, or accepts no file as large as a single trajectory.
             MemoryError: there is no memory to encode a single trajectory.
         """
         try:
             self._write(parts)
-        except Exception as error:  # whatever a format raises; told apart below
+        except Exception as error:  # formats may raise anything; classified below
             too_much = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.EFBIG
             if not too_much and not is_of_content(error, failures):
                 raise
@@ -97,7 +97,7 @@ class Publisher:
         return durable, unwritable
 
     def _smaller(self, parts: Sequence[ShardDraft]) -> list[ShardDraft]:
-        """Return the parts to try one by one; none if there is a single trajectory."""
+        """Return smaller parts to try one by one; none for a single trajectory."""
         if len(parts) > 1:
             return list(parts)
         return parts[0].split(self._new_shard()) if len(parts[0].ids) > 1 else []

@@ -174,7 +174,7 @@ class WriteQueue:
             if batch.first <= self._newest():  # a signal handler added trajectories meanwhile
                 raise StoreWriteError(f"{self._url}: later trajectories were queued meanwhile; add these again")
             idle = not self._waiting
-            self._waiting.append(batch)  # from here on it will be written
+            self._waiting.append(batch)  # now it will be written
             self._adding.pop(id(batch), None)
             if idle or self._pending_bytes >= self._options.shard_bytes:  # else a thread's timer is already running
                 self._wait_list.wake()

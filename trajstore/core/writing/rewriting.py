@@ -1,7 +1,7 @@
-"""Giving back the disk space of evicted trajectories whose shards are partly alive.
+"""Rewrites partly dead shards to free the disk space of evicted trajectories.
 
-The live trajectories of several such shards are copied into one new shard, which one log record commits; the old
-shards are then needed by nobody. What a crash leaves at each point is written in docs/design/store.md.
+The live trajectories of several shards are copied into one new shard, committed by one log record; the old shards are
+then unneeded. docs/design/store.md describes the state after a crash at each point.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
 logger = logging.getLogger(__name__)
 
 SLACK_BYTES = 1 << 20
-"""Shards may hold this much besides twice the live bytes before any is rewritten: a small store is left alone."""
+"""Dead bytes allowed beyond the live bytes before any rewrite, so that small stores are left alone."""
 
 _LEASES_SECONDS = 1.0
-"""How often it is seen whether readers have let go of files that only they need, when nothing is added or evicted."""
+"""Interval at which reader leases are checked while files are kept for readers only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full the shards are that the store needs.
+    """Fill state of the needed shards.
 
     Attributes:
-        total: bytes of all rows, per shard (row of the shard table); 0 where nobody needs it.
+        total: bytes of all rows, per shard (row of the shard table); 0 for unneeded shards.
         live: bytes of live and pinned trajectories, per shard.
     """
 
@@ -52,7 +52,7 @@ class Usage:
 
     @staticmethod
     def of(catalog: Catalog) -> Usage:
-        """Return how full the shards of a catalog are."""
+        """Return the usage of a catalog's shards."""
         count = len(catalog.shards)
         live = np.zeros(count, np.int64)
         for index in (catalog.index, catalog.pinned):
@@ -68,14 +68,14 @@ class Usage:
 def choose(
     usage: Usage, schemas: npt.NDArray[np.int32], limit: int, excluded: set[int], *, everything: bool
 ) -> list[int]:
-    """Return the shards to be made into one, rows of the shard table; none if nothing is to be gained.
+    """Return the shards to merge, as rows of the shard table; empty if nothing is gained.
 
     Args:
-        usage: how full they are.
-        schemas: number of the schema of each.
-        limit: most live bytes to be copied, but at least one shard is.
-        excluded: shards to be left alone.
-        everything: also choose those in which little is dead; without any, small ones, to make one of several.
+        usage: of all shards.
+        schemas: schema number of each shard.
+        limit: most live bytes to copy; at least one shard is chosen regardless.
+        excluded: shards to leave alone.
+        everything: also choose shards with few dead bytes; if there are none, several small shards to merge.
     """
     needed = usage.total > 0
     needed[list(excluded)] = False
@@ -103,14 +103,14 @@ def choose(
 class Rewriter:
     """Rewrites shards of the writer's store, one new shard at a time, in a thread that calls :meth:`run`.
 
-    Commits wait for it only while it chooses and while it records, never while it copies.
+    Commits are blocked while it chooses and records, but not while it copies.
 
     Args:
         directory: the store's.
         log: the store's.
-        trajectory_format: how new shards are written.
+        trajectory_format: format of new shards.
         shard_bytes: most bytes of trajectories in a new shard.
-        new_shard: returns the number of one more shard.
+        new_shard: assigns and returns a shard number.
     """
 
     def __init__(
@@ -132,25 +132,25 @@ class Rewriter:
         self._closing = False
 
     def note(self) -> None:
-        """Let :meth:`run` see whether something is to be done."""
+        """Make :meth:`run` check for work."""
         self._news.put(None)
 
     def stop(self) -> None:
-        """Let :meth:`run` return; a shard that is being written is finished first."""
+        """Make :meth:`run` return after finishing the current shard."""
         self._closing = True
         self._news.put(None)
 
     def wait(self) -> None:
-        """Return when nothing is being rewritten; once the log is closed nothing will be.
+        """Wait for the current rewrite; a closed log prevents new ones.
 
-        ``compact`` runs in a thread of the user's. The next writer gives out the number of its new shard again.
+        ``compact`` runs in a user's thread, and the next writer may reuse the number of its new shard.
         """
         with self._one:
             return
 
     def run(self) -> None:
-        """Rewrite what is worth it, now and whenever enough was evicted, until :meth:`stop`."""
-        looked_at = -SLACK_BYTES  # bytes evicted when the shards were looked at last; once in the beginning
+        """Rewrite shards when it pays off, at first and whenever enough was evicted, until :meth:`stop`."""
+        looked_at = -SLACK_BYTES  # evicted bytes at the last check; forces a first check
         pause = 0
         while not self._closing:
             if self._log.evicted_bytes - looked_at <= pause:
@@ -167,20 +167,20 @@ class Rewriter:
                 return
             except (TrajstoreError, OSError, MemoryError) as error:  # nothing is lost; tried again after more evictions
                 logger.warning("%s: shards could not be rewritten: %s", self._directory.url, error)
-            except Exception:  # a bug; the store goes on without rewriting, which costs disk space only
+            except Exception:  # a bug; without rewriting the store only uses more disk space
                 logger.exception("%s: shards could not be rewritten", self._directory.url)
-            live, _ = self._log.space()  # an eighth of it can be evicted until it is worth another look
+            live, _ = self._log.space()  # check again after an eighth of it was evicted
             pause = max(SLACK_BYTES, live // 8)
 
     def _wait(self, seconds: float | None) -> None:
-        """Wait for :meth:`note` or :meth:`stop`; all that came so far counts once."""
+        """Wait for :meth:`note` or :meth:`stop`; several calls count once."""
         with suppress(queue.Empty):
             self._news.get(timeout=seconds)
             while True:
                 self._news.get_nowait()
 
     def step(self, *, everything: bool = False) -> bool:
-        """Make one new shard out of several, if that is worth it; return whether it was.
+        """Merge several shards into a new one if that pays off; return whether it did.
 
         Args:
             everything: see :func:`choose`.
@@ -191,7 +191,7 @@ class Rewriter:
             OSError: the new shard could not be written; nothing was moved.
         """
         with self._one:
-            # What is read here stays, also if it is evicted meanwhile.
+            # Files that are read here are kept, even after eviction.
             with self._log.keeping_files_for(partial(self._choose, everything)) as chosen:
                 if chosen is None:
                     return False
@@ -206,7 +206,7 @@ class Rewriter:
             return True
 
     def _leave(self, number: int) -> None:
-        """Rewrite a shard no more: nothing in it was dead, whatever its entries say of their bytes."""
+        """Exclude a shard without dead rows, whose entries state too few bytes."""
         with self._log.standing_still() as catalog:
             name, row = (
                 shard_name(number),
@@ -220,7 +220,7 @@ class Rewriter:
         )
 
     def _choose(self, everything: bool) -> _Chosen | None:
-        """Return what is worth rewriting; called while the log stands still."""
+        """Return the shards to rewrite, if any; called while the log stands still."""
         self._log.check_open()
         catalog = self._log.catalog
         usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
@@ -231,7 +231,7 @@ class Rewriter:
         return _Chosen({row: catalog.shards.manifest(row) for row in rows}, _entries_in(catalog, rows), nbytes)
 
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
-        """Return a shard that is sound; None for one that is damaged: a copy would carry a new, fitting checksum."""
+        """Return an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
         try:
             problems = damage_of(self._directory, manifest)
         except CorruptStoreError as error:
@@ -248,7 +248,7 @@ class Rewriter:
         return None
 
     def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> tuple[int, int]:
-        """Write one shard of several; return its number and the bytes of its rows."""
+        """Write one merged shard; return its number and the bytes of its rows."""
         number = self._new_shard()
         schema = sources[entries[0].location.table].manifest.schema
         pieces: list[list[Buffer]] = [[] for _ in schema.columns]
@@ -266,17 +266,17 @@ class Rewriter:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Shards that are rewritten together, by row, and what is live or pinned in them."""
+    """Shards to rewrite together, by row, and their live or pinned entries."""
 
     manifests: Mapping[int, ShardManifest]
     entries: Sequence[_Entry]
     nbytes: int
-    """Of all rows that the shards were written with."""
+    """Bytes of all rows written to the shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A live or pinned trajectory and where it is."""
+    """A live or pinned trajectory and its location."""
 
     trajectory_id: int
     extent: Extent
@@ -284,19 +284,19 @@ class _Entry:
 
 
 def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
-    """Return what is live or pinned in some shards, by ascending id."""
+    """Return the live or pinned entries in some shards, by ascending id."""
     chosen = np.zeros(len(catalog.shards), np.bool_)
     chosen[rows] = True
     names = ("trajectory_id", "shard", "steps", "batch", "extra", "document", *STARTS)
-    found = []
+    entries = []
     for index in (catalog.index, catalog.pinned):
         inside = chosen[index["shard"]]
         for number, row, steps, batch, extra, document, *starts in zip(
             *(index[name][inside].tolist() for name in names), strict=True
         ):
             extent = Extent(steps, batch, extra, document)
-            found.append(_Entry(number, extent, RowLocation(row, *starts)))
-    return sorted(found, key=lambda entry: entry.trajectory_id)
+            entries.append(_Entry(number, extent, RowLocation(row, *starts)))
+    return sorted(entries, key=lambda entry: entry.trajectory_id)
 
 
 class _OpenShard:

@@ -1,4 +1,4 @@
-"""A store's log held by a tool, without a buffer: nobody is shown what changes, and nothing is added."""
+"""Holds a store's log for a tool, without a buffer, listeners or additions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEVER = 1 << 62  # bytes of the log after which the index is written; a tool ap
 
 
 class _Nobody(CommitListener):
-    """Shows nothing of what changes; keeps the seed that ``metadata.json`` says."""
+    """Ignores changes; keeps the seed in ``metadata.json``."""
 
     def __init__(self, seed: Any) -> None:
         self._seed = seed
@@ -29,10 +29,10 @@ class _Nobody(CommitListener):
 
 @contextmanager
 def held_log(directory: Directory) -> Iterator[CommitLog]:
-    """Yield the log of a store, as its one writer.
+    """Yield the log of a store, as its single writer.
 
     Raises:
-        StoreLockedError: somebody else writes there.
+        StoreLockedError: another writer has the store open.
         StoreWriteError: the directory cannot be written.
         CorruptStoreError, UnsupportedVersionError: it cannot be continued.
     """
@@ -48,6 +48,6 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
 
 @contextmanager
 def held_points(directory: Directory) -> Iterator[Points]:
-    """Yield the saved points of a store, as its one writer; raises what :func:`held_log` does."""
+    """Yield the saved points of a store, as its single writer; raises the errors of :func:`held_log`."""
     with held_log(directory) as log:
         yield Points(log, Inbox(log))
