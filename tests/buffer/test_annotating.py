@@ -1,4 +1,4 @@
-"""Values that come late, from the writer and from others: durable, the latest counts, the history stays."""
+"""Late values from the writer and from other processes: durable, the latest counts, history is kept."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_latest_counts_and_the_history_stays(path: Path) -> None:
 
 
 def beside(target: Callable[..., None], *arguments: object) -> int | None:
-    """Do something in a process of its own; return how it ended."""
+    """Run a function in another process; return its exit code."""
     process = forking().Process(target=target, args=arguments)
     process.start()
     process.join(300)
@@ -97,7 +97,7 @@ def _annotate_once(path: Path, who: str) -> None:
 def test_another_process_annotates_while_the_writer_writes_and_after(path: Path) -> None:
     with writer_to(path) as writer:
         assert beside(_annotate_once, path, "beside") == 0
-        wait_until(lambda: bool(values_of(writer, 3)))  # the writer looks by itself
+        wait_until(lambda: bool(values_of(writer, 3)))  # the writer polls on its own
         assert column(writer, "score") == [1.0, None, None, 2.0]
     assert beside(_annotate_once, path, "after") == 0
     assert values_of(path, 0) == [("score", 1.0, "beside"), ("score", 1.0, "after")]
@@ -105,7 +105,7 @@ def test_another_process_annotates_while_the_writer_writes_and_after(path: Path)
 
 
 def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
-    """In the order in which it will be taken in, whatever the clocks of those who gave it say."""
+    """Values are numbered in the order of application, whatever the annotators' clocks."""
     with another_writer(path) as writer:
         os.kill(writer, signal.SIGSTOP)
         annotate(path, 0, {"race": 0.5})
@@ -141,7 +141,7 @@ def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
         os.kill(writer, signal.SIGSTOP)
         annotate(path, 0, {"race": 0.5})
         (first,) = (path / "inbox").iterdir()
-        first.rename(path / "first")  # it is not there yet when the other looks
+        first.rename(path / "first")  # hidden from the second look
         annotate(path, [0, 1], {"race": ["good", None], "other": 1}, who="anna")
         (path / "first").rename(first)
     writer_to(path).close()
@@ -150,9 +150,9 @@ def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
     (aside,) = (path / "inbox").iterdir()
     assert aside.suffix == ".refused"
     assert values_of(path, 0) == [("race", 0.5, "")]
-    found = verify(path)
-    assert found.sound
-    assert found.notes == [
+    verification = verify(path)
+    assert verification.sound
+    assert verification.notes == [
         f"inbox/{aside.name}: the values race, other of trajectories 0 to 1, given by anna, are refused and reach no "
         "trajectory: race: a text, but the values of this name are numbers here; take another name; the file has them, "
         "and may be deleted"
@@ -171,7 +171,7 @@ def _annotate_often(path: Path, who: str) -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_processes_annotate_at_once_and_the_writer_gives_rows_meanwhile(path: Path, live: bool) -> None:
-    """Each value of each process is there once, in its order, and so are the rows of the writer, if there is one."""
+    """Each value of each process is present once, in its order; so are the writer's rows, if any."""
     names = [f"p{number}" for number in range(6)]
     given = 0
     with writer_to(path) if live else nullcontext() as writer:
@@ -188,16 +188,16 @@ def test_processes_annotate_at_once_and_the_writer_gives_rows_meanwhile(path: Pa
     assert os.listdir(path / "inbox") == []
     with writer_to(path) as again:
         for number in range(4):
-            told: dict[str, list[Any]] = {}
+            values_by_process: dict[str, list[Any]] = {}
             for note in notes_of(again, number):
-                told.setdefault(note.who + " " + note.name, []).append(note.value)
+                values_by_process.setdefault(note.who + " " + note.name, []).append(note.value)
             mine = sorted([(number, 10.0 * number), ((number - 1) % 4, 10.0 * ((number - 1) % 4) + 1)])
             for name in names:
-                assert told.pop(f"{name} score") == [value for _, value in mine]
-                assert told.pop(f"{name} tag") == [name, name]
-            assert told.pop("writer told", []) == [float(number + at) for at in range(given)]
-            assert told.pop("writer rows", []) == ["rows of float32"] * given
-            assert not told
+                assert values_by_process.pop(f"{name} score") == [value for _, value in mine]
+                assert values_by_process.pop(f"{name} tag") == [name, name]
+            assert values_by_process.pop("writer told", []) == [float(number + at) for at in range(given)]
+            assert values_by_process.pop("writer rows", []) == ["rows of float32"] * given
+            assert not values_by_process
             if live:
                 assert again.get(number).notes["rows"].tolist() == [float(given - 1 + number)] * 4
     assert verify(path).sound
@@ -209,8 +209,8 @@ def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
             writer.add_trajectories([rollout(number) for number in range(2)])
     annotate(tmp_path, ["1/1", "0/0"], {"score": [7, 8]})
     with TrajectoryReplayBuffer.open(tmp_path) as run:
-        found = {row["trajectory_id"]: row["score"] for row in run.query().where("score is not null").rows()}
-        assert sorted(found.values()) == [7.0, 8.0]
+        scores = {row["trajectory_id"]: row["score"] for row in run.query().where("score is not null").rows()}
+        assert sorted(scores.values()) == [7.0, 8.0]
     assert [note.value for note in notes_of(tmp_path, "1/1")] == [7.0]
     assert [note.value for note in notes_of(tmp_path / "rank_1", 1)] == [7.0]
     with pytest.raises(StoreNotFoundError, match="no rank 2"):
@@ -225,12 +225,12 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
             writer.add_trajectories([rollout(0)])
             if rank == 1:
                 annotate(writer, 0, {"advantages": [torch.zeros(4)], "score": 1})
-    said = "advantages: a number, but the values of this name are rows of float32 in rank 1 of the run"
-    with pytest.raises(ConfigurationError, match=said):
+    message = "advantages: a number, but the values of this name are rows of float32 in rank 1 of the run"
+    with pytest.raises(ConfigurationError, match=message):
         annotate(tmp_path, ["0/0", "2/0"], {"advantages": 1, "score": 1})
     with pytest.raises(ConfigurationError, match="score: a text, but the values of this name are numbers in rank 1"):
         annotate(tmp_path, "2/0", {"score": "high"})
-    annotate(tmp_path / "rank_2", 0, {"advantages": 1})  # nobody is asked
+    annotate(tmp_path / "rank_2", 0, {"advantages": 1})  # no check across ranks
     annotate(tmp_path, "2/0", {"advantages": 2, "score": 2})
     assert values_of(tmp_path, "2/0") == [("advantages", 1.0, ""), ("advantages", 2.0, ""), ("score", 2.0, "")]
     (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
@@ -258,7 +258,7 @@ def test_late_values_leave_and_return_with_the_state_that_has_them(path: Path) -
         writer.points.rollback(5)
         annotate(writer, 0, {"score": 3})
         assert column(writer, "score") == [3.0, None, None, None]
-        writer.points.rollback(5)  # nothing but a value is newer
+        writer.points.rollback(5)  # only a late value is newer
         assert column(writer, "score") == [1.0, None, None, None]
         newest = max((one for one in writer.points.snapshots if one.kind == "aside"), key=lambda one: one.generation)
         with TrajectoryReplayBuffer.open(path, pin=newest.name) as reader:
@@ -318,7 +318,7 @@ def test_values_acknowledged_before_a_snapshot_is_taken_or_left_are_in_it(path: 
         else:
             writer.points.rollback(0)
             assert all(note.name != "judge" for note in notes_of(writer, 0))
-            (left,) = [one.name for one in writer.points.snapshots if one.kind == "aside"]
+            (left,) = [snapshot.name for snapshot in writer.points.snapshots if snapshot.kind == "aside"]
             writer.points.go_to(left)
             assert column(writer, "judge") == [1.0, None, None, None]
 
@@ -371,7 +371,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def scored(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, TrajectoryReplayBuffer]]:
-    """A store that is being written, with one value."""
+    """A store being written, with one value."""
     path = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("scored") / "store"))
     with writer_to(path) as writer:
         annotate(writer, 0, {"score": 1})
@@ -422,9 +422,9 @@ def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog:
             backing = again.sink
             backing.writer.inbox.take_in()  # type: ignore[attr-defined]
             assert column(again, "score") == [1.0, 3.0, None]
-    told = caplog.text
-    assert all(f"inbox/{name}: " in told for name in ("0.json", "1.json", "2.json"))
-    assert "trajectories 1 have left" in told
+    log = caplog.text
+    assert all(f"inbox/{name}: " in log for name in ("0.json", "1.json", "2.json"))
+    assert "trajectories 1 have left" in log
     left = {"0.json", "1.json", "2.json", "note.txt", "folder.json"}
     assert set(os.listdir(path / "inbox")) == left, "without the three that were given"
 
@@ -443,7 +443,7 @@ def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
 
 
 def _annotate_until_killed(path: Path, left: int) -> None:
-    """Annotate, and be killed before the change of the directory that has this number."""
+    """Annotate, and kill the process before directory change number ``at``."""
     changes = itertools.count(1)
 
     def counted(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -461,16 +461,16 @@ def _annotate_until_killed(path: Path, left: int) -> None:
 
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_kill_between_two_calls_of_the_directory_loses_and_doubles_nothing(path: Path, at: int) -> None:
-    """Whoever annotates is killed before its ``at``-th change of the directory; then the store is opened."""
+    """Kill an annotating process before its ``at``-th directory change, then open the store."""
     killed = beside(_annotate_until_killed, path, at)
     assert killed in (0, -signal.SIGKILL)
     with writer_to(path) as writer:
-        found = [note.value for note in notes_of(writer, 0)]
-        assert found in ([], [1.0])
-        assert killed or found == [1.0]
-        assert [note.value for note in notes_of(writer, 1)] == [2.0] * len(found)
+        values = [note.value for note in notes_of(writer, 0)]
+        assert values in ([], [1.0])
+        assert killed or values == [1.0]
+        assert [note.value for note in notes_of(writer, 1)] == [2.0] * len(values)
         annotate(writer, 0, {"score": 3})
-        assert [note.value for note in notes_of(writer, 0)] == [*found, 3.0]
+        assert [note.value for note in notes_of(writer, 0)] == [*values, 3.0]
 
 
 def test_an_object_store_has_an_inbox_too(s3_url: str, s3_options: dict[str, Any]) -> None:
@@ -478,7 +478,7 @@ def test_an_object_store_has_an_inbox_too(s3_url: str, s3_options: dict[str, Any
         writer.add_trajectories([rollout(number) for number in range(2)])
         writer.flush()
         annotate(s3_url, 0, {"score": 1}, who="beside", storage_options=s3_options)
-        annotate(writer, 1, {"score": 2})  # after what waits
+        annotate(writer, 1, {"score": 2})  # ordered after the waiting one
         assert [note.who for note in notes_of(writer, 0)] == ["beside"]
     annotate(s3_url, [0, 1], {"score": 3}, who="after", storage_options=s3_options)
     with TrajectoryReplayBuffer.open(s3_url, storage_options=s3_options) as reader:
@@ -493,7 +493,7 @@ def test_a_clock_before_1970_damages_nothing(tmp_path: Path, monkeypatch: pytest
         buffer.add_trajectories([rollout(0)])
         buffer.flush()
         annotate(buffer, [0], {"judge": 0.5})
-        assert verify(store).sound  # as the log has it
+        assert verify(store).sound  # as the log records it
         with TrajectoryReplayBuffer.open(store) as reader:
             assert len(reader) == 1
     annotate(store, [0], {"judge": 0.75})

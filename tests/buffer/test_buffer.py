@@ -1,4 +1,4 @@
-"""What a user of the buffer sees: the draws, memory, receipts, errors, threads."""
+"""The buffer for users: draws, memory, receipts, errors, threads."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_what_has_nothing_in_it_is_passed_over_and_told(tmp_path: Path, caplog: 
         caplog.clear()
         given = [nothing[0], witness(0), *nothing[1:], witness(1), Trajectory(max_episode_length=3)]
         assert buffer.add_trajectories(given) == [0, 1]
-        (said,) = [record.message for record in caplog.records]
-        assert "at the places 0, 2, 3, 5 of 6 there is nothing to store" in said
+        (message,) = [record.message for record in caplog.records]
+        assert "at the places 0, 2, 3, 5 of 6 there is nothing to store" in message
         assert [check_trajectory(buffer.get(number)) for number in (0, 1)] == [0, 1]
 
 
 def test_receipts(tmp_path: Path) -> None:
-    told: list[int] = []
-    buffer = writer_to(tmp_path, on_commit=told.extend, writer=WriterOptions(commit_interval=30.0))
+    committed: list[int] = []
+    buffer = writer_to(tmp_path, on_commit=committed.extend, writer=WriterOptions(commit_interval=30.0))
     with buffer:
         assert buffer.points.committed == -1
         ids = buffer.add_trajectories([witness(key) for key in range(3)])
@@ -120,7 +120,7 @@ def test_receipts(tmp_path: Path) -> None:
         assert buffer.wait(ids) is True
         assert buffer.points.committed == 2
         assert buffer.get_stats()["pending_bytes"] == 0
-    assert told == ids
+    assert committed == ids
 
 
 def test_a_callback_that_raises_undoes_nothing(tmp_path: Path) -> None:

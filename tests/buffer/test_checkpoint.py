@@ -49,13 +49,13 @@ def filled(kind: str, fmt: str, path: Path, count: int, first: int = 0, **option
 
 
 def listing(path: Path) -> dict[str, tuple[int, int, int]]:
-    found = {}
+    keys_found = {}
     for file in sorted(path.rglob("*")):
         if "readers" not in file.relative_to(path).parts:
             state = file.stat()
             written = state.st_mtime_ns if file.is_file() else 0
-            found[str(file.relative_to(path))] = state.st_size, written, state.st_mode
-    return found
+            keys_found[str(file.relative_to(path))] = state.st_size, written, state.st_mode
+    return keys_found
 
 
 @pytest.mark.parametrize(("kind", "fmt"), [("memory", "pt"), ("store", "zarr")])
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         with filled(kind, "pt", tmp_path / "run" / f"store_{rank}", size, key) as buffer:
             buffer.save_checkpoint(tmp_path / "run" / "saved" / f"rank_{rank}")
         key += size
-    found: list[int] = []
+    all_keys: list[int] = []
     ids: list[int] = []
     for rank in range(readers):
         buffer = TrajectoryReplayBuffer(sample_window_size=0)
@@ -99,10 +99,10 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         assert len(share) == each + (rank < more)
         assert buffer.total_samples == sum(witness(k).curr_obs["tag"].numel() for k in share.values())
         assert buffer.trajectory_counter == max(map(own_id, share), default=-1) + 1
-        found += share.values()
+        all_keys += share.values()
         ids += [*share, *buffer.add_trajectories([witness(1000), witness(1001)])]
         buffer.close()
-    assert found == list(range(key))
+    assert all_keys == list(range(key))
     assert len(set(ids)) == len(ids)
 
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Pa
 def test_a_checkpoint_that_an_overlay_cannot_replace_is_kept_and_the_way_out_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As overlayfs answers for a folder of its lower layer: it can be neither exchanged nor renamed."""
+    """Like overlayfs for a folder of its lower layer, which can be neither exchanged nor renamed."""
     genuine = HeldFolder.rename
 
     def rename(folder: HeldFolder, old: str, new: str) -> None:
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path:
         def add() -> None:
             for key in itertools.count(15):
                 buffer.add_trajectories([witness(key)])
-                if done.wait(0.004):  # no faster than the disk, or each save would wait for a long queue
+                if done.wait(0.004):  # no faster than the disk, else each save waits for a long queue
                     return
 
         adding = pool.submit(add)
@@ -272,7 +272,7 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
         buffer.evict([0, 1])
     with make("store", "pt", path) as buffer:
         buffer.points.remove("only")
-        copy_live(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
+        copy_live(path, tmp_path / "crashed")  # the snapshot still has the pinned entries, without files
     assert list((tmp_path / "crashed" / "shards").iterdir()) == []
     assert verify(tmp_path / "crashed").sound
 
@@ -317,11 +317,11 @@ def test_a_checkpoint_and_a_store_within_a_store_are_refused(tmp_path: Path, bas
                 buffer.save_checkpoint(store if below == "." else f"{store}/{below}")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=f"{base or tmp_path}/other") as buffer:
         with pytest.raises(errors.ConfigurationError, match="is a store of its own" if not base else "is a store"):
-            buffer.save_checkpoint(store)  # which nobody writes at present
+            buffer.save_checkpoint(store)  # no writer is active
         buffer.save_checkpoint(f"{base or tmp_path}/beside")
         buffer.save_checkpoint(f"{base or tmp_path}/beside")
         with pytest.raises(errors.ConfigurationError, match="lies within the store"):
-            buffer.save_checkpoint(f"{base or tmp_path}/beside/within")  # the next one would delete it
+            buffer.save_checkpoint(f"{base or tmp_path}/beside/within")  # the next save would delete it
     with TrajectoryReplayBuffer.open(store) as reader:
         assert len(reader) == 1
 
@@ -362,7 +362,7 @@ def test_repair_says_that_points_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_path: Path) -> None:
-    """United, the stores have new ids; inspect, verify and copies of a store know nothing of these."""
+    """Merged stores have new ids, unlike inspect, verify and copies of a single store."""
     for rank in range(2):
         stores.filled(tmp_path / f"run/rank_{rank}", range(3))
     os.truncate(sorted((tmp_path / "run/rank_1/shards").iterdir())[1], 10)
@@ -383,7 +383,7 @@ def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: p
             buffer.wait([0, -4])
 
 
-# -- How draws go on where ranks load what ranks saved: as many take up theirs, of others no two draw alike --
+# -- Draws after ranks load checkpoints: an equal number continues, other numbers draw differently from each other --
 
 
 SAVED = 4
@@ -391,7 +391,7 @@ SAVED = 4
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of four ranks, with 60 trajectories of one sample each."""
+    """Checkpoints of four ranks, with 60 single-sample trajectories."""
     path = tmp_path_factory.mktemp("run")
     for rank in range(SAVED):
         with TrajectoryReplayBuffer(seed=rank) as buffer:
@@ -402,7 +402,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(path: Path, rank: int, ranks: int, seed: int | None) -> tuple[int, ...]:
-    """Return which places of its share a rank draws."""
+    """Return the places of its share that a rank draws."""
     with TrajectoryReplayBuffer(seed=seed, sample_window_size=0) as buffer:
         buffer.load_checkpoint(path, is_distributed=True, local_rank=rank, world_size=ranks)
         return tuple((buffer.draw(8).ids - buffer.trajectory_ids[0]).tolist())

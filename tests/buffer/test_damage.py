@@ -1,4 +1,4 @@
-"""Loading what is damaged: each fault is named, and none hides what lies beside it."""
+"""Loading damaged stores: each fault is named, and none hides intact data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trajstore.testing.witness import check_trajectory, witness
 
 
 def fill(path: Path, keys: range, commits: int = 1, trajectory_format: str = "pt") -> Path:
-    """Write a store of witnesses, in so many commits, closed."""
+    """Write a closed store of witnesses with this many commits."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=trajectory_format) as buffer:
         for part in range(commits):
             buffer.add_trajectories([witness(key) for key in keys[part::commits]])
@@ -53,7 +53,7 @@ def load(path: Path, *, strict: bool = True, **options: object) -> tuple[Traject
 
 
 def keys_of(buffer: TrajectoryReplayBuffer) -> list[int]:
-    """Return the keys of all witnesses, each of them checked."""
+    """Return the keys of all witnesses, after checking each."""
     return sorted(check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist())
 
 
@@ -105,7 +105,7 @@ def test_a_store_beside_ranks_is_repaired_by_itself(run: Path, damaged: bool) ->
     assert first.count("shards/") == int(damaged), "a file is named once"
 
 
-# -- ranks that are not there ------------------------------------------------------------------------
+# -- missing ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["emptied", "gone", "index"])
@@ -154,12 +154,12 @@ def test_all_damaged_ranks_are_named(run: Path) -> None:
         load(run)
     for rank in (0, 1, 2):
         shutil.rmtree(run / f"rank_{rank}")
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):  # there is nothing else
+    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):  # there are no others
         load(run, strict=False)
 
 
 def as_nobody(call: Callable[[], None]) -> None:
-    """Call as a user who may read what everybody may, in a process of its own; root may read everything."""
+    """Call in another process as an unprivileged user, because root may read everything."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -230,7 +230,7 @@ def _with_record(store: Path, change: Callable[[list[bytes]], list[bytes]]) -> N
 
 @pytest.fixture(scope="module")
 def whole_crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of four commits of one trajectory each, as a crash leaves it: all in the log."""
+    """A store of four one-trajectory commits, as after a crash: all in the log."""
     path = tmp_path_factory.mktemp("crashed")
     with opened(path / "live") as buffer:
         add_each(buffer, range(4))
@@ -246,7 +246,7 @@ def crashed(whole_crashed: Path, tmp_path: Path) -> Path:
 def test_one_damaged_record_costs_what_it_committed(
     crashed: Path, place: int, left: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The first two records also told the columns of the last two.
+    # The first two records also defined the columns of the last two.
     _with_record(crashed, lambda lines: [b"?" + line[1:] if at == place else line for at, line in enumerate(lines)])
     with pytest.raises(errors.CorruptStoreError, match=r"\.log"):
         load(crashed)
@@ -284,7 +284,7 @@ def test_an_index_is_worked_out_again_from_the_log_with_what_was_evicted_and_pin
         buffer.points.pin("early")
         add_each(buffer, [3])
         buffer.evict([1])
-        copy_live(tmp_path / "live", tmp_path / "crashed")  # what a crash would leave
+        copy_live(tmp_path / "live", tmp_path / "crashed")  # as after a crash
     index = tmp_path / "crashed" / "trajectory_index.json"
     cut(index) if damage == "cut" else index.unlink()
     with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
@@ -295,10 +295,10 @@ def test_an_index_is_worked_out_again_from_the_log_with_what_was_evicted_and_pin
     assert (problem.lost, problem.uncounted) == ((), False)
     buffer, left_out = load(tmp_path / "crashed", strict=False, pin="early")
     assert (left_out, keys_of(buffer)) == (0, [0, 1, 2])
-    found, _ = load(tmp_path / "crashed", strict=False)
-    assert keys_of(found) == [0, 2, 3]
+    loaded, _ = load(tmp_path / "crashed", strict=False)
+    assert keys_of(loaded) == [0, 2, 3]
     assert "trajectory_index.json" in caplog.text
-    assert found.add_trajectories([witness(9)]) == [4]
+    assert loaded.add_trajectories([witness(9)]) == [4]
 
 
 @pytest.mark.parametrize(("line", "place"), [(0, 2), (1, 3), (2, 3), (0, 1)])
@@ -327,16 +327,16 @@ def test_a_record_that_is_in_the_log_twice_says_nothing_new(crashed: Path, line:
 def test_a_log_that_became_something_else_is_no_interrupted_commit(crashed: Path, content: bytes, sound: bool) -> None:
     _with_record(crashed, lambda lines: [*lines[:2], content])
     tell_ids(crashed, 2)
-    found = verify(crashed)
-    assert (found.problems == []) == sound
-    assert any("interrupted commit" in note for note in found.notes) == sound
+    verification = verify(crashed)
+    assert (verification.problems == []) == sound
+    assert any("interrupted commit" in note for note in verification.notes) == sound
 
 
 def test_two_different_records_of_one_generation_are_refused(crashed: Path) -> None:
     with forged_log(crashed) as records:
         (shard,) = records[1]["shards"]
-        told = shard["entries"]
-        forged = {**shard, "entries": {**told, "uuids": "0" * len(told["uuids"])}}
+        entries = shard["entries"]
+        forged = {**shard, "entries": {**entries, "uuids": "0" * len(entries["uuids"])}}
         records.insert(2, {**records[1], "shards": [forged]})
     with pytest.raises(errors.CorruptStoreError, match=r"two records of generation \d+"):
         load(crashed)
@@ -391,9 +391,9 @@ def test_a_follower_is_not_told_the_same_again(tmp_path: Path, caplog: pytest.Lo
         for key in range(3):
             add_each(writer, [10 + key])
             assert reader.refresh()
-    told = [record for record in caplog.records if "are left out" in record.getMessage()]
-    assert len(told) == 1
-    assert all(record.levelno == logging.WARNING for record in told)
+    warnings = [record for record in caplog.records if "are left out" in record.getMessage()]
+    assert len(warnings) == 1
+    assert all(record.levelno == logging.WARNING for record in warnings)
 
 
 # -- changed bytes -----------------------------------------------------------------------------------
@@ -419,8 +419,8 @@ def test_a_changed_byte_is_refused_when_shards_are_verified(
         for number in (2, 3):
             with pytest.raises(errors.CorruptStoreError, match=rf"{victim.relative_to(store)}.*trajectories 2 to 3"):
                 buffer.get(number)
-        said = "checksum.*evict these trajectories, or let `trajstore repair`"
-        with pytest.raises(errors.CorruptStoreError, match=said):
+        message = "checksum.*evict these trajectories, or let `trajstore repair`"
+        with pytest.raises(errors.CorruptStoreError, match=message):
             buffer.sample(1000)
         first = checks.count("shard_00000000")
         buffer.get(0)

@@ -1,4 +1,4 @@
-"""Values that came late, where rollouts and batches are read: rewards are the corrected ones, batches have columns."""
+"""Late values on reading: corrected rewards, and batch columns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None
         annotate(writer, [1, 3], {"outcome": 0.25, "reward_tests": [5, None], "tag": "cheat"}, who="anna")
         annotate(writer, 2, {"judge": 0.75})
         given = {"outcome": 0.25, "reward_tests": 5.0, "tag": "cheat"}
-        one = replace(
+        first = replace(
             recorded[1],
             reward=Reward(outcome=0.25, description="tests", metadata={"tests": 5.0}),
             metadata={"own": 1, GIVEN: given, RECORDED: {"outcome": 1.0, "reward_tests": 3}},
@@ -58,7 +58,7 @@ def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None
         )
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             for buffer in (writer, reader):
-                for number, expected in zip(ids, (recorded[0], one, two, three), strict=True):
+                for number, expected in zip(ids, (recorded[0], first, two, three), strict=True):
                     assert same(buffer.get(number), expected)
                 drawn = buffer.sample_trajectories(4)
                 assert sorted(each.reward.outcome for each in drawn) == [0.0, 0.25, 0.25, 2.0]
@@ -81,8 +81,8 @@ def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_fo
             assert judged.items() <= {0: None, 1: 0.5, 2: 0.25, 3: None}.items()
             assert "notes" not in first_of(TokenLoader(writer, 100, layout=layout))[0]
         for name, message in (("jugde", "no trajectory was given such a value"), ("tag", "its values are texts")):
-            said = rf"column notes\.{name}: {message}; there are outcome, judge"
-            with pytest.raises(SchemaMismatchError, match=said):
+            pattern = rf"column notes\.{name}: {message}; there are outcome, judge"
+            with pytest.raises(SchemaMismatchError, match=pattern):
                 first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
 
 
@@ -103,15 +103,15 @@ def test_what_is_changed_in_a_copy_stays_there(tmp_path: Path, kept: Any) -> Non
     store = {} if kept == "memory" else {"auto_save": True, "auto_save_path": tmp_path, "trajectory_format": kept}
     buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=True, **store)
     buffer.add_trajectories([recorded, block])
-    for _ in range(2):  # before it is committed, maybe, and from where it is then
+    for _ in range(2):  # first perhaps before the commit, then after it
         drawn = buffer.sample_trajectories(2)
-        for one in (buffer.get(0), *(each for each in drawn if isinstance(each, AgentTrajectory))):
-            one.reward.outcome = 0.0
-            one.reward.metadata["tests"] = "changed"
-            one.metadata["own"][1]["deep"] = 3
-            one.messages[0]["content"] = "changed"
-            one.input_ids += 7
-            one.task_id = "changed"
+        for each_rollout in (buffer.get(0), *(each for each in drawn if isinstance(each, AgentTrajectory))):
+            each_rollout.reward.outcome = 0.0
+            each_rollout.reward.metadata["tests"] = "changed"
+            each_rollout.metadata["own"][1]["deep"] = 3
+            each_rollout.messages[0]["content"] = "changed"
+            each_rollout.input_ids += 7
+            each_rollout.task_id = "changed"
         changed = buffer.get(1)
         changed.rewards.fill_(9.0)
         changed.curr_obs["states"].zero_()
@@ -152,9 +152,9 @@ def test_a_dtype_that_changes_is_cast_to_the_oldest_ones_and_told_once(
         for batch in batches:
             assert batch["rewards"].dtype == torch.float32
             assert torch.equal(batch["rewards"].double(), batch["curr_obs"]["copy"])
-        said = [record.message for record in caplog.records if "column rewards" in record.message]
-        assert sorted(text.split(": ", 1)[1].split(" are ")[0] for text in said) == ["float16 rows", "float64 rows"]
-        assert all("cast to float32" in text for text in said)
+        messages = [record.message for record in caplog.records if "column rewards" in record.message]
+        assert sorted(text.split(": ", 1)[1].split(" are ")[0] for text in messages) == ["float16 rows", "float64 rows"]
+        assert all("cast to float32" in text for text in messages)
         out = {"rewards": torch.zeros(9, 1)}
         assert buffer.sample(9, columns=["rewards"], out=out)["rewards"].data_ptr() == out["rewards"].data_ptr()
         buffer.sample_window_size = 2

@@ -1,4 +1,4 @@
-"""``TrajectoryReplayBuffer.open``: the plain way to read."""
+"""``TrajectoryReplayBuffer.open``: the simple way to read."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_a_store_whose_first_files_come_while_it_is_opened(store: Path, monkeypa
         (store / name).rename(store / f"{name}.tmp")
 
         def come(self: LocalDirectory, below: str = "", name: str = name) -> list[str]:
-            found = real(self, below)
-            if below == "shards" and not (store / name).exists():  # right after they were found absent
+            names = real(self, below)
+            if below == "shards" and not (store / name).exists():  # right after they were seen to be absent
                 (store / f"{name}.tmp").rename(store / name)
-            return found
+            return names
 
         with monkeypatch.context() as patch:
             patch.setattr(LocalDirectory, "names", come)

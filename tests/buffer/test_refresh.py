@@ -1,4 +1,4 @@
-"""``refresh()``: what it finds, what it costs, and what stays valid meanwhile."""
+"""``refresh()``: its results, its cost, and the data that stays valid meanwhile."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_share_of_an_empty_store_is_followed(tmp_path: Path, rank: int) -> Non
         reader.close()
 
 
-# -- what it costs ----------------------------------------------------------------------------------
+# -- cost -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the directories that are opened from now on, each time that one is."""
+    """Record every directory that is opened from now on."""
     urls: list[str] = []
     original = Catalog.open.__func__  # type: ignore[attr-defined]
 
@@ -61,7 +61,7 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, openings: list[str]) -> None:
-    options = WriterOptions(snapshot_bytes=1 << 12)  # so small that the index is written several times
+    options = WriterOptions(snapshot_bytes=1 << 12)  # small enough to write the index several times
     with writer_to(tmp_path, writer=options, retention=Retention(max_trajectories=8)) as source:
         add_each(source, range(8))
         reader = reader_of(tmp_path)
@@ -130,14 +130,14 @@ def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path
 
 
 def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_path: Path) -> None:
-    """Files of these are gone before the reader hears of them: it must never show a moment at which they were there."""
+    """Deletes files before the reader learns of it; the reader must never show a state in which they existed."""
 
     class Watched:
-        """A lock after which, each time that it comes free, everything that is shown is read."""
+        """A lock that reads all visible data whenever it is released."""
 
         def __init__(self, lock: Any) -> None:
             self._lock, self._depth, self.reads = lock, 0, 0
-            self.acquire, self.release = lock.acquire, lock.release  # what a fork asks for
+            self.acquire, self.release = lock.acquire, lock.release  # used by the fork handlers
 
         def __enter__(self) -> None:
             self._lock.__enter__()
@@ -147,7 +147,7 @@ def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_pat
             self._depth -= 1
             self._lock.__exit__(*error)
             if not self._depth and error[0] is None:
-                self._depth += 1  # what reads takes it too
+                self._depth += 1  # reading acquires it too
                 self.reads += 1
                 for number in reader.trajectory_ids.tolist():
                     check_trajectory(reader.get(number))
@@ -197,7 +197,7 @@ def sample_in_child(buffer: TrajectoryReplayBuffer, results: Any) -> None:
         except errors.StoreClosedError as error:
             results.put("parent process" in str(error) and len(keys) == 32)
         buffer.close()
-    except BaseException as error:  # told to the parent, whatever it is
+    except BaseException as error:  # report any error to the parent
         results.put(repr(error))
 
 

@@ -1,4 +1,4 @@
-"""Limits of a store: which trajectories must go, and that they go."""
+"""Limits of a store: choice of the trajectories to evict, and their eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values by row that come late: read where columns are read, in every format, and carried wherever a store goes."""
+"""Late per-row values: read with the columns, in every format, and included in all copies of a store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trajstore.operations.verify import verify
 
 
 def block(number: int, steps: int = 4) -> Trajectory:
-    """Return a block in which each sample has a number of its own: the trajectory's times 100, and its place."""
+    """Return a block whose samples have unique numbers: 100 times the trajectory's number, plus the place."""
     places = torch.arange(steps * 2).reshape(steps, 2, 1) + 100 * number
     return Trajectory(rewards=places.float(), dones=torch.zeros(steps, 2, 1, dtype=torch.bool))
 
@@ -46,18 +46,18 @@ def rollout(number: int, length: int = 6) -> AgentTrajectory:
 
 
 def rows_of(number: int, steps: int = 4) -> torch.Tensor:
-    """Return values from which one can tell of which sample they are."""
+    """Return values that identify their samples."""
     return (torch.arange(steps * 2).reshape(steps, 2) + 100 * number) * 2.0
 
 
 def agree(batch: dict[str, Any], given_to: set[int]) -> None:
-    """Compare the values of a batch with its rewards, in which the sample stands."""
+    """Compare the values of a batch with its rewards, which encode the sample."""
     samples = batch["rewards"].reshape(-1)
     values = batch["notes"]["advantages"].reshape(-1)
     known = torch.tensor([int(sample) // 100 in given_to for sample in samples.tolist()])
     assert torch.equal(values[known], 2 * samples[known])
     assert torch.isnan(values[~known]).all()
-    if "judge" in batch["notes"]:  # which is one number for a trajectory, and given to the even ones
+    if "judge" in batch["notes"]:  # one number per trajectory, only for even ones
         judged = batch["notes"]["judge"].reshape(-1)
         even = samples // 100 % 2 == 0
         assert (judged[even] == 0.5).all()
@@ -86,8 +86,8 @@ def test_rows_are_columns_wherever_columns_are_read(trajectory_format: str, tmp_
                 assert "notes" not in buffer.sample(4)
     with opened(tmp_path / "store", trajectory_format=trajectory_format) as again:  # from the snapshot
         agree(again.sample(40, columns=columns), {0, 1, 2})
-        told = [(note.name, note.value, note.who) for note in notes_of(again, 2)]
-        assert told == [("judge", 0.5, "anna"), ("advantages", "rows of float32", "anna")]
+        notes = [(note.name, note.value, note.who) for note in notes_of(again, 2)]
+        assert notes == [("judge", 0.5, "anna"), ("advantages", "rows of float32", "anna")]
     assert verify(tmp_path / "store").sound
 
 
@@ -114,9 +114,9 @@ def test_packs_of_tokens_have_rows_of_tokens_and_of_the_response(
             place = tokens % 10
             assert torch.equal(kl[known & (place >= 2)], (tokens - 2)[known & (place >= 2)].double())
             assert (kl[known & (place < 2)] == 0).all()
-        found = writer.get(1)
-        assert torch.equal(found.notes["advantages"], of_tokens[1])
-        assert torch.equal(found.notes["kl"], of_response[1])
+        trajectory = writer.get(1)
+        assert torch.equal(trajectory.notes["advantages"], of_tokens[1])
+        assert torch.equal(trajectory.notes["kl"], of_response[1])
 
 
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_kinds_of_trajectories_take_a_call_of_their_own(tmp_path: Path) -> None:
 def test_rows_that_others_replace_while_a_point_is_saved_stay_with_the_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file with the state is written while others may commit: the point is not there yet, and it is of before."""
+    """The state file is written during other commits: the point is not visible yet, and precedes them."""
     genuine = LocalDirectory.publish
 
     def publish(directory: LocalDirectory, files: Any) -> None:
@@ -249,10 +249,10 @@ def test_a_run_is_read_with_the_rows_of_each_rank(tmp_path: Path) -> None:
         annotate(writer, [0], {"label": [rows_of(0)]})
     with opened(tmp_path / "rank_0") as writer:
         annotate(writer, [0], {"label": [rows_of(0).double()]})
-    told = r"notes.label: its rows are float32 \[\] and float64 \[\]"
+    message = r"notes.label: its rows are float32 \[\] and float64 \[\]"
     with (
         TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as run,
-        pytest.raises(SchemaMismatchError, match=told),
+        pytest.raises(SchemaMismatchError, match=message),
     ):
         run.sample(32, columns=["notes.label"])
 
@@ -295,7 +295,7 @@ def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_one_store_is_not_made_of_values_of_two_kinds(one: Any, other: Any, said: str, tmp_path: Path) -> None:
-    """Nothing is at the target; with the values under another name it can be made."""
+    """A failed save leaves nothing at the target, and succeeds after renaming the values."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     for rank, values in enumerate((one, other)):
         with opened(run / f"rank_{rank}") as writer:

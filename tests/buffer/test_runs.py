@@ -1,4 +1,4 @@
-"""One saved point at one step over all ranks of a run: complete when every rank has it, gone back to as one."""
+"""One saved point over all ranks of a run: complete once every rank has it, restored together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS = 3
 
 
 def join(folder: Path, name: str, rank: int) -> None:
-    """Become a rank of a group of processes."""
+    """Join a process group as a rank."""
     import torch.distributed as dist
 
     store = dist.FileStore(str(folder / name), RANKS)
@@ -40,7 +40,7 @@ def record(run: Path, rank: int, told: Any) -> None:
     """Record four steps; rank 1 is killed in the third, before it saves."""
     join(run.parent, "first", rank)
     buffer = open_rank(run, rank)
-    assert roll_back_run(buffer) == (None, {})  # a new run, whichever rank is the last to open its store
+    assert roll_back_run(buffer) == (None, {})  # a new run, whichever rank opens its store last
     for step in range(1, 5):
         buffer.add_trajectories([witness(100 * step + 10 * rank + k) for k in range(rank + 1)])
         if step == 3 and rank == 1:
@@ -53,11 +53,11 @@ def record(run: Path, rank: int, told: Any) -> None:
 
 
 def go_on(run: Path, rank: int, told: Any) -> None:
-    """Go back to the newest point that every rank has, and save two more."""
+    """Roll back to the newest point that every rank has, and save two more."""
     join(run.parent, "second", rank)
     with open_rank(run, rank) as buffer:
         step, state = roll_back_run(buffer)
-        keys = sorted(check_trajectory(buffer.get(one)) for one in buffer.trajectory_ids.tolist())
+        keys = sorted(check_trajectory(buffer.get(trajectory_id)) for trajectory_id in buffer.trajectory_ids.tolist())
         told.put((rank, step, state, keys))
         for step in (3, 4):
             buffer.add_trajectories([witness(1000 * step + rank)])
@@ -68,12 +68,12 @@ def start(target: Any, run: Path) -> tuple[list[Any], Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch.distributed", "trajstore.core.buffer.runs", __name__]
-    )  # six imports of torch less
-    told = context.Queue()
-    children = [context.Process(target=target, args=(run, rank, told)) for rank in range(RANKS)]
+    )  # saves six imports of torch
+    results = context.Queue()
+    children = [context.Process(target=target, args=(run, rank, results)) for rank in range(RANKS)]
     for child in children:
         child.start()
-    return children, told
+    return children, results
 
 
 @pytest.mark.timeout(600)
@@ -81,8 +81,8 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    children, told = start(record, run)
-    errors = {rank: (step, text) for rank, step, text in (told.get(timeout=300) for _ in range(RANKS - 1))}
+    children, results = start(record, run)
+    errors = {rank: (step, text) for rank, step, text in (results.get(timeout=300) for _ in range(RANKS - 1))}
     for child in children:
         child.join()
     assert errors.keys() == {0, 2}
@@ -93,9 +93,9 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
         RunPoint(3, RANKS, (1,), 3 + 9, RANKS),
     ]
     sentence = "the saved point of step 3 is incomplete: of 3 ranks, it is not in rank_1"
-    found = verify(run)
-    assert found.sound
-    assert found.notes == [sentence]
+    verification = verify(run)
+    assert verification.sound
+    assert verification.notes == [sentence]
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
     (damaged / "rank_0" / "metadata.json").write_text("no metadata")
     assert verify(damaged).notes == [sentence], "whether rank_0 has the points is not known"
@@ -116,10 +116,10 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
         open_rank(lost, 0) as buffer,
         pytest.raises(StoreNotFoundError, match="no saved point is complete, of 3: rank_1 lacks some"),
     ):
-        _choose(buffer, None, RANKS)  # what rank 0 does for all
+        _choose(buffer, None, RANKS)  # rank 0 does this for all
 
-    children, told = start(go_on, run)
-    answers = {rank: rest for rank, *rest in (told.get(timeout=300) for _ in range(RANKS))}
+    children, results = start(go_on, run)
+    answers = {rank: rest for rank, *rest in (results.get(timeout=300) for _ in range(RANKS))}
     for child in children:
         child.join()
         assert child.exitcode == 0
@@ -145,7 +145,7 @@ def test_the_only_point_of_a_run_whose_store_was_lost_is_not_taken_for_that_of_a
         with open_rank(tmp_path, 1) as buffer:
             buffer.add_trajectories([witness(2)] if begun == "filled" else [])
     with open_rank(tmp_path, 0) as buffer:
-        if begun == "filled":  # it was killed while it saved
+        if begun == "filled":  # killed while saving
             assert _choose(buffer, None, 2) is None
             return
         with pytest.raises(StoreNotFoundError, match="nothing was ever added to rank_1, so a store was lost"):
@@ -177,14 +177,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(tmp_path: Path) -> None:
-    """What two ranks saved together is not taken for a new run by three, nor gone back to by one."""
+    """A point of two ranks is rejected by three, and by a single one."""
     for rank in range(2):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"rank_{rank}") as buffer:
             buffer.add_trajectories([witness(rank)])
             buffer.points._save(10, None, None, 2)
             buffer.points._save(20, None, None, 2)
             if rank == 0:
-                buffer.points._save(30, None, None, 2)  # rank 1 was killed before it
+                buffer.points._save(30, None, None, 2)  # rank 1 was killed before saving
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_0") as buffer:
         assert _choose(buffer, None, 2) == 20
         for ranks in (1, 3):

@@ -131,7 +131,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
             create("whole", tmp_path / "elsewhere")
         handle.stop()
     with reader_of(tmp_path / "saved") as buffer:
-        # A run directory's ids are the handle's ids plus the rank.
+        # Ids in a run directory include the rank; without it, they are the handle's ids.
         assert sorted(own_id(buffer.trajectory_ids).tolist()) == sorted(ids[3:])
     for rank in range(2):
         assert verify(tmp_path / "run" / f"rank_{rank}").problems == []

@@ -30,7 +30,7 @@ class KnownRollout:
 
 
 class _Anything(dict[Any, Any]):
-    """Unpickles any class and drops its state."""
+    """Stands in for any pickled class; keeps its fields."""
 
     def __init__(self, *_arguments: Any) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class LoggedStore(MemoryStore):
 
 
 def whole(manager: ExperienceManager) -> dict[str, Any]:
-    """Return a pool's contents and the state of its random generator."""
+    """Return a pool's contents, step and random generator state."""
     return {**view(manager), "generator": manager.state_dict()["generator"], "step": manager.global_steps}
 
 

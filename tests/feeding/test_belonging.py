@@ -1,4 +1,4 @@
-"""States are taken up by what they are of: other stores, other ids, other batches and other samplers are refused."""
+"""Identity of states: those of other stores, ids, batches or samplers are refused."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
 
 
 def interrupted(buffer: TrajectoryReplayBuffer, sampler: Sampler | None) -> tuple[dict[str, Any], list[list[float]]]:
-    """Return the state of a loader after its first batch, and the five batches that follow."""
+    """Return a loader's state after its first batch, and the five following batches."""
     with ReplayLoader(buffer, 8, sampler=sampler) as loader:
         next(loader)
         return loader.state_dict(), [rewards(next(loader)) for _ in range(5)]
 
 
 def going_on(buffer: TrajectoryReplayBuffer, state: dict[str, Any], sampler: Sampler | None) -> list[list[float]]:
-    """Return five batches of a loader that takes up a state."""
+    """Return five batches of a loader that loads a state."""
     with ReplayLoader(buffer, 8, sampler=sampler) as loader:
         loader.load_state_dict(state)
         return [rewards(next(loader)) for _ in range(5)]
@@ -65,7 +65,7 @@ def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Pat
 
 @pytest.mark.parametrize("name", list(OF_LOADERS))
 def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Path, name: str) -> None:
-    """Ids of a run stay when a rank grows; ranks that were exchanged give them to other trajectories."""
+    """Ids of a run stay when a rank grows; exchanged ranks assign them to other trajectories."""
     for rank in range(2):
         fill(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 5)).close()
     state = state_after(reader(tmp_path), sampler=OF_LOADERS[name]())
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Pat
 
 
 def test_a_store_of_whose_ids_none_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the same store it goes on with a warning, as a run must after a long pause; of another one it is refused."""
+    """The same store continues with a warning, as after a long pause; another one is refused."""
     with fill(tmp_path / "here", range(10)) as buffer:
         state = state_after(buffer)
         buffer.add_trajectories([block(key) for key in range(20, 24)])
@@ -103,7 +103,7 @@ def test_a_store_that_has_grown_goes_on_and_says_so(tmp_path: Path, caplog: pyte
         state = state_after(buffer)
         with ReplayLoader(buffer, 8) as loader:
             loader.load_state_dict(state)
-            buffer.add_trajectories([block(10)])  # which is no change: it comes after the state was taken up
+            buffer.add_trajectories([block(10)])  # not a difference: added after the state was loaded
             next(loader)
         assert caplog.text == ""
         with ReplayLoader(buffer, 8) as loader:
@@ -113,11 +113,11 @@ def test_a_store_that_has_grown_goes_on_and_says_so(tmp_path: Path, caplog: pyte
 
 
 def test_what_is_in_memory_only_has_no_names(caplog: pytest.LogCaptureFixture) -> None:
-    """Who adds the same again in each process, as demonstrations are, goes on as before."""
+    """Adding the same trajectories again in each process, like demonstrations, is accepted."""
 
     buffer, same = (TrajectoryReplayBuffer(seed=1, sample_window_size=0) for _ in range(2))
-    for one in (buffer, same):
-        one.add_trajectories([block(key) for key in range(10)])
+    for each_buffer in (buffer, same):
+        each_buffer.add_trajectories([block(key) for key in range(10)])
     state, expected = interrupted(buffer, EpochSampler())
     assert going_on(same, state, EpochSampler()) == expected
     assert caplog.text == ""
@@ -143,12 +143,12 @@ def test_token_batches(tmp_path: Path) -> None:
         buffer.flush()
         return buffer
 
-    with store("here") as here, store("there") as there:
+    with store("here") as here, store("there") as other:
         with TokenLoader(here, 20) as loader:
             next(loader)
             state = loader.state_dict()
         with pytest.raises(ConfigurationError, match=r"waits for a pack is of other trajectories"):
-            TokenLoader(there, 20).load_state_dict(state)
+            TokenLoader(other, 20).load_state_dict(state)
         with TokenLoader(here, 16, lookahead=4) as loader:
             with pytest.raises(ConfigurationError, match=r"tokens 20 \(here 16\), lookahead 32 \(here 4\)"):
                 loader.load_state_dict(state)
@@ -158,7 +158,7 @@ def test_token_batches(tmp_path: Path) -> None:
 
 
 def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: Path) -> None:
-    """What only the sampler can tell comes from ``next``, every time."""
+    """Errors that only the sampler can detect are raised by every ``next``."""
     fill(tmp_path, range(10)).close()
     state = state_after(reader(tmp_path), sampler=WeightedSampler([Recency(3.0)]))
     with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
@@ -260,7 +260,7 @@ def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_sampler_of_another_buffer_is_refused(tmp_path: Path, stored: bool) -> None:
-    """Its priorities are by id, and the ids of another buffer are those of other trajectories."""
+    """Priorities are by id, and another buffer's ids are of other trajectories."""
 
     def make(name: str) -> TrajectoryReplayBuffer:
         if stored:
@@ -280,7 +280,7 @@ def test_a_sampler_of_another_buffer_is_refused(tmp_path: Path, stored: bool) ->
 
 
 def test_rows_that_were_drawn_before_another_load_are_drawn_anew(tmp_path: Path) -> None:
-    """They are not read from other trajectories that have their ids since; what was read before stays as it was."""
+    """Rows are never read from other trajectories that now have their ids; earlier batches stay unchanged."""
     fill(tmp_path / "there", range(100, 110)).close()
     fill(tmp_path / "here", range(10)).close()
     buffer = reader(tmp_path / "here")
@@ -303,11 +303,11 @@ def test_rows_that_were_drawn_before_another_load_are_drawn_anew(tmp_path: Path)
 
 
 def test_rollouts_that_wait_for_a_pack_go_when_another_store_is_loaded(tmp_path: Path) -> None:
-    """Else those of the same ids would come for them, in packs that were filled by the lengths of the first."""
+    """Otherwise, trajectories with the same ids would fill packs that were sized for the originals."""
     buffer = TrajectoryReplayBuffer(seed=1)
     with writer_to(tmp_path / "there") as writer:
-        for one, length in ((buffer, 4), (writer, 40)):
-            one.add_trajectories([AgentTrajectory(input_ids=torch.full((length,), length)) for _ in range(20)])
+        for each_buffer, length in ((buffer, 4), (writer, 40)):
+            each_buffer.add_trajectories([AgentTrajectory(input_ids=torch.full((length,), length)) for _ in range(20)])
     with TokenLoader(buffer, 80, prefetch=1) as loader:
         next(loader)
         wait_until(lambda: loader.figures()["batches_ready"] == 1)
@@ -318,7 +318,7 @@ def test_rollouts_that_wait_for_a_pack_go_when_another_store_is_loaded(tmp_path:
             assert len(pack["input_ids"]) <= 80
 
 
-# -- which stores ranks draw from: one that they share, or each its own -----------------------------
+# -- stores of ranks: shared, or one per rank --------------------------------------------------------
 
 
 def test_ranks_with_a_store_each_draw_their_part_of_the_batch_from_it(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_ranks_with_a_store_each_draw_their_part_of_the_batch_from_it(tmp_path: 
     for rank in range(3):
         fill(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 5)).close()
         options: dict[str, Any] = {"rank": (rank, 3), "stores": "per_rank"}
-        sampler = WeightedSampler(priorities=Priorities())  # nobody else has to draw the same
+        sampler = WeightedSampler(priorities=Priorities())  # ranks draw independently
         with ReplayLoader(reader(tmp_path / f"rank_{rank}"), 10, sampler=sampler, **options) as loader:
             values = rewards(next(loader))
             state = loader.state_dict()

@@ -1,4 +1,4 @@
-"""The thread that makes batches leaves the interpreter to its consumer, as long as there is time."""
+"""The prefetching thread leaves the interpreter to its consumer while there is time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trajstore.testing.waiting import wait_until
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the threads that paused, one for each time."""
+    """Return a list of the names of threads, one entry per pause."""
     seen: list[str] = []
     monkeypatch.setattr(prefetch, "time", SimpleNamespace(sleep=lambda _: seen.append(threading.current_thread().name)))
     return seen
@@ -28,7 +28,7 @@ def loader(depth: int) -> ReplayLoader:
 
 
 def until_idle(batches: ReplayLoader, depth: int) -> None:
-    """Wait until all batches are finished and the thread waits for room."""
+    """Wait until all batches are finished and the thread is blocked on room."""
     running = batches._running
     assert running is not None
     wait_until(lambda: running.ready == depth and len(running._changed._waiters) == 1)  # type: ignore[attr-defined]

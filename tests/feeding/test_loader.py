@@ -1,4 +1,4 @@
-"""The loader: the same batches whatever it does ahead; errors, waiting, ends; state; workers."""
+"""The loader: batches independent of prefetching; errors, waiting, ends; state; workers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: 
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rollouts_and_demonstrations_give_what_both_have(reuse: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """As RLinf's workers collect them: demonstrations without the versions of a policy."""
+    """As RLinf's workers record them: demonstrations without policy versions."""
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     replay.add_trajectories([dataclasses.replace(block(key), versions=torch.ones(4, 2, 1)) for key in range(3)])
     demos.add_trajectories([dataclasses.replace(block(100), actions=torch.zeros(4, 2, 3))])
@@ -146,9 +146,9 @@ def test_rollouts_and_demonstrations_give_what_both_have(reuse: bool, caplog: py
         for batch in itertools.islice(loader, 6):
             assert set(batch) == {"rewards", "curr_obs"}
             assert len(rewards(batch)) == 1
-    told = [record.message for record in caplog.records if "differ" in record.message]
-    assert len(told) == 1
-    assert "differ in actions, versions" in told[0]
+    messages = [record.message for record in caplog.records if "differ" in record.message]
+    assert len(messages) == 1
+    assert "differ in actions, versions" in messages[0]
     for kind in (ReplayBufferDataset, PreloadReplayBufferDataset):
         named = {"batch_size": 7, "min_replay_buffer_size": 1, "min_demo_buffer_size": 1, "prefetch_size": 3}
         dataset = kind(replay_buffer=replay, demo_buffer=demos, **named)
@@ -237,7 +237,7 @@ def test_a_buffer_that_is_emptied_is_waited_for(store: Store) -> None:
 def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrations(
     tmp_path: Path, resumed: bool
 ) -> None:
-    """Nothing is drawn in vain meanwhile: of each demonstration every transition comes once, in whichever batch."""
+    """No draw is wasted meanwhile: each demonstration transition is used once, in some batch."""
 
     def make(replay: TrajectoryReplayBuffer) -> ReplayLoader:
         options: dict[str, Any] = {"sampler": WeightedSampler([UseLimit(max_uses=1)]), "demo_sampler": EpochSampler()}
@@ -289,7 +289,7 @@ def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(store
 def test_a_data_loader_with_workers_gives_the_same_sequence(
     store: Store, tmp_path: Path, workers: int, begun: int
 ) -> None:
-    """Workers that are made after some batches go on in order: the first of them has the next one."""
+    """Workers created after some batches continue in order: the first one has the next batch."""
     store().close()
     with ReplayLoader(reader(tmp_path / "replay"), 8, sampler=EpochSampler(epochs=1)) as plain:
         expected = [rewards(batch) for batch in plain]
@@ -363,7 +363,7 @@ def test_a_batch_says_its_rows_and_priorities_come_back(store: Store) -> None:
         assert batch.weights is not None
         assert batch.weights.tolist() == [1.0] * 16
         assert buffer.update_priorities(sampler, batch.drawn, torch.full((16,), 1e6)) == 0
-        for _ in range(2):  # those that were made before do not know of it
+        for _ in range(2):  # two batches were made before
             next(loader)
         seen = set(zip(batch.drawn.ids.tolist(), batch.drawn.samples.tolist(), strict=True))
         later = next(loader)
@@ -471,7 +471,7 @@ def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(store: Stor
     if not child:
         try:
             with pytest.raises(ConfigurationError, match="has begun in the process that forked this one"):
-                loader.state_dict()  # it would lack the batches that were made ahead
+                loader.state_dict()  # it would lack the prefetched batches
             loader.load_state_dict(state)
             assert [rewards(batch) for batch in itertools.islice(loader, 5)] == expected[1:]
             os._exit(0)
@@ -505,5 +505,5 @@ def test_what_made_batches_goes_when_the_loader_begins_anew(store: Store) -> Non
         before.append(weakref.ref(loader._running))
         loader.load_state_dict(loader.state_dict())
     gc.collect()
-    assert [one() for one in before] == [None] * 5
+    assert [reference() for reference in before] == [None] * 5
     loader.close()

@@ -1,4 +1,4 @@
-"""Memory of batches that go to a device, with a device made up: what is pinned, when it is used again, who waits."""
+"""Batch memory for a simulated device: pinning, reuse, waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trajstore.errors import ConfigurationError
 
 
 class Copy:
-    """A copy that ends when it is waited for, or by :meth:`end`; until then it has not read its source."""
+    """A copy that finishes when waited for, or by :meth:`end`; it reads its source only then."""
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self._pairs = list(zip(sources, targets, strict=True))
@@ -39,7 +39,7 @@ class Copy:
 
 
 class Slow:
-    """A device to which nothing arrives before somebody asks."""
+    """A device to which copies arrive only on demand."""
 
     def __init__(self) -> None:
         self.pinned = 0
@@ -70,10 +70,10 @@ def test_pinned_memory_is_used_again_only_when_its_copy_has_ended() -> None:
     device = Slow()
     memory = DeviceMemory(device, batches=2)
     ready = [memory.read(reader(value), 4) for value in range(5)]
-    assert device.pinned == 2  # the third batch waited for the first one's copy, and took its memory
+    assert device.pinned == 2  # the third batch waited for the first copy and reused its memory
     assert [copy.waited for copy in device.copies] == [True, True, True, False, False]
-    for value, one in enumerate(ready):
-        assert torch.equal(one.take()["obs"]["s"], torch.full((4, 2), float(value)))
+    for value, batch in enumerate(ready):
+        assert torch.equal(batch.take()["obs"]["s"], torch.full((4, 2), float(value)))
     assert all(len(copy.used) == 1 for copy in device.copies)
 
 
@@ -91,8 +91,8 @@ def test_other_columns_and_more_rows_get_pinned_memory_of_their_own() -> None:
     device = Slow()
     memory = DeviceMemory(device, batches=1)
     for value, (rows, extra) in enumerate([(4, False), (4, True), (9, True), (9, True)]):
-        one = memory.read(reader(value, rows, extra), rows)
-        assert torch.equal(one.take()["obs"]["s"], torch.full((rows, 2), float(value)))
+        batch = memory.read(reader(value, rows, extra), rows)
+        assert torch.equal(batch.take()["obs"]["s"], torch.full((rows, 2), float(value)))
     assert device.pinned == 1 + 2 + 2
 
 
@@ -100,8 +100,8 @@ def test_uneven_batches_keep_what_is_no_tensor_and_are_pinned_each_time() -> Non
     device = Slow()
     memory = DeviceMemory(device, batches=1, reuse=False)
     for rows in (3, 5):
-        one = memory.read(lambda out, rows=rows: [{"ids": torch.arange(rows), "tasks": ["a"] * rows, "k": rows}], 1)  # type: ignore[misc]
-        [pack] = one.take()
+        batch = memory.read(lambda out, rows=rows: [{"ids": torch.arange(rows), "tasks": ["a"] * rows, "k": rows}], 1)  # type: ignore[misc]
+        [pack] = batch.take()
         assert pack["ids"].tolist() == list(range(rows))
         assert (pack["tasks"], pack["k"]) == (["a"] * rows, rows)
     assert device.pinned == 2

@@ -1,4 +1,4 @@
-"""The loader among processes: real ranks that talk over gloo, workers that are spawned or killed."""
+"""The loader with several processes: ranks connected by gloo, spawned and killed workers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trajstore.errors import StoreClosedError
 
 
 def opened(folder: Path) -> list[str]:
-    """Return which files below a folder this process has open or mapped."""
+    """Return the files below a folder that this process has open or mapped."""
     names = set[str]()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     maps = Path("/proc/self/maps").read_text().splitlines()
     names.update(line[line.index("/") :] for line in maps if "/" in line)
@@ -35,10 +35,10 @@ def opened(folder: Path) -> list[str]:
 
 
 def rank_of(folder: Path, rank: int, world: int, begins: bool, told: Connection) -> None:
-    """Draw four batches with all ranks; the first one tells what was drawn."""
+    """Draw four batches with all ranks; the first one reports them."""
     meet = f"file://{folder}/meet-{world}-{begins}"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
-    if begins:  # rank 0 is the store's writer
+    if begins:  # rank 0 writes the store
         buffer = fill(folder / "store", range(10)) if rank == 0 else reader(folder / "store")
     else:
         buffer = reader(folder / "store", "step-4")
@@ -55,12 +55,12 @@ def rank_of(folder: Path, rank: int, world: int, begins: bool, told: Connection)
     torch.distributed.barrier()
     loader.close()
     buffer.close()
-    torch.distributed.destroy_process_group()  # at the interpreter's end its threads may end the process with SIGABRT
+    torch.distributed.destroy_process_group()  # else its threads may end the process with SIGABRT at exit
 
 
 def _run(folder: Path, world: int, begins: bool) -> list[list[float]]:
-    heard, told = multiprocessing.Pipe(duplex=False)
-    ranks = [forking().Process(target=rank_of, args=(folder, rank, world, begins, told)) for rank in range(world)]
+    heard, sender = multiprocessing.Pipe(duplex=False)
+    ranks = [forking().Process(target=rank_of, args=(folder, rank, world, begins, sender)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -77,7 +77,7 @@ def test_ranks_that_talk_over_gloo_resume_from_a_saved_point_on_another_number_o
     with ReplayLoader(reader(tmp_path / "store"), 16) as alone:
         expected = [sorted(rewards(next(alone))) for _ in range(8)]
     first = _run(tmp_path, 2, begins=True)
-    with fill(tmp_path / "store", range(0)) as writer:  # goes on after the point
+    with fill(tmp_path / "store", range(0)) as writer:  # continues after the point
         writer.add_trajectories([block(99)])
         writer.evict([0, 5])
     second = _run(tmp_path, world, begins=False)
@@ -149,7 +149,7 @@ def test_a_worker_that_is_killed_is_an_error_and_leaves_nothing(tmp_path: Path, 
 
 
 def test_a_buffer_that_is_closed_under_the_loader_leaves_nothing_open(tmp_path: Path) -> None:
-    """Nobody announces that its files are read any more, so the loader ends; no file is left open or mapped."""
+    """Without reader leases the loader ends, and no file stays open or mapped."""
     buffer = fill(tmp_path / "store", range(10))
     loader = ReplayLoader(buffer, 8)
     next(loader)

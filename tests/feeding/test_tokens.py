@@ -1,4 +1,4 @@
-"""Batches of tokens against plain references: what is in a pack, that each trajectory comes once, state and ranks."""
+"""Token batches against plain references: content of packs, single use of trajectories, state and ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trajstore.errors import ConfigurationError, SchemaMismatchError
 
 
 def rollout(key: int, length: int, prompt: int, *, version: int | None = None, **more: Any) -> AgentTrajectory:
-    """Return a rollout whose columns say which trajectory and token they are of."""
+    """Return a rollout whose columns encode trajectory and token."""
     response = length - prompt
     return AgentTrajectory(
         task_id=f"task {key % 3}",
@@ -41,13 +41,13 @@ def rollout(key: int, length: int, prompt: int, *, version: int | None = None, *
 
 
 def shapes_of(rollouts: Sequence[AgentTrajectory]) -> list[int]:
-    return [len(one.input_ids) for one in rollouts if one.input_ids is not None]
+    return [len(rollout.input_ids) for rollout in rollouts if rollout.input_ids is not None]
 
 
 def plain_packs(
     order: Sequence[int], lengths: Sequence[int], tokens: int, layout: str, lookahead: int
 ) -> list[list[int]]:
-    """Return the packs that a loop over the draws makes, by the rule in words."""
+    """Return the packs that a plain loop over the draws makes."""
 
     def size(pack: list[int]) -> int:
         each = [lengths[key] for key in pack]
@@ -80,11 +80,11 @@ def check_pack(pack: dict[str, Any], rollouts: Sequence[AgentTrajectory], layout
         assert pack["max_seqlen"] == max(pack["lengths"].tolist())
         assert all(tuple(pack[name].shape) == (ends[-1],) for name in ("input_ids", "position_ids", "old_log_probs"))
     for at, key in enumerate(keys):
-        one = rollouts[key]
-        assert one.input_ids is not None
-        assert one.old_log_probs is not None
-        assert one.response_start is not None
-        length, start = len(one.input_ids), one.response_start
+        rollout = rollouts[key]
+        assert rollout.input_ids is not None
+        assert rollout.old_log_probs is not None
+        assert rollout.response_start is not None
+        length, start = len(rollout.input_ids), rollout.response_start
 
         def row(name: str, at: int = at) -> list[Any]:
             value: torch.Tensor = pack[name]
@@ -93,19 +93,19 @@ def check_pack(pack: dict[str, Any], rollouts: Sequence[AgentTrajectory], layout
             return values
 
         filled = len(row("input_ids")) - length
-        assert row("input_ids") == one.input_ids.tolist() + [pad_id] * filled
+        assert row("input_ids") == rollout.input_ids.tolist() + [pad_id] * filled
         assert row("position_ids") == list(range(length)) + [0] * filled
         assert row("response") == [False] * start + [True] * (length - start) + [False] * filled
-        assert row("old_log_probs") == [0.0] * start + one.old_log_probs.tolist() + [0.0] * filled
+        assert row("old_log_probs") == [0.0] * start + rollout.old_log_probs.tolist() + [0.0] * filled
         assert row("loss_mask") == [0] * start + [1] * (length - start) + [0] * filled
         if layout == "padded":
             assert row("mask") == [True] * length + [False] * filled
         else:
             assert row("sequence_ids") == [at] * length
         outcome = pack["outcomes"][at].item()
-        assert math.isnan(outcome) if one.reward is None else outcome == one.reward.outcome
-        assert pack["policy_versions"][at] == (-1 if one.policy_version is None else one.policy_version)
-        assert pack["task_ids"][at] == one.task_id
+        assert math.isnan(outcome) if rollout.reward is None else outcome == rollout.reward.outcome
+        assert pack["policy_versions"][at] == (-1 if rollout.policy_version is None else rollout.policy_version)
+        assert pack["task_ids"][at] == rollout.task_id
         assert pack["lengths"][at] == length
 
 

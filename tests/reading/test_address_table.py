@@ -1,4 +1,4 @@
-"""What is resident, in which slot, and until when, also when an interrupt came at any moment of mapping it."""
+"""Residency of slots, also after an interrupt at any moment of mapping."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ TOLD = Extent(1, 1, 1, 1)
 
 
 class File(str):
-    """Stands for a file of which nothing is there."""
+    """A stub for a file without any content."""
 
     home = object()
 
 
 class Memory:
-    """Stands for what rows lie in."""
+    """A stub for the owner of rows."""
 
 
 class Shards:
-    """Shards at made-up addresses, each a file of which only what is asked for is there."""
+    """Shards at made-up addresses, each a file fetched on demand."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -59,16 +59,16 @@ def shown(rows: list[int], map_limit: int = 100) -> tuple[AddressTable, Any, Sha
 
 
 def nothing(slot: int, extent: Extent) -> None:
-    """Be told of an extent."""
+    """Receive an extent."""
 
 
 def test_a_shard_is_mapped_once_and_what_cannot_be_is_told() -> None:
     addresses, slots, shards = shown([3, 9, 4])
-    told: list[tuple[int, Extent]] = []
+    extents: list[tuple[int, Extent]] = []
     for _ in range(2):
-        assert addresses.ensure(slots, lambda *said: told.append(said)) == [1]
+        assert addresses.ensure(slots, lambda *said: extents.append(said)) == [1]
     assert shards.opened == addresses.mapped == 2
-    assert told == [(0, TOLD), (2, TOLD)]
+    assert extents == [(0, TOLD), (2, TOLD)]
     assert HeldRows(addresses, slots).first[slots[[0, 2]], 0].tolist() == [3000, 4000]
     assert addresses.partial_maps(slots) == ["file 3", "file 4"]
     assert addresses.signature[slots].tolist() == [0, -1, 0]
@@ -122,21 +122,21 @@ def test_memory_whose_entries_nobody_has_seen_can_be_withdrawn() -> None:
 
 @pytest.mark.locks_unchecked
 def test_after_an_interrupt_what_is_resident_is_known_to_be_partly_there() -> None:
-    """Else rows would be copied that were never fetched: zeros."""
+    """Otherwise rows that were never fetched would be copied: zeros."""
 
     def interrupted(at: int | None) -> int:
         addresses, slots, _ = shown([1, 2])
-        told: list[int] = []
+        reported_slots: list[int] = []
         tracer = Tracer(at)
 
         def work() -> None:
-            addresses.ensure(slots, lambda slot, _: told.append(slot))
+            addresses.ensure(slots, lambda slot, _: reported_slots.append(slot))
             addresses.leave(slots[:1])
 
         tracer.run(work)
         resident = [slot for slot in slots.tolist() if addresses.signature[slot] >= 0]
         assert len(addresses.partial_maps(np.array(resident, np.int64))) == len(resident)
-        assert set(resident) <= set(told)
+        assert set(resident) <= set(reported_slots)
         addresses.ensure(slots[1:], nothing)
         number = addresses.number_of(int(slots[1]), SCHEMA.columns[0])  # an interrupt may have left one unused
         assert HeldRows(addresses, slots).first[slots[1], number] == 2000
@@ -162,7 +162,7 @@ def test_what_holds_rows_holds_the_memory_in_which_they_lie() -> None:
     assert gone() is None
 
 
-# -- The table of addresses: what is resident, and that a running copy keeps the table that it was given --
+# -- The address table: residency, and stable tables for running copies --
 
 
 def test_it_grows_beside_the_arrays_that_a_copy_has() -> None:
@@ -175,10 +175,10 @@ def test_it_grows_beside_the_arrays_that_a_copy_has() -> None:
     assert (addresses.signature[slots[0]], addresses.signature[more[-1]]) == (0, -1)
     addresses.leave(slots)
     assert addresses.signature[slots[0]] == -1
-    assert held.first[slots[0], 0] == 42_000  # a copy that was given it may still read there
+    assert held.first[slots[0], 0] == 42_000  # copies that use it may still read there
 
 
-# -- Numbers of columns, and signatures: equal where trajectories can be sampled together as they are --
+# -- Column numbers and signatures: equal where trajectories can be sampled together --
 
 
 X = ColumnSpec("x", "float32", (2,), Axis.SAMPLES)
@@ -216,13 +216,13 @@ def test_a_signature_tells_what_can_be_sampled_in_whatever_order_and_the_kind() 
 def test_the_axis_is_each_schemas_own() -> None:
     columns = ColumnInterner()
     moved = ColumnSpec("dones", "bool", (), Axis.LAST_EXTRA)
-    _, one = columns.of(Schema("step", (DONES,)))
+    _, number = columns.of(Schema("step", (DONES,)))
     _, other = columns.of(Schema("step", (moved,)))
-    assert one == other
+    assert number == other
     assert axes_of(Schema("step", (DONES, moved, DOCUMENT))) == [Axis.FIRST_EXTRA, Axis.LAST_EXTRA, 0]
 
 
-# -- How many files are mapped: the oldest shards go first, but never what a batch needs --
+# -- Number of mapped files: the oldest shards go first, except those a batch needs --
 
 
 def test_the_oldest_go_until_the_limit_holds() -> None:
@@ -235,7 +235,7 @@ def test_the_oldest_go_until_the_limit_holds() -> None:
     assert maps.too_old(keep=()) == [7]
     assert maps.too_old(keep={7}) == [8, 9]
     assert maps.too_old(keep={7, 8, 9, 3}) == []
-    assert len(maps) == 4  # who unmaps them says so
+    assert len(maps) == 4  # the caller removes them after unmapping
     maps.remove(7)
     assert not maps.is_over
     assert 7 not in maps
@@ -253,7 +253,7 @@ def test_what_is_mapped_once_more_counts_once_and_is_the_newest() -> None:
     assert len(maps) == 3
 
 
-# -- What is let go of stays until no copy is running, and its slot is free only then --
+# -- Released memory stays until no copy is running; only then is its slot free --
 
 
 class Owner:
@@ -282,15 +282,15 @@ def test_without_a_copy_it_goes_at_once() -> None:
 def test_it_waits_for_all_copies() -> None:
     free: list[int] = []
     copies = RunningCopies(free.extend)
-    one, other = begun(copies), begun(copies)
+    first_copy, other = begun(copies), begun(copies)
     owner = Owner()
     gone = weakref.ref(owner)
     copies.let_go(owner, 3)
     copies.let_go(None, 4)
     copies.let_go(None, None)
     del owner
-    copies.end(one)
-    copies.end(one)
+    copies.end(first_copy)
+    copies.end(first_copy)
     assert gone() is not None
     assert free == []
     assert not copies.idle
@@ -318,7 +318,7 @@ def test_nothing_is_destroyed_under_the_lock() -> None:
 
     class Late:
         def __del__(self) -> None:
-            seen.append(copies.idle)  # takes the lock
+            seen.append(copies.idle)  # acquires the lock
 
     copy = begun(copies)
     copies.let_go(Late(), None)
@@ -363,14 +363,14 @@ def test_in_a_forked_child_no_copy_runs() -> None:
     assert copies.idle
 
 
-# -- Numbers of slots: what each is a table of, and when a number is given out again --
+# -- Slot numbers: their tables, and their reuse --
 
 
 def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
     slots = SlotTable()
     several = slots.add_shards(2, np.array([5, 7]), np.array([1, 1]))
-    one, memory = slots.add_shard(3, 9, 1), slots.add_memory(1)
-    assert [*several.tolist(), one, memory] == [0, 1, 2, 3]
+    shard, memory = slots.add_shard(3, 9, 1), slots.add_memory(1)
+    assert [*several.tolist(), shard, memory] == [0, 1, 2, 3]
     assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
     assert slots.are_memory(np.array([0, 1, 2, 3, UNAVAILABLE])).tolist() == [False, False, False, True, False]
     assert len(slots) == 4

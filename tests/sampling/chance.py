@@ -1,4 +1,4 @@
-"""Whether counts are those that chances give."""
+"""Goodness of fit of counts to probabilities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def fits(counts: Sequence[int], chances: Sequence[float]) -> bool:
-    """Return whether Pearson's chi-square test leaves it open (p > 1e-4); a chance of 0 allows no count."""
+    """Return whether Pearson's chi-square test accepts the counts (p > 1e-4); probability 0 allows none."""
     seen, expected = np.array(counts, np.float64), np.array(chances, np.float64)
     if np.any(seen[expected == 0]):
         return False

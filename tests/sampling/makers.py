@@ -1,4 +1,4 @@
-"""A sampler of each kind, as tests of states want them: their draws differ."""
+"""One sampler of each kind for tests of states; their draws differ."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ WITH_ALL: Mapping[str, Callable[[], Sampler]] = {
     ),
     "groups": GroupSampler,
 }
-"""One of each class, the weighted ones with all that they can keep in a state; that of groups needs tasks."""
+"""One of each class, the weighted ones with all optional state; the group sampler needs tasks."""

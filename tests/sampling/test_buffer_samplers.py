@@ -78,7 +78,7 @@ def test_agents_by_task_with_a_floor(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories(rollouts)
     sampler = WeightedSampler([Staleness(1, floor=1)], unit="trajectory")
     drawn = buffer.sample_trajectories(10, sampler=sampler)
-    assert sorted(one.input_ids.item() for one in drawn) == [1, 2, 3, 4]  # type: ignore[union-attr]
+    assert sorted(trajectory.input_ids.item() for trajectory in drawn) == [1, 2, 3, 4]  # type: ignore[union-attr]
     assert sampler.figures() == {"eligible_trajectories": 4.0, "starving_tasks": 1.0}
 
 
@@ -98,7 +98,7 @@ def test_misuse_is_refused(buffer: TrajectoryReplayBuffer) -> None:
 def test_a_sampler_hears_of_all_that_comes_and_goes_also_when_the_index_moves_its_entries(
     tmp_path: Path, kept: int
 ) -> None:
-    """The index makes room by moving entries to its front, after some dozens of additions and evictions."""
+    """The index moves entries to its front after a few dozen additions and evictions."""
     sampler = WeightedSampler(unit="trajectory")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
         for key in range(150):

@@ -22,7 +22,7 @@ GAMMA = 0.5
 
 
 class World:
-    """Trajectories of random shapes and episodes, and for every step what follows it, by a plain loop."""
+    """Trajectories of random shapes and episodes, and the successors of every step by a plain loop."""
 
     def __init__(self, shapes: list[tuple[int, int]], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -197,7 +197,7 @@ def test_groups_are_whole_and_uniform_over_tasks() -> None:
         ]
     )
     sampler = GroupSampler(least=2)
-    drawn = [tuple(one.task_id for one in buffer.sample_trajectories(1, sampler=sampler)) for _ in range(400)]  # type: ignore[union-attr]
+    drawn = [tuple(rollout.task_id for rollout in buffer.sample_trajectories(1, sampler=sampler)) for _ in range(400)]  # type: ignore[union-attr]
     assert fits([drawn.count(("a", "a", "a")), drawn.count(("b", "b"))], [1, 1])
     buffer.evict([ids[1]])
     with pytest.raises(EmptyBufferError, match="none of 3 tasks has 4 rollouts"):
@@ -218,7 +218,7 @@ def test_sequences_by_priority_are_one_draw_with_one_set_of_weights() -> None:
         batch = sample_sequences(world.buffer, 100, 3, sampler=sampler)
         drawn = [known[row] for row in zip(batch.drawn.ids.tolist(), batch.drawn.samples.tolist(), strict=True)]
         assert batch.drawn.weights is not None
-        assert batch.drawn.weights.tolist() == pytest.approx([min(drawn) / one for one in drawn], rel=1e-6)
+        assert batch.drawn.weights.tolist() == pytest.approx([min(drawn) / chance for chance in drawn], rel=1e-6)
         for code in batch["curr_obs"]["code"][:, 0, 0].tolist():
             counts[code] = counts.get(code, 0) + 1
     possible = [code for code, run in world.after.items() if len(run) >= 3]

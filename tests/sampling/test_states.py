@@ -1,4 +1,4 @@
-"""Damaged states of samplers: each is refused with one sentence, or is as good as any other; and changes nothing."""
+"""Damaged sampler states: each is refused with one sentence and no changes, or is valid."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WRONG: tuple[Any, ...] = (None, "text", -1, 1 << 62, 1 << 70, 0.5, float("nan"),
 
 
 def plain(state: Any) -> Any:
-    """Return a state whose tensors are their bytes, to be compared."""
+    """Return a state with tensors as bytes, for comparison."""
     if isinstance(state, torch.Tensor):
         return str(state.dtype), state.numpy().tobytes()
     return {key: plain(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 def running(make: Callable[[], Sampler]) -> Sampler:
-    """Return a sampler that has drawn a while."""
+    """Return a sampler after a few draws."""
     sampler = make()
     sampler.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
     generator = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def running(make: Callable[[], Sampler]) -> Sampler:
 
 
 def damaged(state: Any) -> Iterator[Any]:
-    """Yield what may stand in the place of a part of a state."""
+    """Yield replacements for a part of a state."""
     yield from WRONG
     if isinstance(state, torch.Tensor):
         yield from (state[:-1], torch.cat([state, state[-1:]]), state[None], state.bool(), state.flip(0), state[:0])
@@ -50,7 +50,7 @@ def damaged(state: Any) -> Iterator[Any]:
             yield wrong
     if isinstance(state, dict):
         for key, value in state.items():
-            yield {other: one for other, one in state.items() if other != key}
+            yield {other: part for other, part in state.items() if other != key}
             for wrong in damaged(value):
                 yield {**state, key: wrong}
         yield {**state, "other": 1}
@@ -83,7 +83,7 @@ def test_a_damaged_state_of_draws_is_refused() -> None:
 
 
 def refusal(loads: Any, state: Any) -> str | None:
-    """Return in what one sentence a state is refused, if it is."""
+    """Return the sentence that refuses a state, or None."""
     try:
         loads.load_state_dict(copy.copy(state))
     except ConfigurationError as error:
@@ -93,16 +93,16 @@ def refusal(loads: Any, state: Any) -> str | None:
 
 @pytest.mark.parametrize("name", list(WITH_ALL))
 def test_a_reloaded_sampler_equals_the_running_one_to_the_bit(name: str) -> None:
-    there, here = running(WITH_ALL[name]), WITH_ALL[name]()
+    saved, here = running(WITH_ALL[name]), WITH_ALL[name]()
     here.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
-    here.load_state_dict(there.state_dict())
+    here.load_state_dict(saved.state_dict())
     for _ in range(20):
-        one, other = (sampler.draw(2, torch.Generator().manual_seed(4)) for sampler in (there, here))
-        assert one.ids.tolist() == other.ids.tolist()
-        assert one.samples.tolist() == other.samples.tolist()
-        if one.weights is not None and other.weights is not None:
-            assert one.weights.tobytes() == other.weights.tobytes()
-        if isinstance(there, WeightedSampler) and isinstance(here, WeightedSampler):
-            for sampler, drawn in ((there, one), (here, other)):
+        first, other = (sampler.draw(2, torch.Generator().manual_seed(4)) for sampler in (saved, here))
+        assert first.ids.tolist() == other.ids.tolist()
+        assert first.samples.tolist() == other.samples.tolist()
+        if first.weights is not None and other.weights is not None:
+            assert first.weights.tobytes() == other.weights.tobytes()
+        if isinstance(saved, WeightedSampler) and isinstance(here, WeightedSampler):
+            for sampler, drawn in ((saved, first), (here, other)):
                 sampler.update(drawn.ids, drawn.samples, [0.1, 0.7])
-    assert plain(there.state_dict()) == plain(here.state_dict())
+    assert plain(saved.state_dict()) == plain(here.state_dict())

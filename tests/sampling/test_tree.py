@@ -33,12 +33,12 @@ def test_sums_and_searches_are_those_of_a_plain_array(data: st.DataObject) -> No
     assert tree.total_from(low) == pytest.approx(plain.sum())
     if tree.total_from(low) > 0:
         targets = np.array(data.draw(st.lists(st.floats(0, 1), min_size=1, max_size=30))) * tree.total_from(low)
-        found = tree.find(targets, low)
-        assert np.all(plain[found] > 0)
+        found_leaves = tree.find(targets, low)
+        assert np.all(plain[found_leaves] > 0)
         ends = np.cumsum(plain)
         room = 1e-9 * tree.total_from(low)
-        assert np.all(ends[found] >= targets - room)
-        assert np.all(ends[found] - plain[found] <= targets + room)
+        assert np.all(ends[found_leaves] >= targets - room)
+        assert np.all(ends[found_leaves] - plain[found_leaves] <= targets + room)
 
 
 def test_replacing_keeps_the_weights_and_makes_room() -> None:
@@ -59,11 +59,11 @@ def test_a_weight_that_is_none_is_refused_and_nothing_is_set(bad: float) -> None
     assert tree.total == 0
 
 
-# -- Which trajectories are the newest that can be read, also where one run of them has left memory --
+# -- The newest readable trajectories, also if a range of them has left memory --
 
 
 def index_of(sizes: list[int], dropped: int = 0) -> TrajectoryIndex:
-    """Return an index of trajectories with so many samples each, of which the oldest were dropped."""
+    """Return an index of trajectories with these sample counts, after dropping the oldest."""
     index = TrajectoryIndex()
     columns = {name: np.zeros(len(sizes), dtype) for name, dtype in COLUMNS.items()}
     index.append(columns | {"num_samples": np.array(sizes, np.int64), "trajectory_id": np.arange(len(sizes))})

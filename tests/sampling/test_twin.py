@@ -28,7 +28,7 @@ MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.2
 
 
 class WeightedTwin(SamplerTwin):
-    """The weight of every row, worked out from scratch, is what the sampler's tree has."""
+    """The weight of every row, recomputed from scratch, equals the one in the sampler's tree."""
 
     @initialize(seed=st.integers(0, 9), per=st.sampled_from(["sample", "trajectory", None]))
     def begin(self, seed: int, per: str | None) -> None:
@@ -115,7 +115,7 @@ class WeightedTwin(SamplerTwin):
             assert counts.tolist() == [len(expected[number]) for number in sorted(expected)]
         else:
             wanted = [sum(expected[number]) for number in sorted(expected)]
-        # Recency scales weights by a power of two of its own choice: only their ratios say something.
+        # Recency scales weights by an arbitrary power of two: only their ratios matter.
         seen = tree.leaves[leaves]
         total, all_seen = sum(wanted), seen.sum()
         assert (total == 0) == (all_seen == 0)
@@ -133,7 +133,7 @@ TestWeightedTwin.settings = settings(max_examples=25, stateful_step_count=20, de
 
 
 class EpochTwin(SamplerTwin):
-    """Every row of an epoch comes once; what is added waits, what is evicted does not come."""
+    """Every row of an epoch is drawn once; added rows wait, evicted ones are skipped."""
 
     @initialize(seed=st.integers(0, 9))
     def begin(self, seed: int) -> None:
@@ -157,14 +157,14 @@ class EpochTwin(SamplerTwin):
         assert len(drawn) == count
         self.left = {row for row in self.left if row[0] in self.rows}
         for row in zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True):
-            if not self.left:  # the epoch ended with the row before
+            if not self.left:  # the epoch ended with the previous row
                 self.left = {(number, at) for number, size in self.rows.items() for at in range(size)}
             assert row in self.left
             self.left.remove(row)
 
 
 class GroupTwin(SamplerTwin):
-    """Whole groups of different tasks, as many as there are to draw."""
+    """Whole groups of distinct tasks, as many as available."""
 
     LEAST, MOST, MAX_AGE = 2, 3, 2
 
@@ -200,9 +200,9 @@ class GroupTwin(SamplerTwin):
             for task, _ in self.rows.values()
         }
         good = {task: numbers[-self.MOST :] for task, numbers in expected.items() if len(numbers) >= self.LEAST}
-        found = {self.rows[number][0] for number in drawn}
-        assert len(found) == min(count, len(good))
-        assert sorted(drawn) == sorted(number for task in found for number in good[task])
+        tasks = {self.rows[number][0] for number in drawn}
+        assert len(tasks) == min(count, len(good))
+        assert sorted(drawn) == sorted(number for task in tasks for number in good[task])
 
     def is_young(self, version: int) -> bool:
         return version >= self.newest - self.MAX_AGE

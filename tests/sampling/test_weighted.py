@@ -104,8 +104,8 @@ def test_of_a_window_that_is_used_up_the_error_counts_the_window() -> None:
     sampler.added(told(dict.fromkeys(range(20), 1)))
     sampler.evicted([3, 17])
     sampler.draw(5, generator, 15)
-    said = r"none of 4 trajectories is left to draw from after uses; 14 older ones are not in the window"
-    with pytest.raises(EmptyBufferError, match=said):
+    message = r"none of 4 trajectories is left to draw from after uses; 14 older ones are not in the window"
+    with pytest.raises(EmptyBufferError, match=message):
         sampler.draw(1, generator, 15)
 
 
@@ -188,7 +188,7 @@ def test_a_permutation_has_everything_once(count: int) -> None:
 
 
 def test_permutations_are_uniform() -> None:
-    """Where the first of six things lands, and which of its 720 orders comes, over many keys."""
+    """Uniformity of the first of six items' place, and of the 720 orders, over many keys."""
     orders = [tuple(permuted(np.arange(6), 6, key).tolist()) for key in range(14_400)]
     places = Counter(order[0] for order in orders)
     assert fits(list(places.values()), [1] * 6)
@@ -206,12 +206,12 @@ def test_permutations_are_uniform() -> None:
     ],
 )
 def test_an_order_is_the_same_for_ever(count: int, key: int, found: list[int]) -> None:
-    """States of epochs have the key alone."""
+    """Epoch states contain only the key."""
     assert permuted(np.array([0, count - 1]), count, key).tolist() == found
 
 
 def test_long_permutations_are_uniform() -> None:
-    """What stands first, what follows what, and whether neighbours stay neighbours."""
+    """Uniformity of the first item, of successors, and of adjacent pairs."""
     firsts = np.array([permuted(np.array([0, 1, 4999]), 5000, key) for key in range(2000)])
     for column in firsts.T:
         assert fits(np.bincount(column // 500, minlength=10).tolist(), [1] * 10)

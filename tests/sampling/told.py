@@ -1,4 +1,4 @@
-"""What a buffer tells samplers, made up."""
+"""Made-up sampler additions, as a buffer sends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trajstore.core.sampling import Additions
 def told(
     samples: Mapping[int, int], versions: Sequence[int] | None = None, tasks: Sequence[str] | None = None
 ) -> Additions:
-    """Return additions of trajectories, by id their number of samples."""
+    """Return additions of trajectories, given sample counts by id."""
     known = [UNKNOWN_VERSION] * len(samples) if versions is None else versions
     return Additions(
         np.array(list(samples), np.int64), np.array(list(samples.values()), np.int64), np.array(known, np.int64), tasks

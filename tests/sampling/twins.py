@@ -1,4 +1,4 @@
-"""What the plain twins of all samplers have in common: trajectories come, and any of them are evicted."""
+"""Common base of the samplers' plain twins: trajectories are added, and any may be evicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trajstore.core.sampling import Additions
 
 
 class SamplerTwin(RuleBasedStateMachine):
-    """Keeps ``rows``: by trajectory, what the twin knows of it. The rule that begins sets ``make`` and ``sampler``."""
+    """Keeps ``rows``: the twin's data by trajectory. The initial rule sets ``make`` and ``sampler``."""
 
     make: Callable[[], Any]
     sampler: Any
@@ -23,7 +23,7 @@ class SamplerTwin(RuleBasedStateMachine):
         self.added = 0
 
     def note(self, told: Additions, rows: Mapping[int, Any]) -> None:
-        """Tell the sampler of trajectories, and keep what is known of them."""
+        """Add trajectories to the sampler and the twin."""
         self.sampler.added(told)
         self.rows |= rows
         self.added += len(rows)
@@ -33,13 +33,13 @@ class SamplerTwin(RuleBasedStateMachine):
         return range(self.added, self.added + count)
 
     def told(self, numbers: list[int]) -> Additions:
-        """Return what a sampler is told of trajectories that are there."""
+        """Return the additions for live trajectories."""
         raise NotImplementedError
 
     @precondition(lambda self: self.rows)
     @rule()
     def reload(self) -> None:
-        """As a run does that goes on: another sampler is told of what is there, then of the state."""
+        """As in a resumed run: a new sampler receives the live trajectories, then the state."""
         state = self.sampler.state_dict()
         self.sampler = self.make()
         self.sampler.added(self.told(sorted(self.rows)))

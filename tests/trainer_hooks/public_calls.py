@@ -131,7 +131,7 @@ def good(folder: Path) -> dict[str, Any]:
 
 
 def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Call:
-    """Return a call's arguments: given values, else defaults, else known valid values."""
+    """Return a call with given values, else defaults, else known valid values."""
     parameters = inspect.signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)

@@ -157,7 +157,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     clicked(page, "[aria-label='Next match']", f"{status} === '1 of 2 messages'")
     page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # searched literally, not as a pattern
     page.until(f"{status} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
-    page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is split; the match spans two parts
+    page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is shown in parts; the match starts in one
     page.until(f"{marked}.join() === '7 x The NEEDLE' && {inside}")
     search = "const field = document.querySelector('#find'); field.value = arguments[0]; field.form.requestSubmit()"
     for phrase, shown in (("<script>", "<script>"), ("\x1b[2J", "\\x1b[2J"), ("\\u{202E}", "\\u{202e}")):

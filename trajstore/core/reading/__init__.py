@@ -1,1 +1,1 @@
-"""The way from disk to a batch: sources, the entries shown, and where their rows can be read now."""
+"""Reads batches from disk: sources, visible entries, and addresses of their rows."""

@@ -275,12 +275,12 @@ class Contents:
             return
         locations = np.array([self._on_disk.get(number) or RowLocation(UNAVAILABLE) for number in going], np.int64)
         positions = self.index.find_many(going)
-        there = positions >= 0
-        there[there] = self.addresses.are_memory(self.index.at("slot", positions[there]))
-        lost = positions[there & (locations[:, 0] == UNAVAILABLE)]
+        in_index = positions >= 0
+        in_index[in_index] = self.addresses.are_memory(self.index.at("slot", positions[in_index]))
+        lost = positions[in_index & (locations[:, 0] == UNAVAILABLE)]
         if len(lost):
             self.unavailable = range(self.unavailable.start if self.unavailable else int(lost[0]), int(lost[-1]) + 1)
-        self._point(positions[there], locations[there])
+        self._point(positions[in_index], locations[in_index])
         for number in going:
             self._on_disk.pop(number, None)
 
@@ -339,8 +339,8 @@ class Contents:
         Needs ``lock``. The plan must be read or dropped.
 
         Args:
-            positions: of the rows' trajectories, ``[n]``.
-            rows: within their trajectories, ``[n]``.
+            positions: position of each row's trajectory, ``[n]``.
+            rows: row within its trajectory, ``[n]``.
             oldest: position of the trajectory whose dtypes the batch takes.
             columns: names of the columns, including late values; None = all stored columns.
 
@@ -367,7 +367,7 @@ class Contents:
         Needs ``lock``.
 
         Args:
-            positions: of the trajectories, ``[n]``.
+            positions: positions of the trajectories, ``[n]``.
             cached: whether the cache may keep decoded trajectories.
 
         Raises:

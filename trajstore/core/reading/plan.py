@@ -244,8 +244,8 @@ class BatchColumns:
         """Return the columns of a batch, and groups of rows with other dtypes (empty if all agree).
 
         Args:
-            index: of the trajectories.
-            positions: of the rows' trajectories, ``[n]``.
+            index: index of the trajectories.
+            positions: position of each row's trajectory, ``[n]``.
             slots: their resident slots, ``[n]``.
             oldest: position of the window's oldest trajectory, whose dtypes the batch takes.
             names: columns to take; None takes all, which must then be equal.

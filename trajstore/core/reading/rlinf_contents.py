@@ -44,7 +44,7 @@ def read_contents(directory: Directory, *, lenient: bool) -> RLinfContents:
     Raises:
         StoreNotFoundError: metadata or index is absent (``lenient``: and all trajectory files too).
         CorruptStoreError: one of them is torn, or not RLinf's (``lenient``: the same).
-        UnsafeContentError: a file name leaves the directory.
+        UnsafeContentError: a file name points outside the directory.
     """
     contents = RLinfContents({}, [])
     try:

@@ -140,10 +140,10 @@ def plan_runs(
     objects = {id(schema): schema for schema in schemas.values()}  # few, even for many slots
     kinds = list(dict.fromkeys(objects.values()))
     kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
-    which = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
+    kind_numbers = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
 
     def who(at: Sequence[int]) -> str:
-        return in_words(index.at("trajectory_id", positions[np.isin(which, at)]))
+        return in_words(index.at("trajectory_id", positions[np.isin(kind_numbers, at)]))
 
     plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
     asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
@@ -153,11 +153,11 @@ def plan_runs(
         taken.append(DOCUMENT)
     for name in taken if kinds else ():
         zeros = np.zeros((2, len(slots)), np.int64)
-        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), which, zeros[0], zeros[1])
+        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), kind_numbers, zeros[0], zeros[1])
     extents = Extent(*(index.at(name, positions).astype(np.int64) for name in Extent._fields))
     on_axis: dict[Axis, tuple[Any, Any]] = {}
     for kind, schema in enumerate(kinds):
-        mine: Any = slice(None) if len(kinds) == 1 else which == kind
+        mine: Any = slice(None) if len(kinds) == 1 else kind_numbers == kind
         first = plan.first[slots[mine]][:, table.columns.of(schema)[0]]
         for place, spec in enumerate(schema.columns):
             run = plan.columns.get(spec.name)

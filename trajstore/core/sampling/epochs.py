@@ -1,6 +1,6 @@
 """Uniform draws without replacement: each epoch has every row once, in a new random order.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations

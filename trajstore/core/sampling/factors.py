@@ -1,6 +1,6 @@
 """Weights of trajectories by age and use; staleness has its own file. Factors multiply.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples all rollouts of a task together, for group-relative advantages.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trajectories known to a sampler, in order of addition, each with a range of tree leaves.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations

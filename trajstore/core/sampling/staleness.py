@@ -1,6 +1,6 @@
 """Limits trajectories to recent policy versions, with a minimum per task: a factor.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Source of the use in replay: Schaul et al., "Prioritized Experience Replay", 2016, appendix B.2.1. Nodes have sixteen
 children instead of two, so a search reads a sixth as many distant cache lines.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weighted draws: by priority, age, staleness and use, alone or multiplied.
 
-Guarded as :class:`~trajstore.core.sampling.base.Sampler` says.
+Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 """
 
 from __future__ import annotations
