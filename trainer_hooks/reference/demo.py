@@ -59,8 +59,8 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
 
     Args:
         settings: path, budget and seed. ``updates`` counts training steps, of each run.
-        say: takes sentences for people.
-        progress: told (training steps of both runs, their number, note).
+        say: prints a message for the user.
+        progress: called with (finished training steps of both runs, their total, note).
 
     Raises:
         MissingDependencyError: transformers or matplotlib is not installed.
@@ -108,7 +108,7 @@ def _train(
             if point.success_rate is not None:
                 note = f"{arm} replay: success {point.success_rate:.0%}"
             progress(number * steps + point.step, len(_ARMS) * steps, note)
-    finally:  # Ctrl-C comes here too
+    finally:  # also on Ctrl-C
         save_checkpoint(trainer, folder)
 
 

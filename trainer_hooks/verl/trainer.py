@@ -171,7 +171,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         places: dict[str, list[int]] = {}
         for place, task in enumerate(ids):
             places.setdefault(task, []).append(place)
-        absent = [one.task for one in plan if one.task not in places]
+        absent = [planned.task for planned in plan if planned.task not in places]
         if absent:
             rows = collate_fn([dict(self._session.task_row(task)) for task in absent])
             rows["uid"] = [str(uuid.uuid4()) for _ in absent]
@@ -180,7 +180,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             batch = tu.concat_tensordict([batch.select(*other.keys()), other])
         for number, task in enumerate(absent):
             places[task] = [len(ids) + number]
-        mixed = tu.index_select_tensor_dict(batch, [places[one.task].pop(0) for one in plan])
+        mixed = tu.index_select_tensor_dict(batch, [places[planned.task].pop(0) for planned in plan])
         tu.assign_non_tensor_data(mixed, "global_steps", self.global_steps)
         return mixed
 
