@@ -110,7 +110,7 @@ def unknown(given: Iterable[str], known: Sequence[str]) -> list[str]:
     for key in given:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, 1)
-            meant = f"; did you mean {nearest[0]}?" if nearest else ""
+            meant = f"; did you mean {nearest[0]}?" if nearest else "."
             problems.append(f"{key}: unknown key{meant} Known are {', '.join(sorted(known))}")
     return problems
 
