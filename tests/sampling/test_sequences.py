@@ -274,3 +274,25 @@ def test_sequences_beside_retention_are_read_as_they_were_drawn(tmp_path: Path) 
         finally:
             stop.set()
             adding.join()
+
+
+def test_dots_in_keys_need_no_backslash_while_one_column_fits() -> None:
+    """As in LeRobot's keys."""
+    buffer, zeros = TrajectoryReplayBuffer(seed=0), torch.zeros(4, 2, 1)
+    states = torch.arange(8.0).reshape(4, 2, 1)
+    observed = {"observation.state": states, "a.b": zeros, "a": {"b": zeros}, "observation.goal": zeros}
+    buffer.add_trajectories([Trajectory(rewards=zeros, dones=zeros.bool(), curr_obs=observed, next_obs=observed)])
+    batch = buffer.sample(8, columns=["curr_obs.observation.state"], sampler=EpochSampler())
+    assert batch["curr_obs"]["observation.state"].flatten().tolist() == batch.drawn.samples.tolist()
+    with pytest.raises(SchemaMismatchError, match=r"curr_obs\.a\.b\.c; there are"):
+        buffer.sample(1, columns=["curr_obs.a.b.c"])
+    assert torch.equal(buffer.sample(1, columns=["curr_obs.a.b"])["curr_obs"]["a"]["b"], zeros[0, :1])
+    both = Trajectory(rewards=zeros, curr_obs={"a.b": {"c": zeros}, "a": {"b.c": zeros}})
+    other = TrajectoryReplayBuffer(seed=0)
+    other.add_trajectories([both])
+    with pytest.raises(SchemaMismatchError, match=r"curr_obs\.a\.b\.c may be any of curr_obs\.a\\\.b\.c"):
+        other.sample(1, columns=["curr_obs.a.b.c"])
+    names = {"goal": "curr_obs.observation.goal", "achieved": "next_obs.observation.state"}
+    relabelled = sample_hindsight(buffer, 8, share=1, reward=lambda achieved, goal: goal, **names)  # type: ignore[arg-type]
+    assert relabelled["relabelled"].all()
+    assert torch.equal(relabelled["rewards"], relabelled["next_obs"]["observation.goal"])

@@ -12,7 +12,7 @@ import torch
 from trajstore.core.base.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
-from trajstore.core.columns.fields import nest
+from trajstore.core.columns.fields import nest, resolved
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler, uniform
 from trajstore.core.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
@@ -196,16 +196,17 @@ def sample_hindsight(
     text("goal", goal), text("achieved", achieved)
     check_instance("reward", reward, Callable, "a function of achieved and goal")
 
-    def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], IntArray, torch.Tensor]:
+    def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], list[str], IntArray, torch.Tensor]:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
         values = _read(contents, positions, first.samples, columns)
-        for name in (goal, achieved, "rewards"):
+        names = [resolved(name, values) for name in (goal, achieved, "rewards")]
+        for name in names:
             if name not in values:
                 raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
         chance = uniform(2 * len(first), buffer.sampling.generator)
         chosen = np.flatnonzero(chance[: len(first)] < share)
         if not len(chosen):
-            return first, values, chosen, torch.empty(0)
+            return first, values, names, chosen, torch.empty(0)
         positions, samples = positions[chosen], first.samples[chosen]
         steps, batch = contents.index.at("steps", positions), contents.index.at("batch", positions)
         longest = int((steps - samples // batch).max())
@@ -216,9 +217,9 @@ def sample_hindsight(
         later = chance[len(first) :][chosen] * (last + 1)
         pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
         rows = spans.rows[np.arange(len(pick)), pick]
-        return first, values, chosen, _read(contents, positions, rows, [achieved])[achieved]
+        return first, values, names, chosen, _read(contents, positions, rows, names[1:2])[names[1]]
 
-    first, values, chosen, goals = buffer.sampling.together(sampler, sample)
+    first, values, (goal, achieved, _), chosen, goals = buffer.sampling.together(sampler, sample)
     relabelled = torch.zeros(len(first), dtype=torch.bool)
     if len(chosen):
         where = torch.from_numpy(chosen)
