@@ -16,7 +16,7 @@ import torch
 from trajstore.core.base.arguments import check_kind, finite, numbers, one_of, whole, whole_numbers
 from trajstore.core.columns.limits import shown
 from trajstore.core.sampling.base import Additions, Drawn, Fits, FloatArray, IntArray, Sampler, Unit, uniform
-from trajstore.core.sampling.factors import Factor
+from trajstore.core.sampling.factors import Factor, UseLimit
 from trajstore.core.sampling.roster import Growing, Roster
 from trajstore.core.sampling.states import (
     OF_WHOM,
@@ -117,6 +117,7 @@ class WeightedSampler(Sampler):
         self.priorities = priorities
         self.factors = tuple(factors)
         self.needs_tasks = any(factor.needs_tasks for factor in factors)
+        self.remembers = priorities is not None or any(isinstance(factor, UseLimit) for factor in factors)
         self._by_sample = priorities is not None and priorities.per == "sample"
         self._roster = Roster()
         self._samples = Growing(np.int64)
