@@ -235,8 +235,9 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 class ReplayLoader(Loader[DrawnBatch, Batch]):
     """An iterator of transition batches from a replay buffer, optionally mixed with demonstrations.
 
-    A batch is a nested dict of tensors ``[n, ...]``. ``batch.drawn`` has its rows of ``replay`` (which precede the
-    demonstrations), and ``batch.weights`` their weights, if the sampler has any.
+    A batch is a nested dict of tensors ``[n, ...]``: rows of ``replay``, then demonstrations. ``batch.drawn`` and
+    ``batch.weights`` have an element for each row. Demonstrations have the id -1, which ``update_priorities`` ignores,
+    and weight 1 if their sampler gives none; ``weights`` is None if neither sampler gives any.
 
     Args:
         replay: buffer of rollouts.
@@ -253,7 +254,7 @@ class ReplayLoader(Loader[DrawnBatch, Batch]):
         super().__init__(self._batches, options, reuse=options.get("reuse", False), even=True)
 
     def _batch(self, values: Any, drawn: DrawnBatch) -> Batch:
-        return Batch(values, self._batches.part(drawn).replay)
+        return Batch(values, self._batches.part(drawn).together)
 
 
 class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
