@@ -181,8 +181,8 @@ class Draws:
         if self._workers > 1 and sampler.remembers:
             raise ConfigurationError(
                 f"sampler: {type(sampler).__name__} depends on earlier draws, and each of the {self._workers} "
-                "DataLoader workers has a copy that knows only its own; iterate a ReplayLoader or TokenLoader in the DataLoader, "
-                "whose workers share one sequence of draws, or use one worker"
+                "DataLoader workers has a copy that knows only its own; iterate a ReplayLoader or TokenLoader, whose "
+                "workers share one sequence of draws, or use one worker"
             )
         return generator
 
