@@ -367,6 +367,15 @@ class Contents:
             if undecoded:
                 self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
 
+    def schemas(self, positions: IntArray) -> list[Schema]:
+        """Return the columns of the trajectory at each position, and note extents that the index lacks.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        schemas = [self.addresses.schema(slot) for slot in self.make_resident(positions).tolist()]
+        self.forget_decoded()
+        return schemas
+
     def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
         """Record the extent of the single trajectory in a slot."""
         self.index.note_extent(positions[slots == slot], extent)

@@ -152,7 +152,8 @@ class Garbage:
             return
         self._told.update(reader.process for reader in fresh)
         logger.warning(
-            "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
+            "%s: %d bytes stay on disk that the store does not need (evicted trajectories, files replaced by "
+            "compaction), %d are live: readers still show them (%s); "
             "a reader lets go of them when it calls refresh() or close()",
             self._directory.url,
             self.held_bytes,
