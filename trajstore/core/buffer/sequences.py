@@ -15,7 +15,7 @@ from trajstore.core.buffer.sampling import Batch
 from trajstore.core.columns.fields import nest, resolved
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler, uniform
-from trajstore.core.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
+from trajstore.core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_after, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
 _IN_VAIN = 1000
@@ -60,7 +60,8 @@ def sample_sequences(
     Returns:
         A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for valid
         steps. Padded, it has no more sequences than the window has steps.
-        An episode never continues in another trajectory: the data does not say in which.
+        An episode never continues in another trajectory, because no field identifies it, and continues in another
+        rollout epoch only if the next ``curr_obs`` equals the last ``next_obs``.
 
     Raises:
         EmptyBufferError: there is nothing to draw from, or hardly a start with ``length`` steps after it.
@@ -253,9 +254,41 @@ def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: i
     """Return the spans from these samples of trajectories; with the lock of the contents held."""
     steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
     rows, inside = rows_after(samples, steps, batch, length)
-    mask = within_episode(inside, _any(contents, positions, rows, ends))
+    ended = _any(contents, positions, rows, ends)
+    mask = within_episode(inside, ended)
+    if not ends:
+        contents.schemas(positions)  # notes the epochs, which RLinf's index lacks
+    epochs = contents.index.at("extra", positions).astype(np.int64)
+    span, step = np.nonzero(mask & epoch_starts(samples, steps, batch, epochs, length))
+    if len(span):
+        broken = ~_continues(contents, positions[span], rows[span, step - 1], rows[span, step])
+        ended[span[broken], step[broken] - 1] = True
+        mask = within_episode(inside, ended)
     last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
     return _Spans(np.where(mask, rows, last), mask)
+
+
+def _continues(contents: Contents, positions: IntArray, before: IntArray, after: IntArray) -> Mask:
+    """Return, for pairs of rows, whether the next observation of one equals the observation of the other, all ``[n]``.
+
+    All observations that both have are compared, byte by byte; without any, the answer is False.
+    """
+    pairs, of_each = np.unique(np.stack([positions, before, after]), axis=1, return_inverse=True)
+    same: Mask = np.zeros(pairs.shape[1], np.bool_)
+    schemas = contents.schemas(pairs[0])
+    for schema in dict.fromkeys(schemas):
+        at = np.flatnonzero([other == schema for other in schemas])
+        for name in schema.observed_twice:
+            if not len(at):
+                break
+            last, first = (
+                _read(contents, pairs[0, at], rows[at], [f"{field}.{name}"])[f"{field}.{name}"].reshape(len(at), -1)
+                for field, rows in (("next_obs", pairs[1]), ("curr_obs", pairs[2]))
+            )
+            equal = (last.view(torch.uint8) == first.view(torch.uint8)).all(dim=1).numpy()
+            at = at[equal]
+        same[at] = bool(schema.observed_twice)
+    return same[of_each.reshape(-1)]
 
 
 def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends: Ends) -> Fits:
