@@ -419,7 +419,8 @@ class Reader(Closing):
         """Save the trajectories shown now to their own directory; adding may go on meanwhile.
 
         Files are hard-linked where the file system supports it, else copied; the directory appears atomically.
-        Trajectories of a buffer in memory that have left it are not saved.
+        Trajectories of a buffer in memory that have left it are not saved. Late values that another process has put
+        into a store's inbox are saved by the buffer that writes the store, and by ``trajstore copy``.
 
         Args:
             save_path: directory or URL; absent, empty, or an earlier checkpoint, which is replaced.
