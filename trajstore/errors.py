@@ -79,8 +79,8 @@ class MissingDependencyError(TrajstoreError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
-            f"this needs the package {package!r}: install it with `pip install '/path/to/trajstore[{extra}]'`, which names "
-            "a checkout of trajstore"
+            f"this needs the package {package!r}: install it with `pip install '/path/to/trajstore[{extra}]'`, the path of "
+            "your checkout"
         )
 
 

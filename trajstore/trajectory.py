@@ -85,7 +85,7 @@ class ChunkStepResult:
 class Reward:
     """Outcome of an agent trajectory.
 
-    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success, and ``True`` is 1.0); ``None`` = unknown.
+    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success; ``True`` is 1.0); ``None`` = unknown.
     ``description`` explains it in words; ``metadata`` is any JSON.
     """
 

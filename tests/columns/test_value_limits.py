@@ -47,7 +47,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuse]:
 
         def refuse(trajectory: Any, match: str) -> None:
             before = buffer.total_samples
-            with pytest.raises(errors.InvalidTrajectoryError, match="^trajectory 1 of the list: ") as raised:
+            with pytest.raises(errors.InvalidTrajectoryError, match=r"^trajectory 1 of the list: ") as raised:
                 buffer.add_trajectories([witness(2), trajectory])
             assert raised.value.position == 1
             assert re.search(match, str(raised.value.__cause__))
