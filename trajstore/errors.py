@@ -79,8 +79,8 @@ class MissingDependencyError(TrajstoreError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
-            f"this needs the package {package!r}: install it with `pip install '/path/to/trajstore[{extra}]'`, the path of "
-            "your checkout"
+            f"this needs the package {package!r}: in your checkout, install it with "
+            f"`pip install '/path/to/trajstore[{extra}]'`"
         )
 
 
