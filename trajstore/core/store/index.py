@@ -595,8 +595,8 @@ def renumbered(
 
 def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:
     """Return whether an entry has fewer samples than T·B."""
-    samples, steps, batch = (columns[name] for name in ("num_samples", "steps", "batch"))
-    return bool(np.any(np.less(samples, np.multiply(steps, batch, dtype=np.int64))))
+    samples, steps, batch = (np.asarray(columns[name]).astype(np.int64) for name in ("num_samples", "steps", "batch"))
+    return bool(np.sum(samples) != np.vdot(steps, batch))  # none has more
 
 
 def _may_be_lent(name: str) -> bool:
