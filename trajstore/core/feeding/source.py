@@ -51,6 +51,10 @@ class Source(ABC, Generic[D]):
         """True if a buffer may still receive trajectories."""
 
     @abstractmethod
+    def continue_draws(self) -> None:
+        """Continue the generators' draws in this process, see :class:`~trajstore.core.sampling.draws.Draws`."""
+
+    @abstractmethod
     def ready(self) -> bool:
         """Return whether every buffer has its minimum number of trajectories."""
 
@@ -215,6 +219,11 @@ class BatchSource(Source[DrawnBatch]):
     @property
     def grows(self) -> bool:
         return self.replay.grows or (self.demos is not None and self.demos.grows)
+
+    def continue_draws(self) -> None:
+        for buffer in (self.replay, self.demos):
+            if buffer is not None:
+                buffer.sampling.continue_draws()
 
     def ready(self) -> bool:
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))

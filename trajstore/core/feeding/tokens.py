@@ -107,6 +107,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def grows(self) -> bool:
         return self._buffer.grows
 
+    def continue_draws(self) -> None:
+        self._buffer.sampling.continue_draws()
+
     def ready(self) -> bool:
         return self._buffer.is_ready(self._min_size)
 

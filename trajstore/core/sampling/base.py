@@ -84,10 +84,12 @@ class Sampler(ABC):
     Attributes:
         unit: what each row is.
         needs_tasks: whether :attr:`Additions.tasks` is required.
+        remembers: whether draws or updates change later draws; DataLoader workers cannot draw by copies of such a one.
     """
 
     unit: Unit = "sample"
     needs_tasks: bool = False
+    remembers: bool = False
 
     @property
     @abstractmethod

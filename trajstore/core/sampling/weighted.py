@@ -26,7 +26,7 @@ from trajstore.core.sampling.base import (
     Unit,
     uniform,
 )
-from trajstore.core.sampling.factors import Factor
+from trajstore.core.sampling.factors import Factor, UseLimit
 from trajstore.core.sampling.roster import Growing, Roster
 from trajstore.core.sampling.states import (
     OF_WHOM,
@@ -127,6 +127,7 @@ class WeightedSampler(Sampler):
         self.priorities = priorities
         self.factors = tuple(factors)
         self.needs_tasks = any(factor.needs_tasks for factor in factors)
+        self.remembers = priorities is not None or any(isinstance(factor, UseLimit) for factor in factors)
         self._by_sample = priorities is not None and priorities.per == "sample"
         self._roster = Roster()
         self._samples = Growing(np.int64)

@@ -16,6 +16,7 @@ from trajstore.core.files.base import Directory, EncodedFile, Reader
 from trajstore.core.files.local import TEMPORARY_SUFFIX
 from trajstore.core.formats.base import SHARDS_FOLDER
 from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.given import INBOX_FOLDER
 from trajstore.core.store.log_records import LOG_FOLDER, segment_generation
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
@@ -84,7 +85,7 @@ class Garbage:
         # No commit names later numbers; in an object store another writer may own them.
         names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
         unfinished = [name for name in self._directory.names() if name.endswith(TEMPORARY_SUFFIX)]
-        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER)]
+        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER, INBOX_FOLDER)]
         if names:
             self._tell_of_leftovers(names)
             _remove(self._directory, names)
