@@ -78,9 +78,15 @@ class ShardTable:
     def __len__(self) -> int:
         return self._count
 
-    def schema_number(self, schema: Schema) -> int | None:
-        """Return a schema's number, None if it has none."""
-        return self._schema_numbers.get(schema)
+    def next_number_of(self, schema: Schema, new: dict[Schema, int]) -> int:
+        """Return the number of a schema in the next record.
+
+        Args:
+            schema: of a shard that the record adds.
+            new: schemas of the record and those before it that are not in the table yet; may receive this one.
+        """
+        number = self._schema_numbers.get(schema)
+        return new.setdefault(schema, len(self.schemas) + len(new)) if number is None else number
 
     def number_of_schema(self, schema: Schema) -> int:
         """Return a schema's number, assigning one if it is new."""

@@ -115,4 +115,4 @@ class Publisher:
             part.record = orjson.dumps(entries_to_json(part.entries))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
-            part.manifest, part.is_published = manifest, True
+            part.manifest = manifest

@@ -327,6 +327,7 @@ class WriteQueue:
     def published(self, group: Group) -> None:
         """Mark a group's files as durable."""
         with self._lock:
+            group.is_published = True
             self._ready[group.ticket] = group
 
     def take_ready(self) -> list[Group]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trajstore.core.files.base import Directory
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.writing.commits import CommitListener
 from trajstore.core.writing.maintenance import Garbage, files_of_rlinf, keep_files_of_rlinf, remove_segments
 from trajstore.errors import written
 
@@ -19,14 +20,12 @@ class Snapshots:
 
     Args:
         directory: the store's.
-        format_name: format of new shards, for ``metadata.json``.
-        listener: provides the other values of ``metadata.json``.
+        metadata: returns the buffer's own values of ``metadata.json``.
     """
 
-    def __init__(self, directory: Directory, format_name: str, listener: CommitListener) -> None:
+    def __init__(self, directory: Directory, metadata: Callable[[], Mapping[str, Any]]) -> None:
         self._directory = directory
-        self._format_name = format_name
-        self._listener = listener
+        self._metadata = metadata
         self.renewed = -1
         """Generation described by ``metadata.json``."""
         self._renew_at = 0.0
@@ -50,7 +49,7 @@ class Snapshots:
                 keep_files_of_rlinf(self._directory, rlinf_files)
             index = catalog.snapshot_file()
             self._directory.publish([index])
-            metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
+            metadata = catalog.metadata_file(**self._metadata())
             self._directory.publish([metadata])
         catalog.snapshot_generation = self.renewed = catalog.generation
         catalog.snapshot_bytes = index.nbytes
@@ -73,7 +72,7 @@ class Snapshots:
         self._renew_at = time.monotonic() + _RENEWAL
         if files_of_rlinf(self._directory, catalog.snapshot_bytes):
             return False
-        values = {**self._listener.metadata(), "generation": catalog.snapshot_generation}
-        self._directory.publish([catalog.metadata_file(trajectory_format=self._format_name, **values)])
+        values = {**self._metadata(), "generation": catalog.snapshot_generation}
+        self._directory.publish([catalog.metadata_file(**values)])
         self.renewed = catalog.generation
         return True
