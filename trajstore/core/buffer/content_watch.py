@@ -52,7 +52,8 @@ class ContentWatch:
                 stored.append(trajectory)
             except NothingToStoreError:
                 empty.append(place)
-        self._look(stored, flats)
+        if any(isinstance(trajectory, AgentTrajectory) for trajectory in stored):
+            self._look(stored, flats)
         if empty:
             logger.warning(
                 "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
@@ -64,9 +65,12 @@ class ContentWatch:
 
     def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
         """Check trajectories that are about to be added, in both forms."""
-        for trajectory, flat in zip(trajectories, flats, strict=True):
-            if isinstance(trajectory, AgentTrajectory):
-                self._count(trajectory, [*doubts(flat, trajectory.response_start)])
+        pairs = zip(trajectories, flats, strict=True)
+        agents = [(rollout, flat) for rollout, flat in pairs if isinstance(rollout, AgentTrajectory)]
+        each = doubts([flat for _, flat in agents], [rollout.response_start for rollout, _ in agents])
+        for (rollout, _), found in zip(agents, each, strict=True):
+            if found or rollout.rollout_id:
+                self._count(rollout, found)
 
     def _count(self, trajectory: AgentTrajectory, found: list[str]) -> None:
         if trajectory.rollout_id and self._was_added(trajectory):
