@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
-from trajstore.core.buffer.column_watch import ColumnWatch
-from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch
 from trajstore.core.buffer.retention import Retention
 from trajstore.core.buffer.view import View
-from trajstore.core.columns.flat import Block, FlatTrajectory
+from trajstore.core.columns.flat import Block, FlatTrajectory, copied
 from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.owned import copied
 from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat

@@ -34,7 +34,7 @@ def doubts(rollouts: Sequence[FlatTrajectory], starts: Sequence[int | None]) -> 
     if len(rollouts) > 1 and None not in starts:
         schema = rollouts[0].schema
         small = sum([rollout.nbytes for rollout in rollouts]) <= _TOGETHER * len(rollouts)
-        if small and all([rollout.schema is schema for rollout in rollouts]):
+        if small and {id(rollout.schema) for rollout in rollouts} == {id(schema)}:
             joined = {
                 name: torch.cat(
                     [rollout.tensors[at] for rollout in rollouts]

@@ -23,7 +23,7 @@ from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import Extent, Schema
-from trajstore.core.reading.address_table import AddressTable, MappedShard
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.forks import stop_at_forks
 from trajstore.core.reading.late import COLUMNS, with_notes, without_notes
@@ -32,13 +32,12 @@ from trajstore.core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot, snapshot_of
 from trajstore.core.reading.runs import plan_runs
 from trajstore.core.reading.shard_access import rows_of
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
+from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.committed import Change, Evicted
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
-from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.core.store.run_ids import shown_id

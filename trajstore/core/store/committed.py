@@ -18,7 +18,7 @@ from trajstore.core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore.core.columns.schema import Extent, Kind, Schema
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.additions import AddedShard, added_in, entries_from_json
+from trajstore.core.store.additions import AddedShard, added_in, entries_from_json, starts_of
 from trajstore.core.store.entry_checks import (
     Columns,
     EntryGate,
@@ -31,10 +31,8 @@ from trajstore.core.store.entry_checks import (
 from trajstore.core.store.given import Said
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.index_file import index_to_json
-from trajstore.core.store.lifetimes import Lifetimes
 from trajstore.core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore.core.store.moves import Moved, check_moved, move_entries, move_from_json
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Noted, Notes
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.pin_names import STEP
@@ -49,7 +47,7 @@ from trajstore.core.store.sealed import (
     metadata_json,
     seal,
 )
-from trajstore.core.store.shard_table import ShardTable
+from trajstore.core.store.shard_table import Lifetimes, ShardTable
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)

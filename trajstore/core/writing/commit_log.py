@@ -35,8 +35,8 @@ from trajstore.core.writing.commits import (
 )
 from trajstore.core.writing.fencing import step_over
 from trajstore.core.writing.groups import ShardDraft
+from trajstore.core.writing.maintenance import Snapshots
 from trajstore.core.writing.opening import open_store
-from trajstore.core.writing.snapshots import Snapshots
 from trajstore.errors import (
     StoreClosedError,
     StoreLockedError,

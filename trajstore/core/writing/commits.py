@@ -14,13 +14,12 @@ import orjson
 
 from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.additions import by_id
+from trajstore.core.store.additions import by_id, starts_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import Said
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import encode_line, manifest_to_json
 from trajstore.core.store.moves import Moved, move_to_json
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Noted
 from trajstore.core.writing.groups import ShardDraft
 
@@ -81,9 +80,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
         for shard in shards:
             added, schema = shard.entries, shard.manifest.schema
             description = manifest_to_json(shard.manifest, catalog.shards.next_number_of(schema, new))
-            records.append(
-                {"number": shard.number, "shard": description, "entries": orjson.Fragment(shard.record)}
-            )
+            records.append({"number": shard.number, "shard": description, "entries": orjson.Fragment(shard.record)})
             columns = catalog.index.translated(added.columns, added.texts)
             columns["committed"] = np.full(len(added), time, np.int64)
             columns["shard"] = np.full(len(added), row, np.int32)

@@ -17,7 +17,7 @@ import numpy as np
 
 from trajstore.core.columns.flat import Block
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.additions import NewEntries
 
 
 def random_uuids(count: int) -> bytes:

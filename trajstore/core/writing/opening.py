@@ -9,8 +9,7 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, segment_name
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.writing.fencing import fence
-from trajstore.core.writing.maintenance import STORE_FOLDERS, Garbage, check_unused
-from trajstore.core.writing.snapshots import Snapshots
+from trajstore.core.writing.maintenance import STORE_FOLDERS, Garbage, Snapshots, check_unused
 from trajstore.errors import StoreWriteError, written
 
 logger = logging.getLogger(__name__)
