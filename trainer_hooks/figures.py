@@ -276,12 +276,23 @@ class ReplayWatch:
 
     def __init__(self, manager: ExperienceManager) -> None:
         self._manager = manager
-        self._empty_steps = 0
+        self._empty_steps = self._waited = 0
         self._ever = False
         self._told = False
         self._handed_over = False
         self._best: float | None = None
         self._reason = ""
+
+    def waiting(self, progress: float, start: float) -> None:
+        """Warn, before replay starts, in the first of :data:`WARN_EVERY` steps."""
+        if progress < start and self._waited % WARN_EVERY == 0:
+            logger.warning(
+                "experience replay: nothing is replayed before training progress %.3g (replay_start_ratio); it is %.3g"
+                " now. The pool fills meanwhile",
+                start,
+                progress,
+            )
+        self._waited += progress < start
 
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Record the best outcome of a step's rollouts."""

@@ -138,6 +138,7 @@ class ReplayHook(Closing, Generic[Task]):
                 replay.files.load_newest(global_steps - 1)
                 replay.collate.check_tasks()
             replay.manager.global_steps = global_steps
+            replay.watch.waiting(training_progress, self.config.replay_start_ratio)
             experience, on_policy = replay.collate(tasks, training_progress)
             replay.watch.chosen(replay.collate.metrics)
         return MixedTasks(tuple(experience), tuple(on_policy))

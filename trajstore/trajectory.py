@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -60,7 +62,8 @@ class ChunkStepResult:
     """Result of one chunk step of B environments, without observations. All tensors are ``[B, ...]``.
 
     The fields are those of :class:`Trajectory`, without the steps: a tensor ``[T, B, ...]`` there is ``[B, ...]`` here.
-    Tensors are moved to the CPU and made contiguous; dict leaves may be nested.
+    Tensors and NumPy arrays are copied, to contiguous memory of the CPU, so that an environment may reuse its own; dict
+    leaves may be nested.
     """
 
     actions: torch.Tensor | None = None
@@ -75,7 +78,7 @@ class ChunkStepResult:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            setattr(self, item.name, to_cpu(getattr(self, item.name)))
+            setattr(self, item.name, copied(getattr(self, item.name)))
 
 
 @dataclass(kw_only=True)
@@ -158,10 +161,12 @@ def get_model_weights_id(versions: torch.Tensor) -> str:
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, data.numpy().tobytes().hex()))
 
 
-def to_cpu(value: Any) -> Any:
-    """Return ``value`` with every tensor in it (nested dicts included) on the CPU and contiguous."""
+def copied(value: Any) -> Any:
+    """Return a copy of ``value``, nested in any dicts, lists and tuples; tensors go to contiguous memory of the CPU."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous()
-    if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    return value
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trainer_hooks.replay import journal, persistence
+from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
 from trainer_hooks.replay.cut import Draws, PoolCut
@@ -178,6 +179,7 @@ class ExperienceManager:
             if asked is not None:
                 raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
             asked = {trajectory.task_id: n_rollout for trajectory in trajectories}
+        trajectories = list(map(with_fields_of_metadata, trajectories))
         means: list[float | None] | None = None
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
@@ -797,8 +799,9 @@ class ExperienceManager:
         return [entries[place] for place in order]
 
     def _refuse(self, refused: Counter[str], among: Sequence[AgentTrajectory]) -> None:
-        """Count refused trajectories, and log the problems of malformed ones."""
+        """Count refused trajectories, and log each reason once."""
         self.refused.update(refused)
+        self._notices.refused(refused, among)
         if refused[Refusal.MALFORMED.value]:
             self._notices.malformed(among)
 
@@ -812,7 +815,11 @@ class ExperienceManager:
         }
 
     def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
-        """Return trajectories with tokens made of their messages where possible; log a summary."""
+        """Return trajectories with tokens made of their messages where possible; log a summary.
+
+        Values that AgentEvolver keeps in ``metadata`` become fields.
+        """
+        trajectories = list(map(with_fields_of_metadata, trajectories))
         if self._tokenizer is None or all(trajectory.input_ids is not None for trajectory in trajectories):
             return trajectories
         result = tokenized(trajectories, self._tokenizer)

@@ -112,8 +112,22 @@ class RewardStatistics:
     _uncertain: list[_Begun] = field(default_factory=list)
     """Ended episodes without a matching earlier trajectory, whose beginning may be missing."""
 
-    def add(self, rewards: torch.Tensor, dones: torch.Tensor | None, seam: Seam | None = None) -> None:
-        """Add a trajectory: rewards ``[T, B, C]``, dones ``[T or T + E, B, C]``, and its seam to others."""
+    def add(
+        self,
+        rewards: torch.Tensor,
+        dones: torch.Tensor | None,
+        seam: Seam | None = None,
+        broken: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Add a trajectory.
+
+        Args:
+            rewards: ``[T, B, C]``.
+            dones: ``[T or T + E, B, C]``.
+            seam: keys that join it to others.
+            broken: mask ``[T, B]`` of steps after which an episode cannot go on from the step before; the steps before
+                belong to no ended episode.
+        """
         per_step = rewards.to(torch.float64).numpy()
         steps, batch = per_step.shape[:2]
         if per_step.size:
@@ -127,15 +141,25 @@ class RewardStatistics:
         ended = np.any(
             sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1), axis=-1, keepdims=True
         )
-        self._add_episodes(per_step.reshape(steps, batch, -1).sum(axis=-1), ended[..., 0], seam)
+        if broken is None:
+            broken = np.zeros((steps, batch), np.bool_)
+        self._add_episodes(per_step.reshape(steps, batch, -1).sum(axis=-1), ended[..., 0], broken, seam)
 
-    def _add_episodes(self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_], seam: Seam | None) -> None:
-        """Add rewards and episode ends, both ``[T, B]``."""
+    def _add_episodes(
+        self,
+        rewards: npt.NDArray[np.float64],
+        ended: npt.NDArray[np.bool_],
+        broken: npt.NDArray[np.bool_],
+        seam: Seam | None,
+    ) -> None:
+        """Add rewards, episode ends and breaks, all ``[T, B]``."""
         steps = len(rewards)
         sums = np.concatenate([[0.0], np.cumsum(rewards.T.ravel())])  # one environment after the other
         ends = np.flatnonzero(ended.T.ravel()) + 1
         column = (ends - 1) // steps
+        breaks = np.flatnonzero(np.insert(broken.T.ravel(), 0, True)) - 1  # -1 stands for none
         starts = np.maximum(np.concatenate([[0], ends[:-1]]), column * steps)[: len(ends)]
+        starts = np.maximum(starts, breaks[np.searchsorted(breaks, ends - 1, "right") - 1])
         lengths, returns = ends - starts, sums[ends] - sums[starts]
         self.followed = self.followed and seam is not None
         if seam is None:
@@ -148,6 +172,8 @@ class RewardStatistics:
         first = dict(zip(column[::-1].tolist(), range(len(ends) - 1, -1, -1), strict=True))  # of each environment
         uncertain = []
         for environment, at in first.items():
+            if starts[at] > environment * steps:
+                continue  # began at a break
             episode = begun[environment]
             lengths[at] += episode.steps
             returns[at] += episode.total
@@ -161,6 +187,8 @@ class RewardStatistics:
         self.lengths += np.delete(lengths, uncertain).tolist()
         self.returns += np.delete(returns, uncertain).tolist()
         last = dict(zip(column.tolist(), ends.tolist(), strict=True))
+        for at in breaks[1:].tolist():
+            last[at // steps] = max(last.get(at // steps, 0), at)
         clear = Counter(seam.last)
         for environment, key in enumerate(seam.last):
             begin, end = last.get(environment, environment * steps), (environment + 1) * steps

@@ -105,6 +105,10 @@ class Sampling:
         """Generator of all draws; part of ``state_dict``."""
         return self._draws.generator
 
+    def continue_draws(self) -> None:
+        """Continue the draws of the process that this buffer comes from; see :meth:`Draws.continue_here`."""
+        self._draws.continue_here()
+
     def draw(self, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None) -> Drawn:
         """Draw rows of the window, only those that fit; a sampler decides which and how many.
 
@@ -156,10 +160,10 @@ class Sampling:
             narrowed = len(window) < len(contents.index)
             first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
             if fits is None:  # custom samplers may lack the argument
-                drawn = sampler.draw(count, self._draws.generator, first)
+                drawn = sampler.draw(count, self._draws.generator_for(sampler), first)
             else:
                 _check_fits(sampler)
-                drawn = sampler.draw(count, self._draws.generator, first, fits=fits)
+                drawn = sampler.draw(count, self._draws.generator_for(sampler), first, fits=fits)
             positions = self.rows(contents, drawn)
         names = self._view.names_at(contents, positions)
         return replace(drawn, buffer=self.names()[0], names=names), positions

@@ -265,7 +265,7 @@ class View(CommitListener):
             return None
         if self._half_followed or len(self._ranks or ()) > 1 or self._has_joined():
             return None
-        if not isinstance(source, StoreSource):
+        if not isinstance(source, StoreSource) or source.has_pending:
             return None
         catalog, (rank,) = source.catalog, self._loaded_by_rank()
         for lease in self._leases:

@@ -103,6 +103,18 @@ class Schema:
         return tuple(total)
 
     @cached_property
+    def observed_twice(self) -> tuple[str, ...]:
+        """Names that observations before and after a step share (without ``curr_obs.``), smallest rows first."""
+        after = {(c.name, c.dtype, c.row_shape) for c in self.columns if c.name.startswith("next_obs.")}
+        both = [
+            (column.row_nbytes, name.removeprefix("curr_obs."))
+            for column in self.columns
+            if (name := column.name).startswith("curr_obs.")
+            and (name.replace("curr_obs.", "next_obs.", 1), column.dtype, column.row_shape) in after
+        ]
+        return tuple(name for nbytes, name in sorted(both) if nbytes)
+
+    @cached_property
     def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Axis, and bytes of one row, of each column."""
         return np.array([column.axis for column in self.columns], np.int64), np.array(self.row_nbytes, np.int64)

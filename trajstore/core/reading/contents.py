@@ -7,7 +7,7 @@ without it, on addresses that stay valid until they end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -152,26 +152,6 @@ class Contents:
         self.index.note(noted.ids[mine], columns, noted.texts)
         for slots in left:
             self.addresses.leave(slots[slots != UNAVAILABLE])
-
-    def forget_rows(self, damaged: Collection[tuple[str, str]]) -> None:
-        """Remove the per-row values of damaged shards.
-
-        Args:
-            damaged: directory URL and shard name of each.
-        """
-        with self.lock:
-            for name in self.index.row_notes:
-                slots = self.index[NOTE_ROWS + name]
-                bad = np.zeros(len(slots), np.bool_)
-                for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
-                    number, row = self.addresses.shard_of(slot)
-                    source = self.sources[number]
-                    if (source.directory.url, source.manifest(row).name) in damaged:
-                        bad |= slots == slot
-                of_bad, left = self.index["trajectory_id"][bad], slots[bad].copy()
-                none = {NOTE_ROWS + name: np.full(len(of_bad), UNAVAILABLE, np.int32)}
-                self.index.note(of_bad, none, self.index.texts)
-                self.addresses.leave(left)
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return slots for shards of a source, reference-counted by occurrence; -1 stays -1."""
@@ -391,6 +371,15 @@ class Contents:
             undecoded = table.ensure(slots, partial(self._note_extent, positions, slots))
             if undecoded:
                 self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
+
+    def schemas(self, positions: IntArray) -> list[Schema]:
+        """Return the columns of the trajectory at each position, and note extents that the index lacks.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        schemas = [self.addresses.schema(slot) for slot in self.make_resident(positions).tolist()]
+        self.forget_decoded()
+        return schemas
 
     def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
         """Record the extent of the single trajectory in a slot."""

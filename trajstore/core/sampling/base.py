@@ -17,6 +17,9 @@ IntArray = npt.NDArray[np.int64]
 Unit = Literal["sample", "trajectory"]
 """Unit of sampling: transitions (one step of one environment), or whole trajectories."""
 
+NO_TRAJECTORY = -1
+"""Id of a batch's rows that are not of the buffer drawn from: demonstrations."""
+
 Fits = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
 """Returns a mask of the rows that may be drawn, given trajectory ids and places."""
 
@@ -48,7 +51,7 @@ class Drawn:
     """A sampler's draw of ``n`` rows.
 
     Attributes:
-        ids: trajectory id of each row, ``[n]``.
+        ids: trajectory id of each row, ``[n]``; :data:`NO_TRAJECTORY` for demonstrations in a loader's batch.
         samples: row within the trajectory (``t * B + b``), ``[n]``; zeros for whole trajectories.
         weights: importance weights, float32 ``[n]``, at most 1 in each batch; None for unweighted draws.
         buffer: the name of a buffer with these trajectories; None if unknown.
@@ -80,10 +83,12 @@ class Sampler(ABC):
     Attributes:
         unit: what each row is.
         needs_tasks: whether :attr:`Additions.tasks` is required.
+        remembers: whether draws or updates change later draws; DataLoader workers cannot draw by copies of such a one.
     """
 
     unit: Unit = "sample"
     needs_tasks: bool = False
+    remembers: bool = False
 
     @property
     @abstractmethod

@@ -17,6 +17,7 @@ from trajstore.core.files.base import Directory, EncodedFile, Reader
 from trajstore.core.files.local import TEMPORARY_SUFFIX
 from trajstore.core.formats.base import SHARDS_FOLDER
 from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.given import INBOX_FOLDER
 from trajstore.core.store.log_records import LOG_FOLDER, segment_generation
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
@@ -85,7 +86,7 @@ class Garbage:
         # No commit names later numbers; in an object store another writer may own them.
         names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
         unfinished = [name for name in self._directory.names() if name.endswith(TEMPORARY_SUFFIX)]
-        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER)]
+        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER, INBOX_FOLDER)]
         if names:
             self._tell_of_leftovers(names)
             _remove(self._directory, names)
@@ -152,7 +153,8 @@ class Garbage:
             return
         self._told.update(reader.process for reader in fresh)
         logger.warning(
-            "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
+            "%s: %d bytes stay on disk that the store does not need (evicted trajectories, files replaced by "
+            "compaction), %d are live: readers still show them (%s); "
             "a reader lets go of them when it calls refresh() or close()",
             self._directory.url,
             self.held_bytes,
