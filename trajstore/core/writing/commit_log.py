@@ -423,6 +423,7 @@ class CommitLog:
         self.catalog.__dict__.update(changed.__dict__)
         self._segment = segment_name(self.catalog.generation + 1)
         self._show(self._listener.replaced)
+        self.garbage.collect(self.catalog)  # only now: until it is shown, replaced contents are read
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
@@ -462,11 +463,13 @@ class CommitLog:
             if self.catalog.generation > self.catalog.snapshot_generation:
                 self._write_snapshot(self.catalog)
                 self._segment = segment_name(self.catalog.generation + 1)
+                self.garbage.collect(self.catalog)
 
     def _begin_segment(self) -> None:
         """Write the index whole; keep the previous segment, which followers are often still reading."""
         earlier = self.catalog.snapshot_generation if self.directory.can_append else None
         self._write_snapshot(self.catalog, earlier)
+        self.garbage.collect(self.catalog)
         self._segment = segment_name(self.catalog.generation + 1)
         if self.directory.can_append:
             with suppress(OSError):  # the next commit creates it
@@ -474,7 +477,7 @@ class CommitLog:
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
-        self._snapshots.write(catalog, self.garbage, keep_after)
+        self._snapshots.write(catalog, keep_after)
 
     @property
     def renewal_due(self) -> bool:

@@ -238,14 +238,13 @@ class Snapshots:
         """Generation described by ``metadata.json``."""
         self._renew_at = 0.0
 
-    def write(self, catalog: Catalog, garbage: Garbage, keep_after: int | None = None) -> None:
+    def write(self, catalog: Catalog, keep_after: int | None = None) -> None:
         """Write both files of this state, the index before the metadata that refers to it.
 
-        Shards and log segments that are no longer needed are then deleted.
+        Log segments that are no longer needed are then deleted; the caller collects garbage.
 
         Args:
             catalog: the state.
-            garbage: of the store.
             keep_after: segments that begin with a later generation are kept; None = the state's generation.
 
         Raises:
@@ -262,7 +261,6 @@ class Snapshots:
         catalog.snapshot_generation = self.renewed = catalog.generation
         catalog.snapshot_bytes = index.nbytes
         catalog.log_bytes = 0
-        garbage.collect(catalog)
         remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 
     def renewal_due(self, catalog: Catalog) -> bool:

@@ -32,7 +32,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
         directory.create(STORE_FOLDERS)
         catalog = Catalog.create(directory)
         garbage = Garbage(directory, catalog)
-        snapshots.write(catalog, garbage)
+        snapshots.write(catalog)
         if not directory.can_append:
             fence(directory, catalog)
         return catalog, garbage, segment_name(catalog.generation + 1)
@@ -47,7 +47,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
         # Start a new segment: a torn last record stays behind in the old one.
         segments = directory.names(LOG_FOLDER)
         try:
-            snapshots.write(catalog, garbage)
+            snapshots.write(catalog)
         except StoreWriteError as error:
             cause = error.__cause__
             if not (isinstance(cause, OSError) and cause.errno in FULL):
@@ -57,6 +57,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
             _cut_torn_record(directory, catalog)
             return catalog, garbage, catalog.segment
         else:
+            garbage.collect(catalog)
             directory.remove([name for name in segments if segment_generation(name) not in catalog.fences])
     else:
         snapshots.renewed = catalog.generation
