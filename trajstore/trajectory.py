@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -85,14 +85,17 @@ class ChunkStepResult:
 class Reward:
     """Outcome of an agent trajectory.
 
-    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success); ``None`` = unknown. ``description``
-    explains it in words; ``metadata`` is any JSON.
+    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success; ``True`` is 1.0); ``None`` = unknown.
+    ``description`` explains it in words; ``metadata`` is any JSON.
     """
 
     outcome: float | None = None
     success_rate: float | None = None
     description: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _empty_for_none(self, {"description": str, "metadata": dict})
 
 
 @dataclass(kw_only=True)
@@ -107,7 +110,8 @@ class AgentTrajectory:
     ``entropys`` (nats) and ``response_mask`` are ``[R]``, R = L - ``response_start``. ``messages`` is a
     list of dicts with ``role``, ``content`` and optionally ``author`` (``"llm"`` for the model).
     ``policy_version`` is the training step whose weights sampled. ``entropy`` is the mean of
-    ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero.
+    ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero; for texts, lists and dicts
+    it is the same as leaving them out.
     ``tokenizer_fingerprint`` identifies tokenizer and chat template.
 
     ``task_id`` names the rollout's task: rollouts of one task are a group. ``rollout_id`` names the rollout
@@ -143,6 +147,14 @@ class AgentTrajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _empty_for_none(self, _EMPTY)
+
+
+_EMPTY = {
+    **dict.fromkeys(("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint"), str),
+    **{"messages": list, "metadata": dict, "notes": dict},
+}
 
 TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
 """Fields of an :class:`AgentTrajectory` with a value per token."""
@@ -159,6 +171,12 @@ def get_model_weights_id(versions: torch.Tensor) -> str:
     """
     data = versions.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy does not support every dtype
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, data.numpy().tobytes().hex()))
+
+
+def _empty_for_none(owner: Any, empty: Mapping[str, Callable[[], Any]]) -> None:
+    for name, make in empty.items():
+        if getattr(owner, name) is None:
+            setattr(owner, name, make())
 
 
 def copied(value: Any) -> Any:

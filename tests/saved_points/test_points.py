@@ -13,7 +13,7 @@ import torch
 import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, names_in, state_files
 from tests.stores import flip
-from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore import TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.sampling import EpochSampler
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
@@ -138,6 +138,22 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
             buffer.points.rollback(4)
     assert [point.step for point in trajstore.saved_points(tmp_path)] == [5]
     assert trajstore.saved_state(tmp_path, 5) == {"step": 5}
+
+
+def test_a_replaced_point_does_not_return_to_the_line_when_its_successor_is_released(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, [0])
+        buffer.points.save(1)
+        add(buffer, [1])
+        buffer.points.rollback(1)  # the head that is left keeps step-1.0
+        buffer.points.save(1)
+        add(buffer, [2])
+        buffer.points.save(2, keep=1)
+        assert [point.name for point in buffer.points.saved] == ["step-2.1"]
+        assert "step-1.0" in [point.name for point in buffer.points.snapshots]
+        with pytest.raises(StoreNotFoundError, match="no saved point of step 1; there are: 2"):
+            buffer.points.rollback(1)
+    assert [point.step for point in saved_points(tmp_path)] == [2]
 
 
 def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ class NothingToStoreError(InvalidTrajectoryError):
     """A trajectory has no fields, or no samples."""
 
 
+def _or_0(value: Any) -> Any:
+    return 0 if value is None else value
+
+
 def _leading_shape(trajectory: Any) -> tuple[int, int]:
     for name in ("prev_logprobs", "rewards"):
         value = getattr(trajectory, name, None)
@@ -124,7 +128,7 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
         tuple(tensors),
         num_samples=steps * batch,
         max_episode_length=whole_number(
-            "max_episode_length", trajectory.max_episode_length, *RANGES["max_episode_length"]
+            "max_episode_length", _or_0(trajectory.max_episode_length), *RANGES["max_episode_length"]
         ),
         model_weights_id=plain_name("model_weights_id", weights),
         versions=known,

@@ -369,12 +369,11 @@ class Committed:
         ]
 
     def points(self) -> list[Snapshot]:
-        """Return the saved points of the current line, lowest step first."""
-        latest: dict[int, Snapshot] = {}
-        for head in sorted(self.pins.heads.values(), key=lambda head: head.visit):
-            if head.step is not None and (head.visit == self.visit or head.name in self.line):
-                latest[head.step] = head
-        return [latest[step] for step in sorted(latest)]
+        """Return the saved points of the current line, lowest step first: the newest of this visit, and its line."""
+        heads = self.pins.heads
+        saved = [head for head in heads.values() if head.step is not None and head.visit == self.visit]
+        line = max(saved, key=lambda head: head.step or 0).whole_line if saved else self.line
+        return sorted([heads[name] for name in line if name in heads], key=lambda head: head.step or 0)
 
     def present_line(self, head: Snapshot) -> tuple[str, ...]:
         """Return the names of the existing saved points that led to a snapshot, including itself."""
