@@ -283,7 +283,7 @@ def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: P
 
 
 UNREADABLE: dict[str, Any] = {
-    "no metadata": {"metadata": None},
+    "a list for metadata": {"metadata": [1]},
     "a reward that is a number": {"reward": 1},
     "an outcome that is a text": {"reward": {"outcome": "x"}},
     "rows of several lengths": {"entropys": [[1.0], [2.0, 3.0]]},

@@ -38,7 +38,7 @@ class ContentWatch:
         """Return trajectories as columns, all checked; empty ones are skipped with a warning.
 
         Raises:
-            InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
+            InvalidTrajectoryError: one of them cannot be stored and read back; names its position and the field.
         """
         if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
             raise InvalidTrajectoryError(
@@ -52,6 +52,8 @@ class ContentWatch:
                 stored.append(trajectory)
             except NothingToStoreError:
                 empty.append(place)
+            except InvalidTrajectoryError as error:
+                raise InvalidTrajectoryError(f"trajectory {place} of the list: {error}", place) from error
         self._look(stored, flats)
         if empty:
             logger.warning(
