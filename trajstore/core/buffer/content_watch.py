@@ -1,4 +1,4 @@
-"""Warns of added rollouts that are certainly wrong or duplicates, and of additions that differ from earlier ones. No I/O.
+"""Warns of rollouts that are certainly wrong or duplicates, and of additions unlike earlier ones. No I/O.
 
 Takes no lock: two threads that add at once may both give the same warning.
 """
