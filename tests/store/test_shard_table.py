@@ -210,6 +210,8 @@ def test_a_file_outside_the_directory_is_refused() -> None:
         {"ids": "5-6"},
         {"extents": [[2, 1, 1, 0], [3, 2, 1, 0]]},
         {"extents": [[2, 1, 1, 0], [1 << 62, 4, 1, 0]]},
+        {"valid": [2]},
+        {"valid": "ab"},
     ],
 )
 def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None:

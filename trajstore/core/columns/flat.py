@@ -100,6 +100,7 @@ class FlatTrajectory:
     extent: Extent
     tensors: Sequence[torch.Tensor]
     num_samples: int
+    """Valid transitions of a step trajectory; 1 for a rollout."""
     max_episode_length: int
     model_weights_id: str
     versions: tuple[int, int] | None

@@ -21,6 +21,7 @@ from trajstore.core.base import locks
 from trajstore.core.base.clock import microseconds
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import trajectory_of
+from trajstore.core.columns.fields import VALID
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.reading.address_table import AddressTable, MappedShard
@@ -34,6 +35,7 @@ from trajstore.core.reading.runs import plan_runs
 from trajstore.core.reading.shard_access import rows_of
 from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
+from trajstore.core.reading.valid_rows import Flags, Valid, ValidRows
 from trajstore.core.store.committed import Change, Evicted
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
@@ -75,6 +77,7 @@ class Contents:
         """Disk slots, by id, of trajectories that are also in memory; after an interrupt, also of some evicted ones."""
         self._decoded: list[int] = []
         self._columns = BatchColumns(self.addresses)
+        self._valid_rows = ValidRows()
         stop_at_forks(self)
 
     # -- taking in --------------------------------------------------------------------------------
@@ -340,6 +343,59 @@ class Contents:
         if self._decoded:
             self.forget_decoded()
         return plan
+
+    def rows_of(self, positions: IntArray, places: IntArray) -> IntArray:
+        """Return the rows ``t * B + b`` of places among the valid rows of trajectories, all ``[n]``.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        if not self.index.may_be_partial:
+            return places
+        partial_ones, which, valid = self._valid(positions)
+        if valid is None:
+            return places
+        rows = places.copy()
+        rows[partial_ones] = valid.at(which, places[partial_ones])
+        return rows
+
+    def are_valid(self, positions: IntArray, rows: IntArray) -> Flags | None:
+        """Return whether rows of trajectories, both ``[n]``, are valid; None if all are.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        partial_ones, which, valid = self._valid(positions)
+        if valid is None:
+            return None
+        good = np.ones(len(rows), np.bool_)
+        good[partial_ones] = valid.has(which, rows[partial_ones])
+        return good
+
+    def _valid(self, positions: IntArray) -> tuple[Flags, IntArray, Valid | None]:
+        """Return a mask of the positions with invalid rows, the number of each trajectory, and their valid rows."""
+        index = self.index
+        samples, steps, batch = (index.at(name, positions) for name in ("num_samples", "steps", "batch"))
+        partial_ones = samples < steps.astype(np.int64) * batch
+        distinct, which = np.unique(positions[partial_ones], return_inverse=True)
+        of_agents = np.array([schema.kind == "agent" for schema in self.schemas(distinct)], np.bool_)
+        if of_agents.any():  # their samples are not rows
+            partial_ones[partial_ones] = ~of_agents[which]
+            distinct, which = np.unique(positions[partial_ones], return_inverse=True)
+        if not len(distinct):
+            return partial_ones, which, None
+
+        def read(at: IntArray) -> list[Flags]:
+            slots = self.make_resident(distinct[at])
+            plan = plan_runs(self.addresses, index, distinct[at], slots, [VALID])
+            self.forget_decoded()
+            run = plan.columns[VALID]
+            ends, pieces = np.cumsum(run.counts), plan.pieces()
+            with plan.fetched(lambda: pieces):
+                flags = run.copy(ends - run.counts, int(ends[-1])).numpy()
+            plan.end()
+            return np.split(flags, ends[:-1])
+
+        ids, counts = (index.at(name, distinct) for name in ("trajectory_id", "num_samples"))
+        return partial_ones, which, self._valid_rows.of(ids, counts, read)
 
     def make_resident(self, positions: IntArray, *, cached: bool = True) -> IntArray:
         """Make trajectories readable in place and return their slots; then call :meth:`forget_decoded`.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.limits import RANGES, UNKNOWN_VERSION
+from trajstore.core.columns.limits import RANGES, UNKNOWN_VERSION, shown
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.facts import fact_columns, facts_to_json, joined
 from trajstore.core.store.log_records import integers, parse_ranges, ranges_of
@@ -24,6 +24,8 @@ from trajstore.errors import CorruptStoreError
 def entries_to_json(entries: NewEntries) -> dict[str, Any]:
     """Return a shard's trajectories as JSON values for a log record; ids ascend."""
     columns = entries.columns
+    every = columns["steps"].astype(np.int64) * columns["batch"]
+    partial = entries.facts[0] is None and not np.array_equal(columns["num_samples"], every)
     bounds = zip(columns["version_low"].tolist(), columns["version_high"].tolist(), strict=True)
     return {
         "ids": ranges_of(entries.ids),
@@ -32,6 +34,7 @@ def entries_to_json(entries: NewEntries) -> dict[str, Any]:
         "versions": [None if low == UNKNOWN_VERSION else [low, high] for low, high in bounds],
         "weights": entries.weights,
         "uuids": columns["uuid"].tobytes().hex(),
+        **({"valid": columns["num_samples"].tolist()} if partial else {}),
         **({"facts": facts_to_json([facts or {} for facts in entries.facts])} if entries.facts[0] is not None else {}),
     }
 
@@ -96,9 +99,14 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
     of_steps = np.repeat(np.array([part.manifest.schema.kind == "step" for part in added], np.bool_), counts)
     rows = _rows_of(extents)
     starts, nbytes = _lay_out(added, counts, rows)
+    samples = np.where(of_steps, rows[Axis.SAMPLES], 1).astype(np.int64)
+    ends = np.cumsum(counts)
+    for part, end, count in zip(added, ends.tolist(), counts.tolist(), strict=True):
+        if "valid" in part.entries:
+            samples[end - count : end] = _valid_in(part, count)
     columns: dict[str, npt.NDArray[Any]] = {
         "trajectory_id": _expand(entries, counts),
-        "num_samples": np.where(of_steps, rows[Axis.SAMPLES], 1).astype(np.int64),
+        "num_samples": samples,
         **{name: extents[:, at] for at, name in enumerate(("steps", "batch", "extra", "document"))},
         "nbytes": nbytes.astype(np.int64),
         "max_episode_length": integers([number for part in entries for number in part["max_episode_length"]]),
@@ -118,13 +126,24 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
     generations = [part.generation for part in added]
     if len(set(generations)) == len(added):
         return columns
-    ends = np.cumsum(counts).tolist()
     shards = [
         {name: column[end - count : end] for name, column in columns.items()}
-        for end, count in zip(ends, counts.tolist(), strict=True)
+        for end, count in zip(ends.tolist(), counts.tolist(), strict=True)
     ]
     commits = groupby(zip(generations, shards, strict=True), key=itemgetter(0))
     return joined([by_id([shard for _, shard in commit]) for _, commit in commits])
+
+
+def _valid_in(part: AddedShard, count: int) -> npt.NDArray[np.int64]:
+    """Return the valid steps of a shard's trajectories.
+
+    Raises:
+        CorruptStoreError: the shard lacks the field ``valid``, or has another number of trajectories.
+    """
+    valid = part.entries["valid"]
+    if type(valid) is not list or len(valid) != count or not part.manifest.schema.has_valid:
+        raise CorruptStoreError(f"the valid steps of {count} trajectories are {shown(valid)}")
+    return integers(valid)
 
 
 def by_id(shards: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:

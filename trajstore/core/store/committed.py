@@ -147,10 +147,11 @@ class Committed:
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries with rows outside their shard, which would be read out of bounds."""
         columns = index.unpacked(slice(index.first, index.end))
-        of_steps, limits = self.shards.of_steps(), [self.shards.rows_on(axes) for axes in _AXES]
+        kinds = np.stack([self.shards.of_steps(), self.shards.with_valid()])
+        limits = [self.shards.rows_on(axes) for axes in _AXES]
         try:
             sound = self._gate.admit(
-                columns, in_blocks(columns, lambda block: shape_faults(block, of_steps[block["shard"]]))
+                columns, in_blocks(columns, lambda block: shape_faults(block, *kinds[:, block["shard"]]))
             )
             sound = self._gate.admit(sound, in_blocks(sound, lambda block: _row_faults(block, limits)))
             if len(sound["trajectory_id"]) < len(index):
@@ -216,8 +217,9 @@ class Committed:
         ids = columns["trajectory_id"]
         check_lengths(columns)
         columns = self._gate.admit(columns, range_faults(columns, len(self.shards) + len(added), len(self.index.texts)))
-        steps = np.array([shard.manifest.schema.kind == "step" for shard in added], np.bool_)
-        columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
+        schemas_added = [shard.manifest.schema for shard in added]
+        kinds = np.array([[schema.kind == "step", schema.has_valid] for schema in schemas_added], np.bool_).T
+        columns = self._gate.admit(columns, shape_faults(columns, *kinds[:, columns["shard"] - len(self.shards)]))
         if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
         self._schemas = schemas
@@ -340,8 +342,10 @@ class Committed:
             TrajectoryUnavailableError: names the others.
         """
         if unknown := self.unknown(ids):
+            kept = [number for number in sorted(unknown) if self.pinned.find(number) is not None]
+            why = f" ({ids_in_words(kept)}: evicted, only in snapshots, which never change)" if kept else ""
             raise TrajectoryUnavailableError(
-                f"no trajectory has the id {ids_in_words(sorted(unknown))}; nothing was changed"
+                f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}; nothing was changed"
             )
 
     # -- snapshots --------------------------------------------------------------------------------

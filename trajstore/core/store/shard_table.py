@@ -144,6 +144,10 @@ class ShardTable:
         """Return, per row, whether the shard holds step trajectories."""
         return self._by_schema([schema.kind == "step" for schema in self.schemas])
 
+    def with_valid(self) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard's trajectories have a field ``valid``."""
+        return self._by_schema([schema.has_valid for schema in self.schemas])
+
     def with_axis(self, axis: Axis) -> npt.NDArray[np.bool_]:
         """Return, per row, whether the shard has columns along an axis; without one the index counts no rows of it."""
         return self._by_schema([any(c.axis is axis for c in schema.columns) for schema in self.schemas])

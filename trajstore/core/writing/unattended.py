@@ -11,8 +11,8 @@ from trajstore.core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.core.writing.commits import CommitListener
 from trajstore.core.writing.inbox import Inbox
+from trajstore.core.writing.opening import lock_store
 from trajstore.core.writing.points import Points
-from trajstore.errors import written
 
 _NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing
 
@@ -32,15 +32,12 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
     """Yield the log of a store, as its single writer.
 
     Raises:
-        StoreLockedError: another writer has the store open.
-        StoreWriteError: the directory cannot be written.
+        ConfigurationError, StoreLockedError, StoreWriteError: see :func:`lock_store`.
         CorruptStoreError, UnsupportedVersionError: it cannot be continued.
     """
     source = f"{directory.url}/{METADATA_NAME}"
     metadata = parse_metadata(directory.read(METADATA_NAME), source)
-    with written(": cannot be written"):
-        lock = directory.lock_writer()
-    with lock:
+    with lock_store(directory):
         log = CommitLog(directory, str(metadata.get("trajectory_format")), _NEVER, _Nobody(metadata.get("seed")))
         yield log
         log.close()

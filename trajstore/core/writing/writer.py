@@ -28,6 +28,7 @@ from trajstore.core.writing.commit_log import CommitLog, Turn, check_process
 from trajstore.core.writing.commits import CommitListener
 from trajstore.core.writing.groups import Group
 from trajstore.core.writing.inbox import Inbox
+from trajstore.core.writing.opening import lock_store
 from trajstore.core.writing.options import WriterOptions
 from trajstore.core.writing.points import Points
 from trajstore.core.writing.publishing import Publisher, Unwritable
@@ -67,8 +68,7 @@ class StoreWriter:
         rewriter: frees the space of shards that are partly alive.
 
     Raises:
-        StoreLockedError: another writer has the directory open.
-        StoreWriteError: the directory cannot be written.
+        ConfigurationError, StoreLockedError, StoreWriteError: see :func:`lock_store`.
         CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
@@ -84,8 +84,7 @@ class StoreWriter:
         self._listener = listener
         self._format = trajectory_format
         self._pid = os.getpid()
-        with written(": cannot be written; to read it use load_checkpoint"):
-            self._lock = directory.lock_writer()
+        self._lock = lock_store(directory)
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
             self.inbox = Inbox(self.log)
