@@ -79,7 +79,7 @@ def annotate(
         TrajectoryUnavailableError: an id is not in the store; nothing was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
-        StoreWriteError: writing failed.
+        StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
     """
     update, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):

@@ -22,9 +22,9 @@ from trajstore.core.columns.schema import Extent
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.given import Said
+from trajstore.core.store.given import Said, check_given
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.log_records import ranges_of
+from trajstore.core.store.log_records import ids_in_words, ranges_of
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.saved_points import pin_name
 from trajstore.core.writing.commits import (
@@ -40,6 +40,7 @@ from trajstore.core.writing.log_end import LogEnd, TakeIn
 from trajstore.core.writing.opening import open_store
 from trajstore.core.writing.snapshots import Snapshots
 from trajstore.errors import (
+    ConfigurationError,
     StoreClosedError,
     StoreLockedError,
     StoreWriteError,
@@ -97,6 +98,8 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._unwritten: list[Said] = []
+        """Late values whose record could not be written, in the order of the calls."""
         self._taken_in: set[int] = set()
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
         self._snapshots = Snapshots(directory, format_name, listener)
@@ -227,7 +230,7 @@ class CommitLog:
             self._begin_segment()
         self.must_keep_house = False
 
-    def _append(self, make: Callable[[], tuple[bytes, TakeIn]]) -> None:
+    def _append(self, make: Callable[[], tuple[bytes, TakeIn]], retry: str = "flush()") -> None:
         """Append lines to the log and apply them, see :meth:`LogEnd.append`."""
 
         def checked() -> tuple[bytes, TakeIn]:
@@ -235,7 +238,7 @@ class CommitLog:
             return make()
 
         try:
-            self._end.append(checked)
+            self._end.append(checked, retry)
         except StoreWriteError:
             self.must_keep_house = True
             raise
@@ -250,9 +253,9 @@ class CommitLog:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
-            self._evict(ids)
+            self._evict(ids, "evict()")
 
-    def _evict(self, ids: Sequence[int]) -> None:
+    def _evict(self, ids: Sequence[int], retry: str = "flush()") -> None:
         if not ids:
             return
         catalog = self.catalog
@@ -265,7 +268,7 @@ class CommitLog:
             self._tell(lambda: self._listener.evicted(ids))
             self.garbage.collect(catalog)
 
-        self._append(lambda: (evict_line(catalog, ranges), take_in))
+        self._append(lambda: (evict_line(catalog, ranges), take_in), retry)
 
     def annotate(self, said: Said) -> None:
         """Add late values to trajectories, durably.
@@ -273,23 +276,72 @@ class CommitLog:
         Raises:
             ConfigurationError: they contradict existing values.
             TrajectoryUnavailableError: an id is not in the store; no value was added.
-            StoreWriteError: the log could not be written; no value was added.
+            StoreWriteError: the log could not be written. Values by row were not added; others are kept, and added
+                by :meth:`write_values`. Those of the inbox stay there.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
             catalog = self.catalog
-            catalog.notes.check(said)
+            check_given(said, catalog.notes.foreseen(self._unwritten)[0])
             catalog.check_known(said.ids)
+            kept = said.rows is None and not said.source
+            try:
+                self._write_values()
+                self._annotate(said, "flush()" if kept else "annotate()")
+            except WriterFencedError:
+                raise
+            except StoreWriteError:
+                if kept:
+                    self._unwritten.append(said)
+                raise
 
-            def take_in() -> None:
-                with self._durable():
-                    noted = catalog.annotate(said, catalog.generation + 1)
-                    catalog.generation += 1
-                    self._tell(lambda: self._listener.noted(noted))
-                if catalog.notes.has_rows:
-                    self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
+    def _annotate(self, said: Said, retry: str) -> None:
+        catalog = self.catalog
 
-            self._append(lambda: (annotate_line(catalog, said), take_in))
+        def take_in() -> None:
+            with self._durable():
+                noted = catalog.annotate(said, catalog.generation + 1)
+                catalog.generation += 1
+                self._tell(lambda: self._listener.noted(noted))
+            self._unwritten = [other for other in self._unwritten if other is not said]
+            if catalog.notes.has_rows:
+                self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
+
+        self._append(lambda: (annotate_line(catalog, said), take_in), retry)
+
+    def write_values(self) -> None:
+        """Add the late values that a full or failing disk has refused before.
+
+        Raises:
+            StoreWriteError: the log could not be written; they are kept.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            self._write_values()
+
+    def _write_values(self) -> None:
+        self._end.settle()
+        for said in self._unwritten[:]:
+            gone = self.catalog.unknown(said.ids)
+            if gone:
+                logger.warning(
+                    "%s: trajectories %s have left the store; the values given to them while it could not be written "
+                    "are dropped",
+                    self.directory.url,
+                    ids_in_words(sorted(gone)),
+                )
+                self._unwritten[0] = said = said.without(gone)
+            try:
+                self.catalog.notes.check(said)
+            except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
+                logger.warning(
+                    "%s: values given while it could not be written are refused: %s", self.directory.url, error
+                )
+                said = said.without(said.ids)
+            if said.ids:
+                self._annotate(said, "flush()")
+            else:
+                del self._unwritten[0]
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
         """Return the ids without a trajectory in the store."""

@@ -40,11 +40,12 @@ class LogEnd:
         """Send the next lines to a new segment."""
         self.segment = segment_name(self._catalog.generation + 1)
 
-    def append(self, make: Callable[[], tuple[bytes, TakeIn]]) -> None:
+    def append(self, make: Callable[[], tuple[bytes, TakeIn]], retry: str = "flush()") -> None:
         """Append lines and apply them.
 
         Args:
             make: returns the lines for the generation that is next when it is called; no lines if all are written.
+            retry: the user's call that tries again, for the message.
 
         Raises:
             StoreWriteError: the log could not be written.
@@ -65,7 +66,7 @@ class LogEnd:
                     self._unanswered.append((data, take_in))
                 remedy = "free space and" if error.errno in FULL else "then"
                 raise StoreWriteError(
-                    f"{error}: the commit log could not be written; {remedy} flush() again"
+                    f"{error}: the commit log could not be written; {remedy} {retry} again"
                 ) from error
         self._unanswered.clear()
         self._catalog.log_bytes += len(data)
