@@ -184,7 +184,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
         buffer.add_trajectories([witness(0)])
-        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectories from id 0 on are not on disk"):
+        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectory from id 0 on not on disk"):
             buffer.wait([0])
         for key in range(1, 4):  # reported once, then there is room in memory
             buffer.add_trajectories([witness(key)])
@@ -223,7 +223,7 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
         with pytest.raises(StoreWriteError, match="No space left"):
             buffer.evict([1, 4])
         assert buffer.trajectory_ids.tolist() == [2, 3, 4]
-        with pytest.raises(StoreWriteError, match="1 trajectories from id 4 on are lost"):
+        with pytest.raises(StoreWriteError, match="loses 1 trajectory from id 4 on"):
             buffer.close()
         assert contents_of(tmp_path / "store") == [2, 3]
         with mock.patch("trajstore.core.files.local_locks.os.pwrite", side_effect=FULL):

@@ -340,9 +340,7 @@ class Committed:
             TrajectoryUnavailableError: names the others.
         """
         if unknown := self.unknown(ids):
-            raise TrajectoryUnavailableError(
-                f"no trajectory has the id {ids_in_words(sorted(unknown))}; nothing was changed"
-            )
+            raise TrajectoryUnavailableError(f"no trajectory has the id {ids_in_words(sorted(unknown))}")
 
     # -- snapshots --------------------------------------------------------------------------------
 
