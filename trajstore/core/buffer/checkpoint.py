@@ -37,15 +37,15 @@ from trajstore.core.formats.base import (
     TrajectoryFormat,
 )
 from trajstore.core.formats.checksums import encoded_shard
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.places import is_file_of_rlinf, store_above
 from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.reading.shard_access import flat_of
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
+from trajstore.core.store.additions import starts_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import LOG_FOLDER
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.rlinf_layout import INDEX_NAMES
 from trajstore.core.store.row_location import STARTS
