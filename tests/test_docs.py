@@ -42,7 +42,17 @@ PAGES = [
     "docs/tutorial.md",
     *(
         f"docs/howto/{name}.md"
-        for name in ("agents", "annotating", "asking", "copies", "damage", "feeding", "guided", "lost-node")
+        for name in (
+            "agentevolver",
+            "agents",
+            "annotating",
+            "asking",
+            "copies",
+            "damage",
+            "feeding",
+            "guided",
+            "lost-node",
+        )
     ),
     *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
 ]
