@@ -26,10 +26,13 @@ class Trajectory:
     ``prev_logprobs``                          [T, B, A]       under the policy that acted
     ``prev_values``                            [T or T+E, B, 1] each epoch ends with a bootstrap row
     ``versions``                               [T or T+E, B, 1] weight version that acted; an extra row is ignored
+    ``valid``                                  [T, B]          bool; False: never drawn or counted
     ``curr_obs``, ``next_obs``                 dict of [T, B, ...]  nested to any depth
     ``forward_inputs``                         dict of [T or T+E, B, ...]  as for actions
     ========================================== =============== =====================================
 
+    Without ``valid`` all steps are valid. Invalid ones (the reset step of an environment) are stored and returned by
+    ``get``, but belong to no batch, sequence or count of transitions.
     ``prev_logprobs`` or, without it, ``rewards`` defines T and B. ``max_episode_length`` is in steps;
     ``model_weights_id`` names the weights that acted; if absent, it is derived from ``versions``. Leaves of
     the dicts without a row for each step, which are tensors of fewer than two dimensions and JSON values (None,
@@ -51,6 +54,7 @@ class Trajectory:
     prev_logprobs: torch.Tensor | None = None
     prev_values: torch.Tensor | None = None
     versions: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     curr_obs: dict[str, Any] = field(default_factory=dict)
     next_obs: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +79,7 @@ class ChunkStepResult:
     rewards: torch.Tensor | None = None
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     versions: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):

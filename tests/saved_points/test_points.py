@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,16 @@ from tests.saved_points.stores import add, keys_of, loaded, make, names_in, stat
 from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.sampling import EpochSampler
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+)
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
+from trajstore.testing.copies import copy_live
 
 
 @pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])
@@ -78,7 +86,7 @@ def test_what_is_left_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: py
             assert state_files(tmp_path) == int(aside)
         [name] = names_in(tmp_path, "aside")
         deleted, kept = [record.getMessage() for record in caplog.records if "went to" in record.getMessage()]
-        assert "3 trajectories (288 bytes) are no longer shown; 1 saved points are on another line now" in deleted
+        assert "trajectories (288 bytes) no longer shown: 3; saved points on another line: 1" in deleted
         assert f"points.go_to({name!r}) undoes this, points.remove({name!r}) deletes what was left" in kept
         buffer.points.remove(name)
         assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.0.json"]
@@ -163,6 +171,9 @@ def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> 
         buffer.clear()
         buffer.compact()
         assert loaded(tmp_path, "step-1") == {number: number for number in range(4)}
+        for store in (buffer, tmp_path):
+            with pytest.raises(TrajectoryUnavailableError, match=r"0 to 1 \(0 to 1: evicted, only in snapshots, which"):
+                annotate(store, [0, 1], {"score": 1})
         buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
         buffer.clear()
@@ -300,3 +311,25 @@ def test_a_point_keeps_its_values_when_other_snapshots_go(tmp_path: Path) -> Non
         buffer.compact()
         buffer.points.go_to("step-2.1")
         assert buffer.get(0).notes["adv"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_line_is_known_without_the_index(tmp_path: Path, saves: bool) -> None:
+    """Its log still begins with the first commit, as after a kill while ``rollback`` deletes the old segments."""
+    path, first = tmp_path / "store", tmp_path / "first"
+    with make(path) as buffer:
+        for step in (1, 2):
+            add(buffer, [step])
+            buffer.points.save(step)
+        shutil.copytree(path / "log", first)
+        buffer.points.rollback(1)
+        add(buffer, [3])
+        if saves:
+            buffer.points.save(2)
+        copy = copy_live(path, tmp_path / "copy")
+    shutil.copytree(first, copy / "log", dirs_exist_ok=True)
+    (copy / "trajectory_index.json").unlink()
+    report = inspect(copy)
+    assert [point["name"] for point in report["saved_points"]] == ["step-1.0", "step-2.1"][: 1 + saves]
+    assert report["other_points"] == ["step-2.0"]
+    assert [head["points"] for head in report["aside"]] == [["step-2.0"]]

@@ -264,7 +264,7 @@ class ExperienceManager:
         fingerprint = check_trajectories(trajectories, self._fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         marked = [with_reward_fingerprint(trajectory, self.reward_fingerprint) for trajectory in trajectories]
-        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked)
+        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked, rows=self._state.rows)
         self._ledger.add(plan)
         self._refuse(plan.refused, trajectories)
         self._fingerprint = fingerprint
@@ -508,6 +508,10 @@ class ExperienceManager:
     def tell_prompt(self, task_id: str, prompt: Prompt) -> None:
         """Set the prompt of a task's row, if no other source provides it."""
         self._state.rows.tell(task_id, prompt)
+
+    def answers(self, task_id: str, prompt: Prompt) -> bool:
+        """Return whether a history with this prompt may be replayed for a task."""
+        return not self._state.rows.differs(task_id, prompt)
 
     def of_other_rows(self) -> list[PoolEntry]:
         """Return the entries that answer another prompt than their task's row, and are never drawn."""

@@ -56,7 +56,7 @@ class Share:
         path: path of the store.
         store_id: UUID of the store.
         ids: trajectory ids in the run, ``[n]``, in the order of the store's shards.
-        samples: transitions of each trajectory, ``[n]``.
+        samples: valid transitions of each trajectory, ``[n]``.
         nbytes: bytes of each trajectory in all columns, ``[n]``.
         schemas: schema number of each trajectory, ``[n]``.
         columns: column names by schema number.
@@ -183,7 +183,7 @@ def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tupl
         used = {int(number): table.schemas[number] for number in np.unique(schemas)}
         kinds |= {schema.kind for schema in used.values()}
         columns = {number: frozenset(column.name for column in schema.columns) for number, schema in used.items()}
-        samples, nbytes = index["steps"].astype(np.int64) * index["batch"], index["nbytes"].astype(np.int64)
+        samples, nbytes = (index[name].astype(np.int64) for name in ("num_samples", "nbytes"))
         whole = Share(source.directory.url, source.catalog.store_id, ids, samples, nbytes, schemas, columns)
         shares.append(whole.part(np.lexsort((ids, shards, schemas))))
     return shares, kinds
@@ -258,11 +258,12 @@ def _blocks(reader: Reader, share: Share, unit: Unit, columns: frozenset[str] | 
 def _samples(reader: Reader, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
     ids = np.repeat(share.ids, share.samples)
     samples = np.arange(len(ids)) - np.repeat(np.cumsum(share.samples) - share.samples, share.samples)
-    batch: dict[str, Any] = {ID: ids, SAMPLE: samples}
+    drawn = Drawn(own_id(ids), samples)
+    batch: dict[str, Any] = {ID: ids, SAMPLE: reader.sampling.rows_of(drawn)}
     (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:
-        rows = reader.read(Drawn(own_id(ids), samples), columns=wanted)
+        rows = reader.read(drawn, columns=wanted)
         batch |= {name: array_of(value) for name, value in unnest(rows).items()}
     return batch
 

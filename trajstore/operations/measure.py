@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.fields import VALID, Axis
 from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
 from trajstore.core.reading.late import outcomes_given
 from trajstore.core.reading.shard_access import ShardAccess
@@ -106,22 +106,25 @@ class _Measurement:
             return
         if not index.extent(position).batch:
             return
-        columns = access.stacked(index, position, count, ("rewards", "dones"))
-        rewards, dones = columns.get("rewards"), columns.get("dones")
+        columns = access.stacked(index, position, count, ("rewards", "dones", VALID))
+        rewards, dones, valid = (columns.get(name) for name in ("rewards", "dones", VALID))
         if rewards is None:
             return
         if dones is None or not schema.observed_twice:  # then no episode continues in another trajectory or epoch
             broken = broken_epochs(schema, index.extent(position), lambda *_: None)
             side_by_side = None if broken is None else np.tile(broken, (1, count))
             self._rewards.add(
-                _side_by_side(rewards), None if dones is None else _side_by_side(dones), broken=side_by_side
+                _side_by_side(rewards),
+                None if dones is None else _side_by_side(dones),
+                broken=side_by_side,
+                valid=None if valid is None else _side_by_side(valid),
             )
             return
         for at in range(position, position + count):
             broken = broken_epochs(schema, index.extent(at), partial(access.rows, index, at))
-            self._rewards.add(
-                rewards[at - position], dones[at - position], self._seam(access, index, at, schema), broken
-            )
+            here = at - position
+            seam, of_it = self._seam(access, index, at, schema), None if valid is None else valid[here]
+            self._rewards.add(rewards[here], dones[here], seam, broken, of_it)
 
     def _seam(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> Seam | None:
         names = seam_names(schema)

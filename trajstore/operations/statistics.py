@@ -118,6 +118,7 @@ class RewardStatistics:
         dones: torch.Tensor | None,
         seam: Seam | None = None,
         broken: npt.NDArray[np.bool_] | None = None,
+        valid: torch.Tensor | None = None,
     ) -> None:
         """Add a trajectory.
 
@@ -127,15 +128,18 @@ class RewardStatistics:
             seam: keys that join it to others.
             broken: mask ``[T, B]`` of steps after which an episode cannot go on from the step before; the steps before
                 belong to no ended episode.
+            valid: bool ``[T, B]``; steps that are not are not counted. None: all are.
         """
         per_step = rewards.to(torch.float64).numpy()
         steps, batch = per_step.shape[:2]
-        if per_step.size:
-            self.count += per_step.size
-            self.total += float(per_step.sum())
-            self.total_of_squares += float(np.square(per_step).sum())
-            self.lowest = min(self.lowest, float(per_step.min()))
-            self.highest = max(self.highest, float(per_step.max()))
+        counts = np.ones((steps, batch), np.bool_) if valid is None else valid.numpy().reshape(steps, batch)
+        counted = per_step if valid is None else per_step[counts]
+        if counted.size:
+            self.count += counted.size
+            self.total += float(counted.sum())
+            self.total_of_squares += float(np.square(counted).sum())
+            self.lowest = min(self.lowest, float(counted.min()))
+            self.highest = max(self.highest, float(counted.max()))
         if dones is None or not steps or not batch:
             return
         ended = np.any(
@@ -143,24 +147,27 @@ class RewardStatistics:
         )
         if broken is None:
             broken = np.zeros((steps, batch), np.bool_)
-        self._add_episodes(per_step.reshape(steps, batch, -1).sum(axis=-1), ended[..., 0], broken, seam)
+        sums = np.where(counts, per_step.reshape(steps, batch, -1).sum(axis=-1), 0.0)
+        self._add_episodes(sums, ended[..., 0] & counts, broken, counts, seam)
 
     def _add_episodes(
         self,
         rewards: npt.NDArray[np.float64],
         ended: npt.NDArray[np.bool_],
         broken: npt.NDArray[np.bool_],
+        valid: npt.NDArray[np.bool_],
         seam: Seam | None,
     ) -> None:
-        """Add rewards, episode ends and breaks, all ``[T, B]``."""
+        """Add rewards, episode ends, breaks and valid steps, all ``[T, B]``."""
         steps = len(rewards)
         sums = np.concatenate([[0.0], np.cumsum(rewards.T.ravel())])  # one environment after the other
+        counts = np.concatenate([[0], np.cumsum(valid.T.ravel())])
         ends = np.flatnonzero(ended.T.ravel()) + 1
         column = (ends - 1) // steps
         breaks = np.flatnonzero(np.insert(broken.T.ravel(), 0, True)) - 1  # -1 stands for none
         starts = np.maximum(np.concatenate([[0], ends[:-1]]), column * steps)[: len(ends)]
         starts = np.maximum(starts, breaks[np.searchsorted(breaks, ends - 1, "right") - 1])
-        lengths, returns = ends - starts, sums[ends] - sums[starts]
+        lengths, returns = counts[ends] - counts[starts], sums[ends] - sums[starts]
         self.followed = self.followed and seam is not None
         if seam is None:
             self.lengths += lengths.tolist()
@@ -196,7 +203,8 @@ class RewardStatistics:
                 continue
             episode = _Begun(None, seam.number) if environment in last else begun[environment]
             total = episode.total + float(sums[end] - sums[begin])
-            self._open[key] = _Begun(episode.start, seam.number, episode.steps + end - begin, total)
+            steps_seen = episode.steps + int(counts[end] - counts[begin])
+            self._open[key] = _Begun(episode.start, seam.number, steps_seen, total)
 
     def _began_there(self) -> npt.NDArray[np.bool_]:
         """Return, for each uncertain episode, whether it began in the trajectory where it was first seen."""

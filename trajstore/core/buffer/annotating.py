@@ -77,10 +77,11 @@ def annotate(
     Raises:
         ConfigurationError: a name or value cannot be stored, or contradicts the kind that a name has in the store or,
             if it is new there, in another rank of the run; or the store is a mirror. Nothing was set.
-        TrajectoryUnavailableError: an id is not in the store; nothing was set.
+        TrajectoryUnavailableError: an id is not live: never given, or evicted, even if a snapshot names it; nothing
+            was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
-        StoreWriteError: writing failed.
+        StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
     """
     update, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):

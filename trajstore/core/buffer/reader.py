@@ -176,7 +176,8 @@ class Reader(Closing):
 
             def choose(contents: Contents) -> tuple[Drawn, RowPlan]:
                 drawn, positions = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
-                return drawn, contents.plan(positions, drawn.samples, contents.index.first, columns)
+                rows = contents.rows_of(positions, drawn.samples)
+                return drawn, contents.plan(positions, rows, contents.index.first, columns)
 
             drawn, plan = self.sampling.together(sampler, choose)
             return Batch(nest(plan.read(out)), drawn)
@@ -184,7 +185,8 @@ class Reader(Closing):
         def draw(contents: Contents) -> RowPlan:
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             samples = self._draws.samples(window, num_chunks)
-            positions, rows = contents.index.find_rows(samples, window.first, window.end)
+            positions, places = contents.index.find_rows(samples, window.first, window.end)
+            rows = contents.rows_of(positions, places) if contents.index.may_be_partial else places
             return contents.plan(positions, rows, window.first, columns)
 
         return nest(self.live.locked(draw).read(out))

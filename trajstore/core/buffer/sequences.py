@@ -76,7 +76,7 @@ def sample_sequences(
     def sample(contents: Contents) -> Batch:
         fits = None if pad else _has_whole(buffer, contents, count, length, ends)
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
-        spans = _spans(contents, positions, first.samples, length, ends)
+        spans = _spans(contents, positions, contents.rows_of(positions, first.samples), length, ends)
         values = _read(contents, positions, spans.rows, columns)
         return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, first)
 
@@ -127,10 +127,11 @@ def sample_n_step(
 
     def sample(contents: Contents) -> Batch:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        spans = _spans(contents, positions, first.samples, n, ends)
+        starts = contents.rows_of(positions, first.samples)
+        spans = _spans(contents, positions, starts, n, ends)
         last = last_of(spans.mask)
         end = spans.rows[np.arange(len(last)), last]
-        values = _read(contents, positions, first.samples, columns)
+        values = _read(contents, positions, starts, columns)
         after = [name for name in values if name.startswith("next_obs.")]
         if after:
             values |= _read(contents, positions, end, after)
@@ -199,7 +200,8 @@ def sample_hindsight(
 
     def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], list[str], IntArray, torch.Tensor]:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        values = _read(contents, positions, first.samples, columns)
+        starts = contents.rows_of(positions, first.samples)
+        values = _read(contents, positions, starts, columns)
         names = [resolved(name, values) for name in (goal, achieved, "rewards")]
         for name in names:
             if name not in values:
@@ -208,7 +210,7 @@ def sample_hindsight(
         chosen = np.flatnonzero(chance[: len(first)] < share)
         if not len(chosen):
             return first, values, names, chosen, torch.empty(0)
-        positions, samples = positions[chosen], first.samples[chosen]
+        positions, samples = positions[chosen], starts[chosen]
         steps, batch = contents.index.at("steps", positions), contents.index.at("batch", positions)
         longest = int((steps - samples // batch).max())
         if longest > horizon:
@@ -255,6 +257,9 @@ def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: i
     steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
     rows, inside = rows_after(samples, steps, batch, length)
     ended = _any(contents, positions, rows, ends)
+    if contents.index.may_be_partial:
+        valid = contents.are_valid(np.repeat(positions, length), rows.reshape(-1))
+        inside &= True if valid is None else np.logical_and.accumulate(valid.reshape(rows.shape), axis=1)
     mask = within_episode(inside, ended)
     if not ends:
         contents.schemas(positions)  # notes the epochs, which RLinf's index lacks
@@ -298,7 +303,8 @@ def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends
     def fits(ids: IntArray, samples: IntArray) -> Mask:
         nonlocal in_vain
         positions = buffer.sampling.rows(contents, Drawn(ids, samples))
-        good: Mask = np.asarray(_spans(contents, positions, samples, length, ends).mask.all(axis=1), np.bool_)
+        starts = contents.rows_of(positions, samples)
+        good: Mask = np.asarray(_spans(contents, positions, starts, length, ends).mask.all(axis=1), np.bool_)
         in_vain = 0 if good.any() else in_vain + len(ids)
         if in_vain >= max(_IN_VAIN, count):
             raise EmptyBufferError(

@@ -32,8 +32,12 @@ TENSOR_FIELDS = (
     "prev_logprobs",
     "prev_values",
     "versions",
+    "valid",
 )
 """Tensor fields of a step trajectory, in the order of batches."""
+
+VALID = "valid"
+"""The field that says which steps count; no batch has it, because its rows are all valid."""
 
 DICT_FIELDS = ("curr_obs", "next_obs", "forward_inputs")
 """Fields that hold (nested) dicts of tensors, in the order of batches."""

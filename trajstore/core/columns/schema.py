@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.fields import VALID, Axis
 from trajstore.core.columns.limits import plain_name, shown
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 
@@ -101,6 +101,11 @@ class Schema:
         for column, width in zip(self.columns, self.row_nbytes, strict=True):
             total[column.axis] += width
         return tuple(total)
+
+    @cached_property
+    def has_valid(self) -> bool:
+        """Whether these are step trajectories with a field ``valid``."""
+        return self.kind == "step" and any(column.name == VALID for column in self.columns)
 
     @cached_property
     def observed_twice(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ class Additions:
 
     Attributes:
         ids: trajectory ids, ``[n]``.
-        samples: transitions per trajectory (T·B; 1 for an agent trajectory), ``[n]``.
+        samples: valid transitions per trajectory (1 for an agent trajectory), ``[n]``.
         versions: newest policy version per trajectory, ``[n]``; ``limits.UNKNOWN_VERSION`` if unknown.
         tasks: task per trajectory; empty if unnamed, as for all but agent trajectories. None if not requested.
         names: first half of each UUID, ``[n]``, 0 if not valid across processes; None = unknown.
@@ -52,7 +52,8 @@ class Drawn:
 
     Attributes:
         ids: trajectory id of each row, ``[n]``; :data:`NO_TRAJECTORY` for demonstrations in a loader's batch.
-        samples: row within the trajectory (``t * B + b``), ``[n]``; zeros for whole trajectories.
+        samples: place of each row among the valid ones of its trajectory, ``[n]``: ``t * B + b``, unless the trajectory
+            has a field ``valid``; zeros for whole trajectories.
         weights: importance weights, float32 ``[n]``, at most 1 in each batch; None for unweighted draws.
         buffer: the name of a buffer with these trajectories; None if unknown.
         names: first half of the UUID of each row's trajectory, ``[n]``, 0 if not valid across processes; None =

@@ -45,7 +45,7 @@ class Window:
         end: position after the newest.
         before: samples (T·B) of the trajectories before the gap.
         skipped: samples in the gap.
-        samples: samples of the window.
+        samples: valid samples of the window.
     """
 
     first: int
@@ -221,6 +221,8 @@ class Draws:
 
 
 def _empty(window: Window) -> EmptyBufferError:
+    if len(window):
+        return EmptyBufferError("cannot sample: no step of the window is valid")
     if not window.gap:
         return EmptyBufferError("cannot sample from an empty buffer")
     return EmptyBufferError(
