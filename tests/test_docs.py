@@ -43,7 +43,10 @@ PAGES = [
     *(
         f"docs/howto/{name}.md"
         for name in (
+<<<<<<< HEAD
             "agentevolver",
+=======
+>>>>>>> integ
             "agents",
             "annotating",
             "asking",
@@ -51,6 +54,10 @@ PAGES = [
             "damage",
             "feeding",
             "guided",
+<<<<<<< HEAD
+=======
+            "gymnasium",
+>>>>>>> integ
             "lost-node",
         )
     ),
@@ -95,9 +102,9 @@ def test_the_code_of_every_page_runs(project_root: Path, tmp_path: Path) -> None
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
     elsewhere = {
         "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto.py
-        "docs/howto/demonstrations.md",  # tests/experience/test_transcripts.py
+        "docs/howto/demonstrations.md",  # tests/replay/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
-        "docs/howto/object-store.md",  # tests/files/test_remote.py
+        "docs/howto/object-store.md",  # tests/remote/test_remote.py
         "docs/howto/verl.md",  # continues a run of verl
         "docs/format.md",  # tests/test_format_page.py
     }

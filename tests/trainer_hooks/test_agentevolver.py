@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experience.conftest import build
 from tests.guidance.reme import FakeReMe
+from tests.replay.conftest import build
 from trainer_hooks.agentevolver import (
     EMClient,
     ExperienceManager,
