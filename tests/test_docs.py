@@ -43,10 +43,7 @@ PAGES = [
     *(
         f"docs/howto/{name}.md"
         for name in (
-<<<<<<< HEAD
             "agentevolver",
-=======
->>>>>>> integ
             "agents",
             "annotating",
             "asking",
@@ -54,10 +51,7 @@ PAGES = [
             "damage",
             "feeding",
             "guided",
-<<<<<<< HEAD
-=======
             "gymnasium",
->>>>>>> integ
             "lost-node",
         )
     ),
