@@ -261,7 +261,7 @@ class Twin:
         assert len(left) <= aside
         state = self.model.shown(self.model.head)
         if aside and not left and state != self.model.shown(self.model.snapshots[name]):
-            assert state in map(self.model.shown, self.model.snapshots.values()), "lost what was left"
+            assert state in map(self.model.shown, self.model.snapshots.values()), "the left head is lost"
         self.model.go_to(name, next(iter(left), None), aside)
 
     def check(self) -> None:
