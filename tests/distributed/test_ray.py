@@ -18,7 +18,7 @@ import torch
 from tests.stores import reader_of
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
 from trajstore.core.feeding import ReplayLoader
-from trajstore.core.sampling import Priorities
+from trajstore.core.sampling import EpochSampler, Priorities
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
@@ -298,6 +298,28 @@ def test_the_same_seed_draws_the_same(shared: None) -> None:
         assert torch.equal(torch.from_numpy(other.draw(100).ids), torch.from_numpy(first.ids))
         other.load_state_dict(state)
         assert torch.equal(torch.from_numpy(other.draw(100).samples), torch.from_numpy(second.samples))
+
+
+def test_steps_that_are_not_valid_are_in_no_draw(shared: None) -> None:
+    handle = emptied()
+    codes, blocks = set(), []
+    for at in range(6):
+        valid = torch.rand(4, 3, generator=torch.Generator().manual_seed(at)) < 0.6
+        code = 100 * at + torch.arange(12).reshape(4, 3)
+        codes |= set(code[valid].tolist())
+        blocks.append(Trajectory(rewards=code.unsqueeze(-1).float(), valid=valid))
+    for block in blocks:
+        handle.add_trajectories([block]).committed(120)
+    handle.refresh()
+    assert handle.total_samples == len(codes)
+    assert {int(code) for _ in range(20) for code in handle.sample(len(codes))["rewards"].flatten()} == codes
+    epoch = handle.sample(len(codes), sampler=EpochSampler())
+    assert sorted(map(int, epoch["rewards"].flatten())) == sorted(codes)
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
+    handle.follow(sampler)
+    handle.update_priorities(sampler, epoch.drawn, epoch["rewards"].flatten() % 2)  # type: ignore[attr-defined]
+    drawn = {int(code) for code in handle.sample(1000, sampler=sampler)["rewards"].flatten()}
+    assert drawn == {code for code in codes if code % 2}
 
 
 def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
