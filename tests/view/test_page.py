@@ -319,7 +319,7 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
         page, ".versions a:nth-of-type(2)", "document.querySelector('.versions [aria-current]').textContent === '69'"
     )
     assert page.run(f"return {links}") == ["all", "\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
-    clicked(page, ".versions a", "document.querySelector('.versions [aria-current]').textContent === 'all'")
+    clicked(page, ".versions a", f"{chosen} === 'all'")
     assert "100 rollouts ·" in text_of(page, ".summary")
     page.keys("body", "?")
     assert "filter, or find in messages" in text_of(page, "dialog")

@@ -197,7 +197,7 @@ class Living:
 
         Args:
             task: name of the task.
-            version: highest policy version of the rollouts, or ``all``; None: the newest, or all for a pool's histories.
+            version: highest policy version of the rollouts, or ``all``; None: the newest (all of a pool's histories).
         """
         pl = polars()
         siblings = self._shown.query().table().filter(pl.col("task") == task)
