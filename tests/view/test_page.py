@@ -315,9 +315,8 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
     assert page.run(f"return {links}") == ["all", "\u2039 70 earlier", *map(str, range(70, 100))]
     assert "1 rollout ·" in text_of(page, ".summary")
-    clicked(
-        page, ".versions a:nth-of-type(2)", "document.querySelector('.versions [aria-current]').textContent === '69'"
-    )
+    chosen = "document.querySelector('.versions [aria-current]').textContent"
+    clicked(page, ".versions a:nth-of-type(2)", f"{chosen} === '69'")
     assert page.run(f"return {links}") == ["all", "\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
     clicked(page, ".versions a", f"{chosen} === 'all'")
     assert "100 rollouts ·" in text_of(page, ".summary")
