@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.stores import write_store
-from tests.querying.test_query import rollout
+from tests.query.test_query import rollout
 from tests.stores import files_of, opened, stored
 from trajstore.cli import FAILED, main
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.mirroring.stores import level
+from tests.remote.stores import level
 from tests.stateful.machines import long, short
 from tests.stateful.places import Place, Ranks
 from tests.stores import writer_to
