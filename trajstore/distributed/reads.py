@@ -322,10 +322,14 @@ def _open(about: ServedStore) -> Reader | None:
     if about.host != socket.gethostname() or not os.path.isdir(path):
         return None
     try:
-        return Reader.open(path)
+        reader = Reader.open(path)
     except StoreError as error:
         logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
         return None
+    if reader.store_ids == [about.store_id]:
+        return reader
+    reader.close()  # of another machine with the same host name
+    return None
 
 
 def _evicted(ids: Iterable[int]) -> TrajectoryUnavailableError:
