@@ -199,12 +199,12 @@ def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
 
 
 def _check_saved_states(catalog: Catalog, result: Verification) -> None:
-    """Check that the state and late-value files of snapshots are present and unchanged."""
-    for file in (file for head in catalog.pins.heads.values() for file in head.files):
+    """Check that the state and late-value files of snapshots are present and unchanged, and the values readable."""
+    for head, file in [(snapshot, file) for snapshot in catalog.pins.heads.values() for file in snapshot.files]:
         result.files += 1
         result.nbytes += file.size
         try:
-            catalog.pins.read(file)
+            catalog.values_of(head) if file is head.values else catalog.pins.read(file)
         except CorruptStoreError as error:
             named = states_now(catalog.directory) if is_absent(catalog.directory, file.name) else None
             if named is None or file.name in named:
