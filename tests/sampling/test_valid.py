@@ -21,6 +21,7 @@ from trajstore.errors import CorruptStoreError, EmptyBufferError, InvalidTraject
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.moving import merge, split
+from trajstore.operations.verify import verify
 
 SIZES = ((6, 3), (1, 4), (9, 1), (5, 2))
 
@@ -245,10 +246,12 @@ def test_a_builder_collects_it_and_a_buffer_without_valid_steps_is_empty() -> No
     ] * 2
 
 
-def test_a_count_that_disagrees_with_the_field_is_reported() -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+def test_a_count_that_disagrees_with_the_field_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.core.columns.steps._valid_samples", lambda *_: 3)
     valid = torch.tensor([[True, False]] * 4)
-    buffer.add_trajectories([Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])
-    buffer.live.contents.index._arrays["num_samples"][0] = 3
-    with pytest.raises(CorruptStoreError, match="trajectory 0: its field valid has 4 valid steps, the index says 3"):
-        buffer.sample(1)
+    with writer_to(tmp_path) as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])
+    problem = "its field valid has 4 valid steps, the index says 3"
+    assert [found.message for found in verify(tmp_path).problems] == [problem]
+    with Reader.open(tmp_path) as reader, pytest.raises(CorruptStoreError, match=f"trajectory 0: {problem}"):
+        reader.sample(1)
