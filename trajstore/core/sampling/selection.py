@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.core.base.arguments import check_kind
 from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.core.store.run_ids import id_from, shown_id
@@ -160,6 +161,7 @@ def selected(
     Raises:
         ConfigurationError: the sampler has drawn with another selection, or an argument is invalid.
     """
+    check_kind("sampler", sampler, Sampler, "a sampler of trajstore.core.sampling (sampler_of makes one of a dict)")
     if where is None and ids is None:
         if sampler is not None and sampler.selection is not None:
             raise ConfigurationError(
