@@ -80,12 +80,12 @@ def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_ro
         assert table.schemas == [STEP, AGENT]
         assert table.schema_numbers().tolist() == [0, 1, 0, 0]
         assert table.of_steps().tolist() == [True, False, True, True]
-        assert (table.schema_number(AGENT), table.number_of_schema(AGENT)) == (1, 1)
+        assert (table.next_number_of(AGENT, {}), table.number_of_schema(AGENT)) == (1, 1)
         assert table.nbytes().tolist() == [1003, 1004, 1008, 1020]
         assert table.row_bytes().tolist() == [6 * 8 + 8, 9 * 8, 6 * 8 + 8, 8 + 3]
         assert table.rows_on([Axis.SAMPLES]).tolist() == [6, 9, 6, 1]
         assert table.rows_on([Axis.FIRST_EXTRA, Axis.LAST_EXTRA]).tolist() == [8, none, 8, 3]
-    assert ShardTable().schema_number(AGENT) is None
+    assert ShardTable().next_number_of(AGENT, {}) == 0
 
 
 @pytest.mark.parametrize(

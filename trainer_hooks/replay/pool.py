@@ -321,6 +321,7 @@ class ExperienceManager:
     def sample_tasks_from_replaypool(
         self,
         num_tasks: int,
+        *,
         difficulty: int | None = None,
         strategy: TaskSampling | None = None,
         exclude: Collection[str] = (),

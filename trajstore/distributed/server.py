@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trajstore.core.base import locks
 from trajstore.core.base.arguments import whole
 from trajstore.core.buffer.checkpoint import check_target
@@ -25,7 +28,7 @@ from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
-from trajstore.errors import ConfigurationError, written
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
 from trajstore.trajectory import AnyTrajectory
@@ -209,22 +212,34 @@ class StoreServer:
             return replace(roll.since(began, cursor), next_id=next_id)
 
     def read(self, asked: bytes) -> tuple[Block, ...]:
-        """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`.
+        """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`. Rows of evicted trajectories are absent.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory has been evicted.
+            TrajectoryUnavailableError: the id of a trajectory now names a shorter one.
         """
         drawn, columns, pieces = requested(asked)
-        rows = self._buffer.read(drawn, columns=columns)
-        return pack(unnest(rows), pieces)
+        places: npt.NDArray[np.intp] | None = None
+        while True:
+            try:
+                rows = self._buffer.read(drawn if places is None else drawn.at(places), columns=columns)
+                return pack(unnest(rows), pieces, places)
+            except TrajectoryUnavailableError:
+                left = np.flatnonzero(self._buffer.sampling.readable(drawn))
+                if len(left) == len(drawn if places is None else places):  # not because of an eviction
+                    raise
+                places = left
+            if not len(places):
+                return pack({}, pieces, places)
 
-    def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
-        """Return whole trajectories.
+    def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory | None]:
+        """Return whole trajectories; None for absent ones."""
+        return [self._get(number) for number in ids]
 
-        Raises:
-            TrajectoryUnavailableError: a trajectory is absent.
-        """
-        return [self._buffer.get(number) for number in ids]
+    def _get(self, number: int) -> AnyTrajectory | None:
+        try:
+            return self._buffer.get(number)
+        except TrajectoryUnavailableError:
+            return None
 
     def facts(self) -> DataFrame:
         """Return the facts of this store's trajectories; see :meth:`TrajectoryReplayBuffer.query`.

@@ -232,14 +232,12 @@ def unserved_below(path: str, served: Mapping[int, tuple[str, str]]) -> list[tup
 
     Args:
         path: path of the run.
-        served: host and UUID of each served store. A directory on another host with the same UUID is the same store,
-            on a shared disk.
+        served: host and UUID of each served store. A directory with the same UUID is the same store, here or on a
+            shared disk; host names do not identify machines.
     """
     lying = []
     host = socket.gethostname()
     for rank in sorted(_ranks_below(path)):
-        if rank in served and served[rank][0] == host:
-            continue
         directory = open_directory(f"{path}/{_PREFIX}{rank}")
         try:
             if not Catalog.exists(directory):

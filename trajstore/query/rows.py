@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 
 from trajstore.core.columns.fields import VALID
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.late import COLUMNS, without_notes
 from trajstore.core.reading.late_rows import column_named
 from trajstore.core.reading.plan import RowPlan
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.query.engine import polars

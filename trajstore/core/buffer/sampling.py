@@ -23,9 +23,9 @@ from trajstore.core.buffer.following import Following, claim
 from trajstore.core.buffer.positions import Positions
 from trajstore.core.buffer.view import View
 from trajstore.core.columns.fields import nest
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.plan import RowPlan
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler
 from trajstore.core.sampling.draws import Draws, Window

@@ -10,7 +10,6 @@ import torch
 
 from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, Axis, axis_of, join_name, walk
 from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.columns.leaves import document_of
 from trajstore.core.columns.limits import (
     MAX_SAMPLES,
     MAX_STEPS,
@@ -21,7 +20,7 @@ from trajstore.core.columns.limits import (
     whole_number,
 )
 from trajstore.core.columns.schema import Extent, dtypes, intern_schema
-from trajstore.core.columns.values import NewColumn, as_tensor, document_column
+from trajstore.core.columns.values import NewColumn, as_tensor, document_column, document_of
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import get_model_weights_id
 

@@ -24,7 +24,7 @@ from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.fields import VALID
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import Extent, Schema
-from trajstore.core.reading.address_table import AddressTable, MappedShard
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.forks import stop_at_forks
 from trajstore.core.reading.late import COLUMNS, with_notes, without_notes
@@ -33,14 +33,13 @@ from trajstore.core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot, snapshot_of
 from trajstore.core.reading.runs import plan_runs
 from trajstore.core.reading.shard_access import rows_of
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
 from trajstore.core.reading.valid_rows import Flags, Valid, ValidRows
+from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.committed import Change, Evicted
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
-from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.core.store.run_ids import shown_id
@@ -123,10 +122,7 @@ class Contents:
             self.noted(number, change, 0)
             return
         columns = dict(change.columns)
-        rows, inverse, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
-        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
-        slots = np.array([self.addresses.add_shard(number, row, count) for row, count in pairs], np.int32)
-        columns["slot"] = slots[inverse]
+        columns["slot"] = self._slots_of(number, columns.pop("shard"))
         self._append(self.index.translated(columns, change.texts))
 
     def moved(self, source: int, moved: Moved, first_id: int) -> None:
@@ -229,19 +225,28 @@ class Contents:
                 for number in ids:
                     self.cache.discard(number)
 
-    def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
-        """Record that pending trajectories are on disk now, in this row of a source."""
+    def committed(self, source: int, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Record that pending trajectories are on disk now.
+
+        Args:
+            source: number of the source.
+            columns: index columns of the trajectories of a commit; ``shard`` is a row of the source.
+        """
         with self.lock:
-            here = np.array([number in self._pending for number in ids])
+            ids = columns["trajectory_id"].tolist()
+            here = np.fromiter(map(self._pending.__contains__, ids), np.bool_, len(ids))
             if not here.any():
                 return
-            numbers, positions = np.array(ids)[here].tolist(), self.index.find_many(ids)[here]
+            positions = self.index.find_many(columns["trajectory_id"][here])
             self.index.note_committed(positions, columns["committed"][here])
-            slot = self.addresses.add_shard(source, row, len(numbers))
-            locations = np.stack([np.full(len(numbers), slot), *(columns[name][here] for name in STARTS)], axis=1)
-            kept = np.array([self.cache is not None and number in self.cache for number in numbers])
-            for at in np.flatnonzero(kept).tolist():
-                self._on_disk[numbers[at]] = RowLocation(*locations[at].tolist())
+            slots = self._slots_of(source, columns["shard"][here])
+            locations = np.stack([slots, *[columns[name][here] for name in STARTS]], axis=1)
+            numbers, kept = columns["trajectory_id"][here].tolist(), np.zeros(len(positions), np.bool_)
+            if self.cache is not None:
+                for at, number in enumerate(numbers):
+                    if number in self.cache:
+                        kept[at] = True
+                        self._on_disk[number] = RowLocation(*locations[at].tolist())
             self._point(positions[~kept], locations[~kept])
             self._pending.difference_update(numbers)
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.flat import Block
-from trajstore.core.reading.address_table import AddressTable
-from trajstore.core.reading.slots import UNAVAILABLE
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable
 from trajstore.core.reading.sources import Source, StoreSource
 from trajstore.core.store.facts import is_note
 from trajstore.core.store.index import TrajectoryIndex

@@ -24,10 +24,10 @@ from trajstore.core.reading.rlinf_contents import RLinfContents, read_contents
 from trajstore.core.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.core.reading.shard_access import flat_of
 from trajstore.core.reading.sources import Source
+from trajstore.core.store.additions import columns_of
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.lost_records import Damage
-from trajstore.core.store.new_entries import columns_of
 from trajstore.core.store.rlinf_layout import RLinfEntry
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.errors import (
@@ -35,6 +35,7 @@ from trajstore.errors import (
     IncompleteCheckpointError,
     UnsafeContentError,
     listed,
+    trajectories,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class RLinfSource(Source):
         """Return the message about absent files that are no damage."""
         ids = ids_in_words([entry.trajectory_id for entry in self.unwritten])
         return (
-            f"{len(self.unwritten):,} trajectories, the oldest of the index, have no file (ids {ids}), as in RLinf's "
+            f"{trajectories(len(self.unwritten))}, the oldest of the index, without a file (ids {ids}), as in RLinf's "
             "checkpoints of a buffer in memory; where all had been written, they were deleted"
         )
 

@@ -18,7 +18,7 @@ from trajstore.core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore.core.columns.schema import Extent, Kind, Schema
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.additions import AddedShard, added_in, entries_from_json
+from trajstore.core.store.additions import AddedShard, added_in, entries_from_json, starts_of
 from trajstore.core.store.entry_checks import (
     Columns,
     EntryGate,
@@ -31,10 +31,8 @@ from trajstore.core.store.entry_checks import (
 from trajstore.core.store.given import Said
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.index_file import index_to_json
-from trajstore.core.store.lifetimes import Lifetimes
 from trajstore.core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore.core.store.moves import Moved, check_moved, move_entries, move_from_json
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Noted, Notes
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.pin_names import STEP
@@ -49,7 +47,7 @@ from trajstore.core.store.sealed import (
     metadata_json,
     seal,
 )
-from trajstore.core.store.shard_table import ShardTable
+from trajstore.core.store.shard_table import Lifetimes, ShardTable
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
@@ -224,8 +222,7 @@ class Committed:
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
         self._schemas = schemas
         for new in added:
-            self.lifetimes.add(self.shards.add(new.number, new.manifest), new.generation)
-            self.next_shard = max(self.next_shard, new.number + 1)
+            self._add_shard(new.number, new.manifest, new.generation)
         self.index.append(columns)
         self.next_id = int(ids[-1]) + 1
         return columns
@@ -268,10 +265,16 @@ class Committed:
     def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
         """Add the shards of a commit (number and manifest) and its entries, by ascending id."""
         for number, manifest in shards:
-            self.lifetimes.add(self.shards.add(number, manifest), self.generation + 1)
-            self.next_shard = max(self.next_shard, number + 1)
+            self._add_shard(number, manifest, self.generation + 1)
         self.index.append(columns)
         self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
+
+    def _add_shard(self, number: int, manifest: ShardManifest, generation: int) -> int:
+        """Add the shard of a commit of this generation; return its row."""
+        row = self.shards.add(number, manifest)
+        self.lifetimes.add(row, generation)
+        self.next_shard = max(self.next_shard, number + 1)
+        return row
 
     def evict(self, ranges: npt.NDArray[np.int64]) -> int:
         """Evict live entries in inclusive id ranges ``[n, 2]``; return their bytes.
@@ -298,9 +301,8 @@ class Committed:
         self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
     ) -> Moved:
         """Add a shard with trajectories of other shards, which are read from it from now on."""
-        moved = Moved(self.shards.add(number, manifest), ids, starts_of(extents, manifest.schema.kind))
-        self.lifetimes.add(moved.row, self.generation + 1)
-        self.next_shard = max(self.next_shard, number + 1)
+        row = self._add_shard(number, manifest, self.generation + 1)
+        moved = Moved(row, ids, starts_of(extents, manifest.schema.kind))
         for index in (self.index, self.pinned):
             move_entries(index, moved)
         return moved
@@ -314,8 +316,7 @@ class Committed:
         row = len(self.shards)
         noted = self.notes.add(said, generation, row)
         if said.rows is not None:
-            self.lifetimes.add(self.shards.add(said.rows.number, said.rows.manifest), generation)
-            self.next_shard = max(self.next_shard, said.rows.number + 1)
+            self._add_shard(said.rows.number, said.rows.manifest, generation)
         self.index.note(noted.ids, noted.columns, noted.texts)
         return noted
 
@@ -344,9 +345,7 @@ class Committed:
         if unknown := self.unknown(ids):
             kept = [number for number in sorted(unknown) if self.pinned.find(number) is not None]
             why = f" ({ids_in_words(kept)}: evicted, only in snapshots, which never change)" if kept else ""
-            raise TrajectoryUnavailableError(
-                f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}; nothing was changed"
-            )
+            raise TrajectoryUnavailableError(f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}")
 
     # -- snapshots --------------------------------------------------------------------------------
 

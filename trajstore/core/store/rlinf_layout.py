@@ -18,9 +18,9 @@ from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.document import decode_document
 from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, Axis, axis_of, join_name, nest, walk
 from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
-from trajstore.core.columns.leaves import document_of, is_json
 from trajstore.core.columns.limits import MAX_STEPS
 from trajstore.core.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
+from trajstore.core.columns.values import document_of, is_json
 from trajstore.core.files.base import EncodedFile, check_name
 from trajstore.core.formats.torch_zip import TensorPlace, TensorSlot, write_torch_zip
 from trajstore.core.store.sealed import FROM_A_COPY

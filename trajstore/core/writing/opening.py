@@ -10,8 +10,7 @@ from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, seg
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import LEDGER_NAME
 from trajstore.core.writing.fencing import fence
-from trajstore.core.writing.maintenance import STORE_FOLDERS, Garbage, check_unused
-from trajstore.core.writing.snapshots import Snapshots
+from trajstore.core.writing.maintenance import STORE_FOLDERS, Garbage, Snapshots, check_unused
 from trajstore.errors import ConfigurationError, StoreWriteError, written
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
         directory.create(STORE_FOLDERS)
         catalog = Catalog.create(directory)
         garbage = Garbage(directory, catalog)
-        snapshots.write(catalog, garbage)
+        snapshots.write(catalog)
         if not directory.can_append:
             fence(directory, catalog)
         return catalog, garbage, segment_name(catalog.generation + 1)
@@ -75,7 +74,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
         # Start a new segment: a torn last record stays behind in the old one.
         segments = directory.names(LOG_FOLDER)
         try:
-            snapshots.write(catalog, garbage)
+            snapshots.write(catalog)
         except StoreWriteError as error:
             cause = error.__cause__
             if not (isinstance(cause, OSError) and cause.errno in FULL):
@@ -85,6 +84,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
             _cut_torn_record(directory, catalog)
             return catalog, garbage, catalog.segment
         else:
+            garbage.collect(catalog)
             directory.remove([name for name in segments if segment_generation(name) not in catalog.fences])
     else:
         snapshots.renewed = catalog.generation

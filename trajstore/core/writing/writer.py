@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trajstore.core.base import locks
 from trajstore.core.base.interrupts import start_thread, uninterrupted
@@ -24,7 +25,7 @@ from trajstore.core.store.given import Said
 from trajstore.core.store.row_notes import Rows, RowShard, content_of_rows
 from trajstore.core.store.shard_table import shard_name
 from trajstore.core.writing.callbacks import CommitCallbacks
-from trajstore.core.writing.commit_log import CommitLog, Turn, check_process
+from trajstore.core.writing.commit_log import CommitLog, check_process
 from trajstore.core.writing.commits import CommitListener
 from trajstore.core.writing.groups import Group
 from trajstore.core.writing.inbox import Inbox
@@ -42,6 +43,7 @@ from trajstore.errors import (
     TrajstoreError,
     UnwritableTrajectoryError,
     WriterFencedError,
+    trajectories,
     written,
 )
 
@@ -57,6 +59,7 @@ class StoreWriter:
         directory: created if absent, continued if it holds a store.
         trajectory_format: format of new shards.
         options: threads and memory.
+        metadata: returns further values of ``metadata.json``.
         listener: called by a pool thread for each commit and eviction, before ``flush`` returns.
         on_commit: called with the ids of each commit in a separate thread, possibly after ``flush`` has returned.
 
@@ -77,6 +80,7 @@ class StoreWriter:
         directory: Directory,
         trajectory_format: TrajectoryFormat,
         options: WriterOptions,
+        metadata: Callable[[], Mapping[str, Any]],
         listener: CommitListener,
         on_commit: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
@@ -86,7 +90,7 @@ class StoreWriter:
         self._pid = os.getpid()
         self._lock = lock_store(directory)
         try:
-            self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
+            self.log = CommitLog(directory, options.snapshot_bytes, metadata, listener)
             self.inbox = Inbox(self.log)
             self.points = Points(self.log, self.inbox)
             self.inbox.look()
@@ -139,6 +143,7 @@ class StoreWriter:
             raise
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
+        uninterrupted(self.log.write_values)
         if self.log.must_keep_house or self._listener.to_evict():
             uninterrupted(self.log.keep_house)
         if self.log.renewal_due:
@@ -217,7 +222,10 @@ class StoreWriter:
             if group is None:
                 return
             try:
-                self._publish(group, publisher)
+                if not group.is_published:  # else only the log failed in an earlier attempt
+                    group.parts, unwritable = publisher.publish(group.parts, group.failures)
+                    if unwritable:
+                        self._set_aside(group, unwritable)
             except Exception as error:  # errors must reach the caller, not end the thread
                 self._fail([group], error)
             else:
@@ -226,16 +234,8 @@ class StoreWriter:
                 self.log.renew_metadata()
             del group  # free its memory while idle
 
-    def _publish(self, group: Group, publisher: Publisher) -> None:
-        """Make a group's files durable; unwritable trajectories leave the group."""
-        if group.is_published:
-            return  # only the log failed in an earlier attempt
-        group.parts, unwritable = publisher.publish(group.parts, group.failures)
-        self._set_aside(group, unwritable)
-
     def _set_aside(self, group: Group, unwritable: Sequence[Unwritable]) -> None:
-        if not unwritable:
-            return
+        """Remove unwritable trajectories from their group, with an error for the caller."""
         ids = [number for item in unwritable for number in item.ids]
         first = unwritable[0]
         error = UnwritableTrajectoryError(
@@ -247,21 +247,21 @@ class StoreWriter:
         logger.error("%s", error)
         self.queue.reject(group, error, sum(item.nbytes for item in unwritable))
         try:
-            self._listener.rejected(ids)
+            self._listener.forget(ids)
         except Exception:  # a listener's error must not stop the writer
             logger.exception("%s: trajectories %s are still shown", self.directory.url, ids)
 
     def _commit_ready(self) -> None:
         """Commit all groups that are ready; behind an unpublished one, its thread commits them later."""
-        with self.log.turn() as turn:
+        with self.log.standing_still():
             groups = self.queue.take_ready()
             while groups:
                 try:
-                    committed = self._commit(turn, groups)
+                    committed = self._commit(groups)
                 except Exception as error:  # as above
                     self._fail(groups, error)
                     return
-                failure = self._keep_house(turn)
+                failure = self._keep_house()
                 overcome = self.queue.finish(committed)
                 if overcome:
                     logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
@@ -274,7 +274,7 @@ class StoreWriter:
                             self._callbacks.put(tuple(group.ids))
                 groups = groups[len(committed) :]
 
-    def _commit(self, turn: Turn, groups: list[Group]) -> list[Group]:
+    def _commit(self, groups: list[Group]) -> list[Group]:
         """Commit at least the first group; return the finished groups.
 
         Raises:
@@ -282,24 +282,24 @@ class StoreWriter:
             MemoryError: out of memory.
         """
         try:
-            turn.commit([group.parts for group in groups if group.parts])
+            self.log.commit([group.parts for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
         except Exception as error:  # one bad group must not block the later ones
             if len(groups) > 1:
-                return self._commit(turn, groups[:1])
+                return self._commit(groups[:1])
             (group,) = groups
             self._set_aside(group, [Unwritable(group.ids, group.nbytes, error)])
             group.parts = []
         return groups
 
-    def _keep_house(self, turn: Turn) -> StoreWriteError | None:
+    def _keep_house(self) -> StoreWriteError | None:
         """Apply retention and write a due snapshot after a commit; return the error, if any.
 
         A failure is retried by ``flush`` and after the next commit; the commit stays valid.
         """
         try:
-            turn.keep_house()
+            self.log.keep_house_now()
         except StoreWriteError as error:
             logger.warning("%s", error)
             return error
@@ -314,7 +314,7 @@ class StoreWriter:
         else:
             ids = self.queue.pending_ids
             failure = StoreWriteError(
-                f"{error or repr(error)}: {len(ids):,} trajectories from id {min(ids, default=-1)} on are not on disk"
+                f"{error or repr(error)}: {trajectories(len(ids))} from id {min(ids, default=-1)} on not on disk"
                 f"{_TRIED_AGAIN}"
             )
             failure.__cause__ = error
@@ -370,7 +370,7 @@ class StoreWriter:
             kind = WriterFencedError if isinstance(failure, WriterFencedError) else StoreWriteError
             reason = str(failure).removesuffix(_TRIED_AGAIN)
             raise kind(
-                f"{reason}; the store was closed, and {len(lost):,} trajectories from id {min(lost)} on are lost"
+                f"{reason}; the store was closed, which loses {trajectories(len(lost))} from id {min(lost)} on"
             ) from failure
         if failure is not None:
             raise failure
