@@ -60,8 +60,8 @@ class DrawingHandle:
         self._options = options
         self._lock = locks.rlock("DrawingHandle._lock")
         self._draws = Draws(options.seed)
-        self._survey = Survey(stores, routes, options.refresh_interval)
         self._reads = Reads(stores)
+        self._survey = Survey(stores, routes, options.refresh_interval, self._reads.renew)
         self._uniform: dict[Any, Selection] = {}
         self._closed = False
         self.sample_window_size = options.sample_window_size
