@@ -6,9 +6,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +48,6 @@ from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
     from trajstore.query import Query
-    from trajstore.query.reader import Queries
 
 
 class Reader(Closing):
@@ -75,7 +73,7 @@ class Reader(Closing):
         storage_options: Mapping[str, Any],
     ) -> None:
         self.live = live
-        self.sampling = Sampling(live, draws, self.query)
+        self.sampling = Sampling(live, draws)
         self._uniform: dict[Any, Selection] = {}
         self.sample_window_size = sample_window_size
         self.trajectory_format = "pt"
@@ -83,7 +81,6 @@ class Reader(Closing):
         self._draws = draws
         self._format = get_format(self.trajectory_format)
         self._storage_options = storage_options
-        self._queries: Queries | None = None
         self._counter = 0
 
     @staticmethod
@@ -331,10 +328,7 @@ class Reader(Closing):
         Raises:
             ConfigurationError: there is no such relation.
         """
-        if self._queries is None:
-            # The query package is above the core, so it is imported on first use.
-            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self.live.locked))
-        return self._queries.query(relation)
+        return self.sampling.query(relation)
 
     @property
     def closed(self) -> bool:

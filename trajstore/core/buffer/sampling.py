@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 import numpy as np
@@ -32,6 +33,10 @@ from trajstore.core.sampling.draws import Draws, Window
 from trajstore.core.sampling.selection import Selection
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
+    from trajstore.query.reader import Queries
 
 T = TypeVar("T")
 
@@ -91,13 +96,12 @@ class Sampling:
     Args:
         view: the trajectories shown.
         draws: the buffer's generator, which samplers use too.
-        query: returns a query over the trajectories, for selections.
     """
 
-    def __init__(self, view: View, draws: Draws, query: Callable[[], Any]) -> None:
+    def __init__(self, view: View, draws: Draws) -> None:
         self._view = view
         self._draws = draws
-        self._query = query
+        self._queries: Queries | None = None
         self._own_name = f"memory {uuid4()}"
         self._within: int | None = None
         """The thread inside a call of :meth:`together`."""
@@ -150,11 +154,18 @@ class Sampling:
         # An interrupt would leave a sampler updated by half; in this thread the next draw waits for it.
         return uninterrupted(lambda: self._view.locked(within)) if done is None else done[0]
 
+    def query(self, relation: str) -> Query:
+        """Return a query over the trajectories, see :meth:`Reader.query`."""
+        if self._queries is None:
+            # The query package is above the core, so it is imported on first use.
+            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self._view.locked))
+        return self._queries.query(relation)
+
     def _evaluate(self, selection: Selection) -> None:
         """Update the matching ids, unless the facts are the same. Without the lock: Polars' threads may need it."""
         if selection.where is None or self._within == threading.get_ident():
             return
-        query = self._query()
+        query = self.query("trajectories")
         facts = query.facts()
         if facts is not selection.seen:
             selection.match(query.where(selection.where).ids(), facts)
