@@ -30,10 +30,10 @@ _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 
 _METHODS = {
     "add": ("add",),
-    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "release"),
+    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
-        "saved_points",
+        *("history", "saved_points", "snapshot_names"),
     ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),
