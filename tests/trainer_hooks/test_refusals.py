@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trainer_hooks.replay.state import PoolState
 
 from tests.experience.test_refusals import ALL_REFUSED, MALFORMED, rollout
 from tests.reference.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
@@ -22,7 +23,6 @@ from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trainer_hooks.replay import PoolRules
-from trainer_hooks.replay.journal import PoolState
 from trainer_hooks.replay.notices import why_nothing
 from trainer_hooks.replay.prompts import prompt_of, prompt_of_row
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
