@@ -59,6 +59,7 @@ class Entry:
     starts: dict[int, int]
     committed: int
     facts: dict[str, Any] | None
+    samples: int
 
 
 @dataclass
@@ -282,6 +283,7 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
             {0: fields["start_samples"], 1: extra, 2: extra, 3: extra, 4: fields["start_document"]},
             fields["committed"],
             _facts({name: column[at] for name, column in facts.items()}, weights),
+            fields["num_samples"],
         )
     return entries
 
@@ -380,6 +382,7 @@ def _added(told: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entr
             starts,
             committed,
             facts[at],
+            told["valid"][at] if "valid" in told else extent[0] * extent[1] if shard.schema["kind"] == "step" else 1,
         )
         for at, (number, extent, starts) in enumerate(zip(ids, extents, _starts(extents), strict=True))
     }

@@ -51,4 +51,8 @@ def unexplained(names: Iterable[str]) -> set[str]:
     """Return the replay and recording figures that the page lacks."""
     wanted = (re.sub(r"/\d+$", "/<n>", name.removeprefix("experience_replay/")) for name in names)
     explained = explained_figures()
-    return {name for name in wanted if name not in explained and name.removeprefix("refused/") not in explained}
+    return {
+        name
+        for name in wanted
+        if name not in explained and re.sub(r"^(histories_)?refused/", "", name) not in explained
+    }

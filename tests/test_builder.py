@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +150,47 @@ def test_steps_of_different_shape_are_named() -> None:
     other.append_transitions({"other": torch.zeros(3, 1)}, {})
     with pytest.raises(InvalidTrajectoryError, match=r"curr_obs: step 1 has keys"):
         other.to_trajectory()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["results kept", "results added at once"])
+def test_environments_may_reuse_their_memory(early: bool) -> None:
+    """Every array is overwritten by each step, as by ``SyncVectorEnv(copy=False)``."""
+    memory = {name: np.zeros((2, 3), np.float32) for name in ("actions", "rewards", "states", "image", "action")}
+    tensors = {name: torch.from_numpy(array) for name, array in memory.items()}
+    flags, human = torch.zeros(2, dtype=torch.bool), torch.zeros(2, 3)
+    result, given = EmbodiedRolloutResult(), []
+
+    def take(number: int) -> None:
+        for array in memory.values():
+            array[:] = number
+        inputs = {"action": tensors["action"], "deep": {"image": tensors["image"], "raw": [memory["image"]]}}
+        given.append(
+            ChunkStepResult(actions=tensors["actions"], rewards=tensors["rewards"].T[:2], forward_inputs=inputs)
+        )
+
+    for number in range(4):
+        take(number)
+        if early:
+            result.append_step_result(given.pop())
+        result.append_transitions({"deep": {"states": tensors["states"]}}, {"states": tensors["states"]})
+        if early and number == 1:
+            flags[0], human[:] = True, 7.0
+            result.update_last_actions(human, flags)
+            flags[:], human[:] = False, -1.0
+    for step_result in given:
+        result.append_step_result(step_result)
+    for array in memory.values():
+        array[:] = -1
+    trajectory = result.to_trajectory()
+    steps = torch.arange(4.0)
+    assert trajectory.actions is not None
+    assert trajectory.rewards is not None
+    assert trajectory.intervene_flags is not None
+    assert torch.equal(trajectory.actions[:, 1, 0], steps)
+    assert torch.equal(trajectory.rewards[:, 1, 0], steps)
+    assert trajectory.actions[1, 0].tolist() == ([7.0] * 3 if early else [1.0] * 3)
+    assert trajectory.intervene_flags.any(-1).tolist() == [[early and step == 1, False] for step in range(4)]
+    assert torch.equal(trajectory.curr_obs["deep"]["states"][:, 0, 0], steps)
+    assert torch.equal(trajectory.next_obs["states"][:, 0, 0], steps)
+    assert torch.equal(trajectory.forward_inputs["deep"]["image"][:, 0, 0], steps)
+    assert [array[0][0, 0] for array in trajectory.forward_inputs["deep"]["raw"]] == [0, 1, 2, 3]

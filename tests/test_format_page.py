@@ -34,6 +34,7 @@ def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Tr
     assert entry.max_episode_length == flat.max_episode_length
     assert entry.weights == flat.model_weights_id
     assert entry.facts == flat.facts
+    assert entry.samples == flat.num_samples
     format_reader.check_shard(store.path, entry.shard)
 
 
@@ -61,7 +62,9 @@ AGENT = AgentTrajectory(
     policy_version=9,
 )
 LEAVES = Trajectory(
-    rewards=torch.ones(3, 2, 1), curr_obs={"a.b": {"c": torch.zeros(3, 2, 2)}, "task": "stack", "scale": torch.ones(4)}
+    rewards=torch.ones(3, 2, 1),
+    valid=torch.tensor([[True, False], [True, True], [False, True]]),
+    curr_obs={"a.b": {"c": torch.zeros(3, 2, 2)}, "task": "stack", "scale": torch.ones(4)},
 )
 
 

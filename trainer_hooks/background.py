@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
+from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, newest_pool
+from trainer_hooks.replay.contract import task_id_of
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,25 @@ class ReplayParts(Generic[Task]):
         """Its one thread draws histories; ``None``: they are drawn synchronously."""
         if config.prepare_in_background:
             self.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
+
+    def ask(self, counts: Iterable[tuple[Task, int]]) -> None:
+        """Set the number of rollouts requested in this step; a task may appear twice."""
+        self.asked = Counter()
+        for task, count in counts:
+            self.asked[task_id_of(task)] += count
+
+    def joined(self, plan: Sequence[PlannedTask[Task]], joining: Sequence[PlannedTask[Task]]) -> None:
+        """Record the histories that join a batch, and why others do not.
+
+        Args:
+            plan: with the histories that were drawn.
+            joining: the same tasks with the rollouts made and the histories that join.
+        """
+        self.ask((planned.task, planned.fresh_rollouts) for planned in joining)
+        histories = [history for planned in joining for history in planned.histories]
+        read = sum(len(list(planned.histories)) for planned in plan)
+        drawn = sum(len(planned.histories) for planned in plan)
+        self.figures.note_joined(histories, {"other_prompt": read - len(histories), "unreadable": drawn - read})
 
     def coming(self, tasks: Sequence[Task]) -> Drawn:
         """Return the histories of tasks, drawn now or by the thread."""

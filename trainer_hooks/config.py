@@ -34,8 +34,8 @@ def _shaping(name: str, value: Any) -> float | None:
 class ExperienceReplayConfig(PoolOptions):
     """The keys of ``exp_manager.experience_replay`` and their defaults: those of the pool, and these.
 
-    In verl, ``use_current_policy_entropy`` is always false. It needs the hook's ``current_entropy``; then the policy
-    scores the histories of each experience task that has more of them than are drawn.
+    ``use_current_policy_entropy`` needs the hook's ``current_entropy``; then the policy scores the histories of each
+    experience task that has more of them than are drawn. verl has none, and its default is false.
 
     Attributes:
         enable: whether anything is replayed. If not, no pool is opened, and every call of the hook returns its input.
@@ -94,6 +94,23 @@ class ExperienceReplayConfig(PoolOptions):
             problems.append(f"off_cliprange_high: {self.off_cliprange_high}, has no effect with clip_off_policy: false")
         if self.pool_save_freq is not None and self.pool_path is None:
             problems.append(f"pool_save_freq: {self.pool_save_freq}, has no effect without pool_path")
+        if self.enable and self.replay_start_ratio == 1:
+            problems.append(
+                "replay_start_ratio: 1, but training progress stays below 1, so nothing would be replayed; lower it, or"
+                " set enable: false"
+            )
+        if self.max_policy_age == 0:
+            problems.append("max_policy_age: 0, but a history is at least 1 step old when it is replayed")
+        if self.min_reward is not None and self.min_reward > 1 >= self.success_threshold:
+            problems.append(
+                f"min_reward: {self.min_reward:g}, with success_threshold = {self.success_threshold:g} outcomes are at"
+                " most 1, so nothing would be replayed"
+            )
+        histories, most = self.offpolicy_trajectories_per_task, self.max_trajectories_per_task
+        if histories > most:
+            problems.append(
+                f"offpolicy_trajectories_per_task: {histories}, must not be above max_trajectories_per_task = {most}"
+            )
         return problems
 
     @staticmethod
@@ -152,8 +169,8 @@ class ExperienceReplayConfig(PoolOptions):
         """
         if self.use_current_policy_entropy and not knows_entropy and self.exp_select_mode in ("argmin", "argmax"):
             logger.warning(
-                "experience replay: use_current_policy_entropy has no effect: the trainer gives no current_entropy, so"
-                " the saved entropy decides. Set it to false to say so"
+                "experience replay: use_current_policy_entropy: true has no effect: the trainer has no current_entropy"
+                " (verl's cannot have one), so the saved entropy decides. Set it to false"
             )
         if self.save_filter == "positive":
             logger.warning(
@@ -166,11 +183,36 @@ class ExperienceReplayConfig(PoolOptions):
         """Return the rules of the pool for ``n_rollout`` rollouts per task.
 
         Raises:
-            ConfigurationError: ``n_rollout`` is not above 0, or k is not below it.
+            ConfigurationError: ``n_rollout`` is not above 0, k is not below it, or no history could be replayed.
         """
         whole("n_rollout", n_rollout, 1)
-        refuse(SECTION, history_problems(self.offpolicy_trajectories_per_task, n_rollout))
+        refuse(SECTION, history_problems(self.offpolicy_trajectories_per_task, n_rollout) or self._problems(n_rollout))
         return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in names_of(PoolOptions)})
+
+    def _problems(self, n_rollout: int) -> list[str]:
+        """Return a sentence for each key that ``n_rollout`` makes useless."""
+        problems = []
+        low, high = self.experience_lbound, self.experience_rbound
+        least = 0 if self.save_filter == "positive" else 1
+        counts = [count for count in range(least, n_rollout) if low is None or low < count]
+        if not any(high is None or count < high for count in counts):
+            above, below = ("null" if bound is None else f"{bound:g}" for bound in (low, high))
+            problems.append(
+                f"experience_lbound: {above}, experience_rbound: {below} (both exclusive), but a task that enters has"
+                f" {least} to {n_rollout - 1} successes out of n_rollout = {n_rollout}, so no task could"
+            )
+        if self.replay_difficulty is not None and self.replay_difficulty >= n_rollout:
+            problems.append(
+                f"replay_difficulty: {self.replay_difficulty}, must be below n_rollout = {n_rollout}: a task with that"
+                " many successes is solved, and is not replayed"
+            )
+        if self.group_offpolicy == "separate" and self.offpolicy_trajectories_per_task == n_rollout - 1:
+            problems.append(
+                f"group_offpolicy: separate, with offpolicy_trajectories_per_task = {n_rollout - 1} of n_rollout ="
+                f" {n_rollout} the fresh rollout of a task is a group of one, which has no advantage; lower it, or set"
+                " shared"
+            )
+        return problems
 
     def open_store(self) -> BufferStore | None:
         """Open the pool's store, to be closed by the caller; ``None`` if the pool is in memory."""

@@ -120,6 +120,7 @@ class ReplayFigures:
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
         self._histories: list[AgentTrajectory] = []
+        self._refused: dict[str, float] = {}
         self._demonstrations = 0
         self._asked = 0.0
 
@@ -140,6 +141,11 @@ class ReplayFigures:
             drawn = Counter(self._difficulty[task] for task, held in histories.items() if held)
             # Kept with the pool, so that a resumed run goes on counting; plain containers for checkpoints.
             self._manager.draws = [*self._manager.draws, (dict(drawable), dict(drawn))][-STARVING_STEPS:]
+
+    def note_joined(self, histories: list[AgentTrajectory], refused: Mapping[str, int]) -> None:
+        """Record the histories in the batch, and the number of those drawn that are not, by reason."""
+        self._histories = histories
+        self._refused = {f"{metrics.PREFIX}histories_refused/{reason}": float(n) for reason, n in refused.items()}
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Record figures of log-probs; :meth:`take` returns each name's mean."""
@@ -209,8 +215,8 @@ class ReplayFigures:
             replayed: the histories of the batch; ``None`` = those drawn for this step.
         """
         histories = self._histories if replayed is None else replayed
-        self._histories = []
-        figures = metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
+        refused, self._histories, self._refused = self._refused, [], {}
+        figures = refused | metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
         self._demonstrations = sum(row_count(trajectory) for trajectory in histories if is_demonstration(trajectory))
         if histories:
             figures[f"{metrics.PREFIX}demonstration_rows"] = float(self._demonstrations)
@@ -276,12 +282,23 @@ class ReplayWatch:
 
     def __init__(self, manager: ExperienceManager) -> None:
         self._manager = manager
-        self._empty_steps = 0
+        self._empty_steps = self._waited = 0
         self._ever = False
         self._told = False
         self._handed_over = False
         self._best: float | None = None
         self._reason = ""
+
+    def waiting(self, progress: float, start: float) -> None:
+        """Warn, before replay starts, in the first of :data:`WARN_EVERY` steps."""
+        if progress < start and self._waited % WARN_EVERY == 0:
+            logger.warning(
+                "experience replay: nothing is replayed before training progress %.3g (replay_start_ratio); it is %.3g"
+                " now. The pool fills meanwhile",
+                start,
+                progress,
+            )
+        self._waited += progress < start
 
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Record the best outcome of a step's rollouts."""

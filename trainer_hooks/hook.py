@@ -5,6 +5,7 @@ One step of any GRPO trainer, with the calls in their order::
     mixed = hook.tasks_chosen(tasks, progress, step)          # some tasks give way to tasks with history
     plan = hook.before_rollout(mixed)                         # histories are drawn; rollouts left to make
     fresh = ...                                               # plan[i].fresh_rollouts for each plan[i].task
+    fresh += ...                                              # the same for hook.replacements(plan, fresh), often none
     batch = build_batch(hook.batch_rows(plan, fresh), pad_id)
     current, entropys = ...                                   # one pass of the policy over the batch
     old = hook.log_probs_computed(batch, current)             # recorded log-probs for replayed tokens
@@ -18,9 +19,10 @@ One step of any GRPO trainer, with the calls in their order::
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -32,11 +34,11 @@ from trainer_hooks.completion import HandedOver, check_lengths, completed_rollou
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
-from trainer_hooks.plan import MixedTasks, PlannedTask, prompts_of_rollouts, rows_of_plan
+from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, with_replacements
 from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
-from trainer_hooks.replay.prompts import Message, RowPrompts
+from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trajstore.core.base.arguments import finite, share, whole
 from trajstore.core.base.closing import Closing, of_no_use_when_closed
 from trajstore.trajectory import AgentTrajectory
@@ -63,8 +65,10 @@ class ReplayHook(Closing, Generic[Task]):
         current_entropy: mean entropy of trajectories under the current policy, for choosing among histories. With
             ``prepare_in_background`` it is called by a thread while the rollouts are made.
         task_text: returns a task's text; ``task_sampling: similar`` needs it.
-        task_prompt: returns a task's prompt, messages or token ids [P]; histories with another prompt are not drawn.
-            Without it, histories are left out of the batch if their prompt differs from that of the task's rollouts.
+        task_prompt: returns a task's prompt, messages or token ids [P]; histories that do not begin with it are not
+            drawn. An empty one matches every history of the task: for prompts with a clock or a first observation.
+            Without it, histories are left out of the batch if their prompt differs from that of the task's rollouts;
+            a task whose own rollouts have different prompts is not compared.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
@@ -136,6 +140,7 @@ class ReplayHook(Closing, Generic[Task]):
                 replay.files.load_newest(global_steps - 1)
                 replay.collate.check_tasks()
             replay.manager.global_steps = global_steps
+            replay.watch.waiting(training_progress, self.config.replay_start_ratio)
             experience, on_policy = replay.collate(tasks, training_progress)
             replay.watch.chosen(replay.collate.metrics)
         return MixedTasks(tuple(experience), tuple(on_policy))
@@ -153,9 +158,7 @@ class ReplayHook(Closing, Generic[Task]):
             histories = replay.coming(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
         tasks = (*mixed.experience, *mixed.on_policy)
-        replay.asked = Counter()
-        for task, count in zip(tasks, fresh, strict=True):
-            replay.asked[task_id_of(task)] += count
+        replay.ask(zip(tasks, fresh, strict=True))
         # A task may appear twice; it has history only as an experience task.
         histories_of_tasks = [histories.get(task_id_of(task), ()) for task in mixed.experience]
         histories_of_tasks += [()] * len(mixed.on_policy)
@@ -163,21 +166,63 @@ class ReplayHook(Closing, Generic[Task]):
             PlannedTask(task, count, held) for task, count, held in zip(tasks, fresh, histories_of_tasks, strict=True)
         ]
 
+    def replacements(
+        self, plan: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]
+    ) -> list[PlannedTask[Task]]:
+        """Return the rollouts to make in place of histories that cannot join the batch; usually none.
+
+        Without ``task_prompt`` a history is first compared with the prompts of its task's rollouts in this run; and
+        with ``prepare_in_background`` a damaged record is noticed late. Make these rollouts and append them to
+        ``fresh`` before :meth:`batch_rows`; otherwise such tasks have fewer rows.
+
+        Args:
+            plan: from :meth:`before_rollout`.
+            fresh: the rollouts made, in the order of the plan.
+        """
+        if self._made is None:
+            return []
+        pairs = zip(plan, self._joining(plan, fresh), strict=True)
+        missing = [(asked.task, len(asked.histories) - len(joined.histories)) for asked, joined in pairs]
+        return [PlannedTask(task, count, ()) for task, count in missing if count]
+
     def batch_rows(self, plan: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]) -> list[BatchRow]:
         """Return the rows of the batch, task by task, each task's fresh rollouts before its histories.
 
         Args:
             plan: from :meth:`before_rollout`.
-            fresh: the rollouts made, in the order of the plan.
+            fresh: the rollouts made, in the order of the plan; then those of :meth:`replacements`, if any.
 
         Raises:
             ConfigurationError: there are more or fewer rollouts than planned, or they are in another order.
         """
-        if self._made is not None:
-            self._made.settle()
-            for task, prompt in prompts_of_rollouts(plan, fresh).items():
-                self._made.manager.tell_prompt(task, prompt)
-        return rows_of_plan(plan, fresh, self.config.group_offpolicy)
+        if self._made is None:
+            return rows_of_plan(plan, fresh, self.config.group_offpolicy)
+        joining = self._joining(plan, fresh)
+        if len(fresh) != sum(planned.fresh_rollouts for planned in plan):
+            joining, fresh = with_replacements(plan, joining, fresh)
+        self._made.joined(plan, joining)
+        return rows_of_plan(joining, fresh, self.config.group_offpolicy)
+
+    def _joining(self, plan: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]) -> list[PlannedTask[Task]]:
+        """Return a plan with the histories that join the batch: readable ones with the prompt of their task."""
+        replay, rollouts = self._replay, iter(fresh)
+        if replay is None:
+            return list(plan)
+        for planned in plan:
+            made = list(islice(rollouts, planned.fresh_rollouts))
+            for rollout in made if planned.histories else made[:1]:
+                replay.manager.tell_prompt(task_id_of(planned.task), prompt_of(rollout))
+        return [
+            dataclasses.replace(
+                planned,
+                histories=tuple(
+                    history
+                    for history in planned.histories
+                    if replay.manager.answers(task_id_of(planned.task), prompt_of(history))
+                ),
+            )
+            for planned in plan
+        ]
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
         """Return the old log-probabilities for the loss, [B, R].

@@ -154,7 +154,8 @@ def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAgg
 
     ``token-mean``: mean over all tokens. ``seq-mean-token-sum``: sum over each row's tokens, then mean over the rows
     that have any. ``seq-mean-token-mean``: mean over each row's tokens, then over those rows.
-    ``seq-mean-token-sum-norm``: ``seq-mean-token-sum`` divided by R. An empty mean is 0.
+    ``seq-mean-token-sum-norm``: ``seq-mean-token-sum`` divided by R, as in verl 0.9. AgentEvolver's is larger by the
+    number of rows that have tokens: it divides the sum over all tokens by R. An empty mean is 0.
 
     Args:
         losses: [B, R].

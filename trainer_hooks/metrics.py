@@ -32,12 +32,15 @@ MAIN = frozenset(
     {
         *("pool_tasks", "pool_trajectories", "skipped_tasks", "refused_share", "unreadable"),
         *("nothing_to_replay", "waiting_tasks", "unknown_tasks", "other_prompts", "starving_buckets", "similar_tasks"),
-        *("histories_refused/too_long", "replayed_rows", "demonstration_rows", "age_mean", "age_unknown_rows"),
+        *("replayed_rows", "demonstration_rows", "age_mean", "age_unknown_rows"),
         *("fresh_score_mean", "fresh_success_rate", "recorded_difference_mean", "off_policy_share", "off_ratio_mean"),
         *("off_ratio_near_zero_share", "off_effective_sample_size", "off_pg_loss"),
     }
 )
-"""Actionable figures, besides ``refused/<reason>``: the first table of ``docs/howto/replay_figures.md``."""
+"""Actionable figures, besides ``refused/<reason>`` and ``histories_refused/<reason>``.
+
+They are the first table of ``docs/howto/replay_figures.md``.
+"""
 
 Label = TypeVar("Label", bound=Hashable)
 
@@ -49,7 +52,7 @@ def shown(figures: Mapping[str, float], which: Shown) -> dict[str, float]:
 
 def _is_main(name: str) -> bool:
     figure = name.removeprefix(PREFIX)
-    return figure == name or figure in MAIN or figure.startswith("refused/")
+    return figure == name or figure in MAIN or figure.startswith(("refused/", "histories_refused/"))
 
 
 def rollout_metrics(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trainer_hooks.guidance import Guidance
 from trainer_hooks.replay.contract import task_id_of
-from trainer_hooks.replay.prompts import Prompt, prompt_of
 from trainer_hooks.replay.rows import rows_of
 from trajstore.core.base.arguments import whole
 from trajstore.errors import ConfigurationError
@@ -53,15 +52,25 @@ class PlannedTask(Generic[Task]):
         whole("fresh_rollouts", self.fresh_rollouts, 0)
 
 
-def prompts_of_rollouts(plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory]) -> dict[str, Prompt]:
-    """Return, for each task with histories, the prompt of its first fresh rollout."""
-    rollouts = iter(fresh)
-    prompts = {}
-    for planned in plan:
-        mine = list(islice(rollouts, planned.fresh_rollouts))
-        if mine and planned.histories:
-            prompts[task_id_of(planned.task)] = prompt_of(mine[0])
-    return prompts
+def with_replacements(
+    plan: Sequence[PlannedTask[Task]], joining: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]
+) -> tuple[list[PlannedTask[Task]], list[AgentTrajectory]]:
+    """Return a plan and its rollouts with the replacements of histories counted and sorted to their tasks.
+
+    Args:
+        plan: the tasks of the step.
+        joining: the same tasks with the histories that join the batch.
+        fresh: the rollouts of ``plan``, and after them the replacements, in the order of the plan.
+    """
+    planned = sum(planned_task.fresh_rollouts for planned_task in plan)
+    first, further = iter(fresh[:planned]), iter(fresh[planned:])
+    tasks: list[PlannedTask[Task]] = []
+    rollouts: list[AgentTrajectory] = []
+    for asked, joined in zip(plan, joining, strict=True):
+        missing = len(asked.histories) - len(joined.histories)
+        rollouts += [*islice(first, asked.fresh_rollouts), *islice(further, missing)]
+        tasks.append(replace(joined, fresh_rollouts=asked.fresh_rollouts + missing))
+    return tasks, [*rollouts, *further]  # more than planned are refused by rows_of_plan
 
 
 def rows_of_plan(
@@ -69,8 +78,7 @@ def rows_of_plan(
 ) -> list[BatchRow]:
     """Return the rows of a batch, task by task, each task's fresh rollouts before its histories.
 
-    A history whose prompt differs from that of its task's first rollout is left out. A rollout with a guidance record
-    (``trainer_hooks.guidance.Guidance``) gives a row with its flag and train mode.
+    A rollout with a guidance record (``trainer_hooks.guidance.Guidance``) gives a row with its flag and train mode.
 
     Args:
         plan: the tasks of the step.
@@ -87,17 +95,13 @@ def rows_of_plan(
         raise ConfigurationError(f"fresh: {len(fresh)} rollouts, the plan asks for {planned}")
     rollouts = iter(fresh)
     trajectories: list[AgentTrajectory] = []
-    prompts = prompts_of_rollouts(plan, fresh)
     positions: list[int] = []
     replayed: list[bool] = []
     for position, planned_task in enumerate(plan):
         mine = [next(rollouts) for _ in range(planned_task.fresh_rollouts)]
         _check_tasks(task_id_of(planned_task.task), mine, len(trajectories))
         trajectories += mine
-        asked = prompts.get(task_id_of(planned_task.task))
-        histories = [
-            history for history in planned_task.histories if asked is None or not prompt_of(history).differs(asked)
-        ]
+        histories = list(planned_task.histories)
         trajectories += histories
         positions += [position] * (planned_task.fresh_rollouts + len(histories))
         replayed += [False] * planned_task.fresh_rollouts + [True] * len(histories)

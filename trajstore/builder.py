@@ -11,7 +11,7 @@ import torch
 
 from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.trajectory import ChunkStepResult, Trajectory, get_model_weights_id, to_cpu
+from trajstore.trajectory import ChunkStepResult, Trajectory, copied, get_model_weights_id
 
 
 class EmbodiedRolloutResult:
@@ -19,8 +19,8 @@ class EmbodiedRolloutResult:
 
     ``append_step_result`` adds one chunk step; ``append_transitions`` the observations around it. Fields that
     a step result leaves out are not collected for that step, so ``dones`` (and its kin) and ``prev_values`` may
-    be given once more per rollout epoch than the rest, as bootstrap rows. Arguments are not
-    changed, and their dicts are not kept.
+    be given once more per rollout epoch than the rest, as bootstrap rows. Everything is copied, so environments
+    may reuse the memory of their tensors and arrays.
 
     Args:
         max_episode_length: longest possible episode, in steps; copied to every trajectory.
@@ -46,9 +46,9 @@ class EmbodiedRolloutResult:
             value = getattr(result, item.name)
             if item.name == "forward_inputs":
                 if value:
-                    self._dicts["forward_inputs"].append(_copied(value))
+                    self._dicts["forward_inputs"].append(copied(value))
             elif value is not None:
-                self._steps[item.name].append(value)
+                self._steps[item.name].append(copied(value))
         if result.actions is not None:
             self._steps["intervene_flags"].append(torch.zeros_like(result.actions, dtype=torch.bool))
 
@@ -90,7 +90,7 @@ class EmbodiedRolloutResult:
             return
         flags = self._expanded(intervene_flags)
         last = self._steps["actions"][-1]
-        given = to_cpu(intervene_actions)
+        given = intervene_actions.detach().cpu()
         if given.shape != last.shape:
             raise InvalidTrajectoryError(f"intervene_actions: shape {list(given.shape)}, must be {list(last.shape)}")
         merged = torch.where(flags, given.to(last.dtype), last)
@@ -105,7 +105,7 @@ class EmbodiedRolloutResult:
     def _expanded(self, flags: torch.Tensor) -> torch.Tensor:
         """Return flags ``[B]`` or ``[B, chunks]`` for every entry of the last actions, ``[B, A]``."""
         last = self._steps["actions"][-1]
-        flags = to_cpu(flags).to(torch.bool)
+        flags = flags.detach().to("cpu", torch.bool)
         if flags.dim() == 1:
             flags = flags[:, None]
         width = last[0].numel() if len(last) else 0
@@ -203,13 +203,9 @@ def _mapped(value: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Ten
     }
 
 
-def _copied(value: Mapping[str, Any]) -> dict[str, Any]:
-    return _mapped(value, to_cpu)
-
-
 def _tensors_only(value: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _tensors_only(item) if isinstance(item, Mapping) else to_cpu(item)
+        key: _tensors_only(item) if isinstance(item, Mapping) else copied(item)
         for key, item in value.items()
         if isinstance(item, Mapping | torch.Tensor)
     }

@@ -40,7 +40,15 @@ class TrajstoreError(Exception):
 
 
 class InvalidTrajectoryError(TrajstoreError, ValueError):
-    """A trajectory has fields that do not fit together; nothing of it was added."""
+    """A trajectory has fields that do not fit together; nothing of its list was added.
+
+    Attributes:
+        position: of the trajectory in the list; None for one that is in no list.
+    """
+
+    def __init__(self, message: str, position: int | None = None) -> None:
+        super().__init__(message)
+        self.position = position
 
 
 class ConfigurationError(TrajstoreError, ValueError):
@@ -70,7 +78,10 @@ class MissingDependencyError(TrajstoreError, ImportError):
     """A feature needs an optional package."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs the package {package!r}: install it with `pip install 'trajstore[{extra}]'`")
+        super().__init__(
+            f"this needs the package {package!r}: in your checkout, install it with "
+            f"`pip install '/path/to/trajstore[{extra}]'`"
+        )
 
 
 class StoreError(TrajstoreError):

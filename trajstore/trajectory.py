@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -24,10 +26,13 @@ class Trajectory:
     ``prev_logprobs``                          [T, B, A]       under the policy that acted
     ``prev_values``                            [T or T+E, B, 1] each epoch ends with a bootstrap row
     ``versions``                               [T or T+E, B, 1] weight version that acted; an extra row is ignored
+    ``valid``                                  [T, B]          bool; False: never drawn or counted
     ``curr_obs``, ``next_obs``                 dict of [T, B, ...]  nested to any depth
     ``forward_inputs``                         dict of [T or T+E, B, ...]  as for actions
     ========================================== =============== =====================================
 
+    Without ``valid`` all steps are valid. Invalid ones (the reset step of an environment) are stored and returned by
+    ``get``, but belong to no batch, sequence or count of transitions.
     ``prev_logprobs`` or, without it, ``rewards`` defines T and B. ``max_episode_length`` is in steps;
     ``model_weights_id`` names the weights that acted; if absent, it is derived from ``versions``. Leaves of
     the dicts without a row for each step, which are tensors of fewer than two dimensions and JSON values (None,
@@ -49,6 +54,7 @@ class Trajectory:
     prev_logprobs: torch.Tensor | None = None
     prev_values: torch.Tensor | None = None
     versions: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     curr_obs: dict[str, Any] = field(default_factory=dict)
     next_obs: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +66,8 @@ class ChunkStepResult:
     """Result of one chunk step of B environments, without observations. All tensors are ``[B, ...]``.
 
     The fields are those of :class:`Trajectory`, without the steps: a tensor ``[T, B, ...]`` there is ``[B, ...]`` here.
-    Tensors are moved to the CPU and made contiguous; dict leaves may be nested.
+    Tensors and NumPy arrays are copied, to contiguous memory of the CPU, so that an environment may reuse its own; dict
+    leaves may be nested.
     """
 
     actions: torch.Tensor | None = None
@@ -72,24 +79,28 @@ class ChunkStepResult:
     rewards: torch.Tensor | None = None
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     versions: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            setattr(self, item.name, to_cpu(getattr(self, item.name)))
+            setattr(self, item.name, copied(getattr(self, item.name)))
 
 
 @dataclass(kw_only=True)
 class Reward:
     """Outcome of an agent trajectory.
 
-    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success); ``None`` = unknown. ``description``
-    explains it in words; ``metadata`` is any JSON.
+    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success; ``True`` is 1.0); ``None`` = unknown.
+    ``description`` explains it in words; ``metadata`` is any JSON.
     """
 
     outcome: float | None = None
     success_rate: float | None = None
     description: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _empty_for_none(self, {"description": str, "metadata": dict})
 
 
 @dataclass(kw_only=True)
@@ -104,7 +115,8 @@ class AgentTrajectory:
     ``entropys`` (nats) and ``response_mask`` are ``[R]``, R = L - ``response_start``. ``messages`` is a
     list of dicts with ``role``, ``content`` and optionally ``author`` (``"llm"`` for the model).
     ``policy_version`` is the training step whose weights sampled. ``entropy`` is the mean of
-    ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero.
+    ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero; for texts, lists and dicts
+    it is the same as leaving them out.
     ``tokenizer_fingerprint`` identifies tokenizer and chat template.
 
     ``task_id`` names the rollout's task: rollouts of one task are a group. ``rollout_id`` names the rollout
@@ -140,6 +152,14 @@ class AgentTrajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _empty_for_none(self, _EMPTY)
+
+
+_EMPTY = {
+    **dict.fromkeys(("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint"), str),
+    **{"messages": list, "metadata": dict, "notes": dict},
+}
 
 TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
 """Fields of an :class:`AgentTrajectory` with a value per token."""
@@ -158,10 +178,18 @@ def get_model_weights_id(versions: torch.Tensor) -> str:
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, data.numpy().tobytes().hex()))
 
 
-def to_cpu(value: Any) -> Any:
-    """Return ``value`` with every tensor in it (nested dicts included) on the CPU and contiguous."""
+def _empty_for_none(owner: Any, empty: Mapping[str, Callable[[], Any]]) -> None:
+    for name, make in empty.items():
+        if getattr(owner, name) is None:
+            setattr(owner, name, make())
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of ``value``, nested in any dicts, lists and tuples; tensors go to contiguous memory of the CPU."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous()
-    if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    return value
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value

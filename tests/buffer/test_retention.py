@@ -15,8 +15,8 @@ from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.sink import StoreSink
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.testing.witness import witness
 
 

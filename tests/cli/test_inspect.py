@@ -326,3 +326,30 @@ def test_rewards_without_bounds_are_told_as_such() -> None:
     assert merged is not None
     assert merged["mean"] == -1e308
     assert math.isfinite(merged["std"])
+
+
+@pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
+@pytest.mark.parametrize("observed", [True, False])
+def test_episodes_end_with_a_rollout_epoch_unless_its_observations_go_on(
+    tmp_path: Path, layout: Any, observed: bool
+) -> None:
+    """Environment 0 goes on after 4 steps; 1 was reset, and goes on in the next trajectory."""
+    states = torch.arange(26.0).reshape(13, 2, 1)
+    following = states[1:].clone()
+    following[3, 1] = -1
+    blocks = []
+    for first, steps, ends in ((0, 8, 5), (8, 4, 0)):
+        epochs = steps // 4
+        dones = torch.zeros(epochs, 5, 2, 1, dtype=torch.bool)
+        dones[ends // 4, ends % 4 + 1] = True
+        rows = slice(first, first + steps)
+        seen = {"curr_obs": {"x": states[rows]}, "next_obs": {"x": following[rows]}} if observed else {}
+        blocks.append(Trajectory(rewards=torch.ones(steps, 2, 1), dones=dones.reshape(-1, 2, 1), **seen))
+    buffer = in_memory(blocks)
+    buffer.save_checkpoint(str(tmp_path / "saved"), layout=layout)
+    episodes = inspect(tmp_path / "saved")["episodes"]
+    lengths = [6, 2, 3, 3] if observed else [2, 2, 1, 1]
+    assert episodes["ended"] == 4
+    assert episodes["length"] == {"min": min(lengths), "mean": sum(lengths) / 4, "max": max(lengths)}
+    assert episodes["return"] == {"min": min(lengths), "mean": sum(lengths) / 4, "max": max(lengths)}
+    assert episodes["spanning"] == (2 if observed else None)

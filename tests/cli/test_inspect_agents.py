@@ -274,7 +274,7 @@ def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch:
     assert "tokenizer: absent: no such folder" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("inspect", path, "--trajectory", 0)[0] == 0, "what the store names is of use only if it is there"
-    assert "pip install 'trajstore[demo]'" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "x")
+    assert "pip install '/path/to/trajstore[demo]'" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "x")
 
 
 def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:

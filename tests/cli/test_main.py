@@ -56,6 +56,10 @@ def test_progress_is_shown_on_terminals_only() -> None:
         shown = stream.getvalue()
         assert ("3/3" in shown and "nearly there" in shown) == stream.isatty()
         assert shown == "" or shown.endswith("\r\x1b[K"), "the line is wiped"
+    with ProgressBar("training", stream := io.StringIO(), lines=3) as bar:
+        for step in range(1, 8):
+            bar(step, 7, f"success {step}")
+    assert stream.getvalue() == "training 3/7  success 3\ntraining 5/7  success 5\ntraining 7/7  success 7\n"
 
 
 def test_numbers_for_people() -> None:

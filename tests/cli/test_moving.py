@@ -10,8 +10,10 @@ import torch
 
 from tests.cli.stores import Run
 from tests.stores import LIVE, contents_of, crashed_store, flip, opened, stored
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED, main
+from trajstore.operations.copying import copy_store
+from trajstore.operations.moving import merge
 from trajstore.operations.verify import verify
 from trajstore.testing.witness import witness
 
@@ -64,6 +66,33 @@ def test_facts_and_values_that_came_late_go_along(agents: Path, tmp_path: Path) 
             annotate(writer, writer.trajectory_ids[:1].tolist(), {"judge": 9})
         assert verify(tmp_path / made).sound
     assert asked(agents, *FACTS) == before
+
+
+def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, tmp_path: Path) -> None:
+    copy_store(agents, tmp_path / "copy")
+    with opened(tmp_path / "copy") as copied:
+        annotate(copied, 1, {"outcome": 0.0, "judge": 0.9}, who="anna")
+        annotate(copied, [3], {"adv": [torch.arange(5.0)]})
+    with opened(agents) as original:
+        annotate(original, 1, {"judge": 0.7}, who="ben")
+        annotate(original, [3], {"adv": [torch.ones(5)]}, who="ben")
+        annotate(original, 4, {"tag": None})
+    histories = []
+    for made, sources in (("one", (agents, tmp_path / "copy")), ("other", (tmp_path / "copy", agents))):
+        merge(sources, tmp_path / made)
+        assert verify(tmp_path / made).sound
+        values = asked(tmp_path / made, "outcome", "judge", "tag")
+        assert values == [(0.0, None, None), (0.0, 0.7, "a"), (1.0, None, None), (0.0, 0.25, None), (1.0, None, None)]
+        with TrajectoryReplayBuffer.open(tmp_path / made) as reader:
+            rollouts = [reader.get(number) for number in reader.trajectory_ids.tolist()]
+            assert [rollout.notes["adv"].tolist() for rollout in rollouts if rollout.notes] == [[1.0] * 5]
+        notes = [notes_of(tmp_path / made, number) for number in (0, 1, 3, 4, 5)]
+        histories.append([[(note.name, note.value, note.who, note.time) for note in of_one] for of_one in notes])
+    assert histories[0] == histories[1]
+    assert [note[:3] for note in histories[0][1]] == [
+        *(("judge", 0.5, ""), ("tag", "a", "")),
+        *(("outcome", 0.0, "anna"), ("judge", 0.9, "anna"), ("judge", 0.7, "ben")),
+    ]
 
 
 def test_what_a_crash_left_is_merged_split_and_converted(tmp_path: Path) -> None:

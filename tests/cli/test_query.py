@@ -95,6 +95,9 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> No
         buffer.add_trajectories([rollout("odd"), rollout()])
         messages = [{"role": "user", "content": odd}, {"role": "tool", "content": "y" * 300}]
         buffer.add_trajectories([AgentTrajectory(messages=messages, input_ids=torch.arange(2), task_id="odd")])
+        buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(2), metadata={"source": {"name": "web"}})])
+    where = ("--where", "metadata.source.name = 'web'", "--columns", "trajectory_id,metadata.source.name")
+    assert run.json("list", tmp_path / "store", *where) == [{"trajectory_id": 3, "metadata.source.name": "web"}]
     text = "select role, count(*) as n from messages group by role order by n desc, role"
     _, out, _ = run("query", tmp_path / "store", text)
     assert [line.split() for line in out.splitlines()] == [
@@ -114,6 +117,7 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> No
     assert run.json("query", tmp_path / "store", text) == [{"n": None, "scored": 4}]
     _, out, _ = run("list", tmp_path / "store", "--facts")
     assert "messages.tool_calls" in out
+    assert "metadata.KEY" in out
 
 
 def test_list_says_which_facts_there_are(run: Run, store: Path) -> None:

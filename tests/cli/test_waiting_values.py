@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.stores import Run
 from tests.stores import filled, nothing_can_be_deleted, writer_to
-from trajstore import annotate
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.writing.inbox import Inbox, InboxView
+from trajstore.core.writing.unattended import held_log
+from trajstore.operations.copying import copy_store
 from trajstore.testing.witness import witness
 
 
@@ -44,6 +50,25 @@ def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> 
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0
     assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
     assert run.json("inspect", store)["waiting"] is None
+
+
+def test_the_next_writer_deletes_unfinished_files_and_a_process_that_is_writing_one_writes_it_again(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store / "inbox" / "1.json.tmp").write_bytes(b"{")
+    write, opened = LocalDirectory._write_file, []
+
+    def write_while_a_writer_opens(directory: LocalDirectory, name: str, pieces: Any) -> None:
+        write(directory, name, pieces)
+        if name.startswith("inbox/") and not opened:
+            opened.append(name)
+            writer_to(store).close()
+
+    monkeypatch.setattr(LocalDirectory, "_write_file", write_while_a_writer_opens)
+    annotate(store, 0, {"score": 4})
+    assert opened
+    assert not list((store / "inbox").iterdir())
+    assert notes_of(store, 0)[-1].value == 4
 
 
 def test_a_writer_that_has_the_store_open_is_named(store: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,3 +135,87 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
     file.write_bytes(file.read_bytes()[:-9])
     code, out, _ = run("verify", path)
     assert (code, f"inbox/{file.name}: is damaged" in out) == (1, True)
+
+
+EVERY = ({"score": 1.0, "tag": "x"}, {"tag": "x"}, {"score": 3.0, "tag": "x"})
+"""Values of the trajectories of :func:`store`, with those in its inbox."""
+
+
+def values_at(path: Path | str) -> list[dict[str, Any]]:
+    """Return the late values of a store's trajectories."""
+    with TrajectoryReplayBuffer.open(path) as reader:
+        rows = reader.query().table().to_dicts()
+    return [{name: row[name] for name in ("score", "tag") if row.get(name) is not None} for row in rows]
+
+
+@pytest.mark.parametrize("state", ["closed", "written", "killed"])
+def test_every_copy_and_answer_includes_the_values_in_the_inbox_once(
+    store: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr(Inbox, "look", lambda _: True)
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with ExitStack() as stack:
+        if state == "written":
+            stack.enter_context(writer_to(store))
+        if state == "killed":  # between recording the values and deleting their files
+            with (
+                nothing_can_be_deleted(monkeypatch),
+                held_log(LocalDirectory(store)) as log,
+                pytest.raises(OSError, match="no"),
+            ):
+                Inbox(log).take_in()
+        assert len(list((store / "inbox").iterdir())) == 2
+        copies = {
+            "copy": ("copy", store, tmp_path / "copy"),
+            "repair": ("repair", store, tmp_path / "repair"),
+            "merge": ("merge", store, tmp_path / "merge"),
+            "convert": ("convert", store, tmp_path / "convert", "--format", "pkl"),
+        }
+        for name, words in copies.items():
+            run.out(*words)
+            assert tuple(values_at(tmp_path / name)) == EVERY, name
+            notes = [(note.name, note.value, note.in_force) for note in notes_of(tmp_path / name, 0)]
+            assert notes == [("score", 0.5, False), ("score", 1.0, True), ("tag", "x", True)], name
+        run.out("split", store, tmp_path / "split", "--where", "score = 3")
+        assert (*values_at(tmp_path / "split" / "matching"),) == EVERY[2:]
+        rows = run.json("list", store, "--columns", "tag")
+        assert [row["tag"] for row in rows] == ["x"] * 3
+        assert run.json("prune", store, "--where", "score >= 1")["trajectories"] == 2
+    assert run.json("prune", store, "--where", "score >= 1", "--yes")["trajectories"] == 2
+
+
+def test_exports_bundles_and_dry_runs_include_the_values_in_the_inbox(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    path = tmp_path / "store"
+    with writer_to(path) as writer:
+        writer.add_trajectories([AgentTrajectory(input_ids=torch.arange(4))])
+        writer.points.save(1)
+    monkeypatch.setattr(Inbox, "look", lambda _: True)
+    annotate(path, 0, {"judge": 0.5}, who="anna")
+    run.out("export", path, tmp_path / "out.jsonl", "--where", "judge = 0.5")
+    assert json.loads((tmp_path / "out.jsonl").read_text())["notes"] == {"judge": 0.5}
+    run.out("view", path, "--bundle", tmp_path / "page")
+    late = json.loads((tmp_path / "page" / "bundle.json").read_text())["late"]
+    assert [(value["name"], value["who"]) for value in late["0"]["values"]] == [("judge", "anna")]
+    plan = run.json("rollback", path, "--step", 1, "--dry-run")
+    assert (plan["values"], run.json("rollback", path, "--step", 1)["aside"]) == (1, plan["aside"])
+
+
+def test_a_copy_from_object_storage_includes_the_inbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"memory://{tmp_path.name}/store"
+    filled(path, [0])
+    monkeypatch.setattr(Inbox, "look", lambda _: True)
+    annotate(path, 0, {"tag": "x"}, who="anna")
+    assert copy_store(path, tmp_path / "copy").is_whole
+    assert [(note.value, note.who) for note in notes_of(tmp_path / "copy", 0)] == [("x", "anna")]
+
+
+def test_copies_refuse_or_name_what_the_inbox_has_and_they_lack(store: Path, tmp_path: Path, run: Run) -> None:
+    _, second = sorted((store / "inbox").iterdir())
+    second.write_bytes(second.read_bytes()[:-9])
+    named = f"inbox/{second.name}: is damaged; its values reach no trajectory"
+    assert named in run.err("copy", store, tmp_path / "copy", code=DAMAGED)
+    assert named in run.out("repair", store, tmp_path / "repair")
+    assert values_at(tmp_path / "repair")[1] == {"score": 2.0, "tag": "x"}

@@ -57,33 +57,36 @@ def _mask(dtype: torch.dtype, numbers: list[int]) -> torch.Tensor:
 
 @given(st.data())
 def test_doubts_are_those_of_the_twin(data: st.DataObject) -> None:
-    prompt, response = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
+    whole = st.none() | st.sampled_from(_WHOLE)
+    loss, mask, knows_start = data.draw(whole), data.draw(whole), data.draw(st.booleans())
+    old, new = (data.draw(st.none() | st.sampled_from(sorted({dtype for dtype, _ in _NEAR}, key=str))) for _ in "12")
 
-    def numbers(size: int, low: int = 0) -> list[int]:
-        return data.draw(st.lists(st.integers(low, 2), min_size=size, max_size=size))
-
-    def log_probs() -> torch.Tensor:
-        dtype = data.draw(st.sampled_from(sorted({dtype for dtype, _ in _NEAR}, key=str)))
+    def log_probs(dtype: torch.dtype | None, count: int) -> torch.Tensor | None:
+        if dtype is None:
+            return None
         fitting = [value for kind, value in _NEAR if kind is dtype]
-        return torch.cat([torch.empty(0, dtype=dtype), *(data.draw(st.sampled_from(fitting)) for _ in range(response))])
+        return torch.cat([torch.empty(0, dtype=dtype), *(data.draw(st.sampled_from(fitting)) for _ in range(count))])
 
-    in_response = numbers(response)
-    same = data.draw(st.booleans())
-    rollout = AgentTrajectory(
-        input_ids=torch.tensor(numbers(prompt + response, -1), dtype=torch.int64),
-        loss_mask=data.draw(
-            st.none()
-            | st.sampled_from(_WHOLE).map(
-                lambda dtype: _mask(dtype, [0] * prompt + (in_response if same else numbers(response)))
-            )
-        ),
-        response_mask=data.draw(st.none() | st.sampled_from(_WHOLE).map(lambda dtype: _mask(dtype, in_response))),
-        response_start=data.draw(st.none() | st.just(prompt)),
-        old_log_probs=data.draw(st.none() | st.builds(log_probs)),
-        rollout_log_probs=data.draw(st.none() | st.builds(log_probs)),
-    )
-    flat, wrong = flatten(rollout), list(_twin(rollout))
-    assert list(doubts(flat, rollout.response_start)) == wrong
+    def rollout() -> AgentTrajectory:
+        prompt, response = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
+
+        def numbers(size: int, low: int = 0) -> list[int]:
+            return data.draw(st.lists(st.integers(low, 2), min_size=size, max_size=size))
+
+        in_response = numbers(response)
+        in_loss = in_response if data.draw(st.booleans()) else numbers(response)
+        return AgentTrajectory(
+            input_ids=torch.tensor(numbers(prompt + response, -1), dtype=torch.int64),
+            loss_mask=None if loss is None else _mask(loss, [0] * prompt + in_loss),
+            response_mask=None if mask is None else _mask(mask, in_response),
+            response_start=prompt if knows_start else None,
+            old_log_probs=log_probs(old, response),
+            rollout_log_probs=log_probs(new, response),
+        )
+
+    rollouts = [rollout() for _ in range(data.draw(st.integers(1, 3)))]
+    starts = [rollout.response_start for rollout in rollouts]
+    assert doubts([flatten(rollout) for rollout in rollouts], starts) == [list(_twin(rollout)) for rollout in rollouts]
 
 
 # -- Rollouts that are certainly wrong are kept, with a warning when they are added --

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import enum
 import logging
+import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,8 +47,10 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuse]:
 
         def refuse(trajectory: Any, match: str) -> None:
             before = buffer.total_samples
-            with pytest.raises(errors.InvalidTrajectoryError, match=match):
+            with pytest.raises(errors.InvalidTrajectoryError, match=r"^trajectory 1 of the list: ") as raised:
                 buffer.add_trajectories([witness(2), trajectory])
+            assert raised.value.position == 1
+            assert re.search(match, str(raised.value.__cause__))
             assert buffer.total_samples == before
             assert buffer.add_trajectories([witness(len(keys) % 7)]) == [len(keys)]
             keys.append(len(keys) % 7)
@@ -62,7 +66,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuse]:
 # -- numbers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [-1, 2**63, 2**70, 10**5000, 2.5, float("nan"), "7", None, torch.zeros(2)], ids=type)
+@pytest.mark.parametrize("value", [-1, 2**63, 2**70, 10**5000, 2.5, float("nan"), "7", torch.zeros(2)], ids=type)
 def test_max_episode_length_out_of_range(refused: Refuse, value: Any) -> None:
     refused(step(max_episode_length=value), "field max_episode_length: ")
 
@@ -126,9 +130,35 @@ def test_weights_ids_that_cannot_be_stored(refused: Refuse, value: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint"])
-@pytest.mark.parametrize("value", ["\udfff", 5, None, b"x", ["a"]])
+@pytest.mark.parametrize("value", ["\udfff", 5, b"x", ["a"]])
 def test_texts_of_agent_trajectories(refused: Refuse, field: str, value: Any) -> None:
     refused(AgentTrajectory(**{field: value}), f"field {field}: ")
+
+
+def test_none_is_unknown_and_numpys_scalars_are_numbers(tmp_path: Path) -> None:
+    unknown = dict.fromkeys(field.name for field in dataclasses.fields(AgentTrajectory))
+    later = AgentTrajectory(input_ids=torch.arange(3))
+    later.task_id = later.messages = later.metadata = later.query = None  # type: ignore[assignment]
+    true = Reward(outcome=np.True_, success_rate=True, description=None, metadata=None)  # type: ignore[arg-type]
+    numbers = {"entropy": np.float32(0.5), "policy_version": np.int8(3), "is_terminated": np.False_}
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories(
+            [
+                AgentTrajectory(**{**unknown, "input_ids": torch.arange(3)}),
+                later,
+                AgentTrajectory(input_ids=torch.arange(3), reward=true, **numbers),  # type: ignore[arg-type]
+                Trajectory(rewards=Z, max_episode_length=None, model_weights_id=None),  # type: ignore[arg-type]
+            ]
+        )
+        for number in (0, 1):
+            assert {**vars(buffer.get(number)), "input_ids": None} == vars(AgentTrajectory())
+        rollout, block = buffer.get(2), buffer.get(3)
+    assert isinstance(rollout, AgentTrajectory)
+    assert rollout.reward == Reward(outcome=1.0, success_rate=1.0)
+    assert type(rollout.reward.outcome) is float
+    assert (rollout.entropy, rollout.policy_version, rollout.is_terminated) == (0.5, 3, False)
+    assert isinstance(block, Trajectory)
+    assert block.max_episode_length == 0
 
 
 def test_texts_with_any_character_come_back(tmp_path: Path) -> None:
@@ -200,7 +230,6 @@ def test_observations_nested_too_deeply(refused: Refuse) -> None:
         ({"messages": ({},)}, "^field messages: "),
         ({"messages": [{}, "hello"]}, r"^field messages\[1\]: 'hello' is a str, must be a dict"),
         ({"metadata": [1]}, "^field metadata: "),
-        ({"metadata": None}, "^field metadata: "),
         ({"is_terminated": 1}, "^field is_terminated: "),
         ({"is_terminated": "yes"}, "^field is_terminated: "),
         ({"entropy": "low"}, "^field entropy: "),

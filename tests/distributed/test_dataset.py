@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import orjson
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.core.columns.fields import join_name, walk
 from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajectoryUnavailableError
 from trajstore.testing.witness import check_trajectory, rows_of, witness
@@ -21,7 +23,7 @@ pytest.importorskip("ray.data")
 
 pytestmark = pytest.mark.timeout(600)
 
-from trajstore.distributed import DistributedReplayBuffer, StoreDatasource, read_store  # noqa: E402
+from trajstore.distributed import DistributedReplayBuffer, StoreDatasource, dataset, read_store  # noqa: E402
 from trajstore.distributed.rows import row_of  # noqa: E402
 
 SMALL = WriterOptions(shard_bytes=4096)
@@ -128,6 +130,50 @@ def test_whole_trajectories_of_a_pin_and_of_now(small_ray: None, tmp_path: Path)
         **dict.fromkeys((5, 6), "agent"),
     }
     assert documents[5]["values"]["messages"] == AGENT.messages
+    annotate(path, [5, 6], {"outcome": 0.125})
+    assert outcomes(read_store(path, unit="trajectory").take_all()) == {5: 0.125, 6: 0.125}
+
+
+def outcomes(rows: Iterable[Any]) -> dict[int, float]:
+    """Return the outcomes of agent trajectories, by id."""
+    documents = {int(row["trajectory_id"]): orjson.loads(row["document"]) for row in rows}
+    return {
+        number: document["values"]["reward"]["outcome"]
+        for number, document in documents.items()
+        if document["kind"] == "agent"
+    }
+
+
+def test_later_tasks_of_a_process_read_the_present_state(tmp_path: Path) -> None:
+    def read(**pin: str) -> dict[int, float]:
+        tasks = StoreDatasource(path, unit="trajectory", **pin).get_read_tasks(1)
+        return outcomes(row for task in tasks for block in task() for row in block.to_pylist())
+
+    path = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.add_trajectories([AGENT, AGENT])
+        buffer.points.save(1)
+        assert read() == {0: 1.0, 1: 1.0}
+        annotate(buffer, [0], {"outcome": 0.5})
+        buffer.points.pin("named")
+        assert read() == read(pin="named") == {0: 0.5, 1: 1.0}
+        buffer.add_trajectories([AGENT])
+        buffer.evict([1])
+        buffer.flush()
+        assert read() == {0: 0.5, 2: 1.0}
+        buffer.points.remove("named")
+        buffer.points.pin("named")
+        assert read(pin="named") == {0: 0.5, 2: 1.0}
+        buffer.points.rollback(1)
+        assert read() == {0: 1.0, 1: 1.0}
+    (task,) = StoreDatasource(path).get_read_tasks(1)
+    shutil.rmtree(path)
+    store(path, range(2))
+    for found in ("replaced while it was open", "has been replaced by another one"):
+        with pytest.raises(StoreNotFoundError, match=found):
+            list(task())
+        dataset._opened.cache_clear()  # as in another process
+    assert read() == {}
 
 
 def test_a_run_in_an_object_store(small_ray: None, s3_url: str, s3_options: dict[str, Any]) -> None:

@@ -154,11 +154,14 @@ def test_rows_of_all_stores_are_asked(
                 messages=messages[: 1 + n % 3],
                 task_id=f"t{n % 3}",
                 reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
+                metadata={"tool": {"number": n}},
             )
             added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
             ids.append(added.committed(120)[0])
         assert {number % 1024 for number in ids} == {0, 1}
         assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
+        numbered = handle.query().where("metadata.tool.number >= 10").order_by("metadata.tool.number").ids()
+        assert numbered.tolist() == ids[10:]
         text = "select rank, count(*) as n from trajectories where task is not null group by rank order by rank"
         assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
         asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")

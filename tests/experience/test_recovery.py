@@ -264,8 +264,7 @@ def test_loading_replaces_the_pool_whole_or_not_at_all(additions: int) -> None:
     assert list(after["entries"]) == ["new"]
     end = len(store.log)
     assert [
-        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"])
-        for length in range(start, end + 1)
+        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"]) for length in range(start, end + 1)
     ] == [("old",)] * 3 + [("new",)] * 2
     assert whole(ExperienceManager(RULES, store=store.first(end))) == after
 

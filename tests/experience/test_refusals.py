@@ -34,12 +34,31 @@ ENTERS: dict[str, dict[str, Any]] = {
     "log-prob of the environment's token not finite": {"old_log_probs": torch.tensor([-0.5, math.nan, -0.25, -1.0])},
     "rounded to above 0, the environment's far above": {"old_log_probs": torch.tensor([-0.5, 9.0, 1e-6, 0.0])},
 }
+DOCUMENTED: dict[str, Any] = {
+    case: {
+        "old_log_probs": None,
+        "entropys": None,
+        "policy_version": None,
+        "metadata": {"old_log_probs": log_probs, "policy_version": 3, "entropy": 0.25, "note": "kept"},
+    }
+    for case, log_probs in {
+        "in metadata": LOG_PROBS.tolist(),
+        "in metadata, an array": LOG_PROBS.numpy(),
+        "in metadata, of the model's tokens": LOG_PROBS[[0, 2, 3]].tolist(),
+    }.items()
+}
+"""Where documents 001 and 002 keep log-probs, policy version and mean entropy."""
+ENTERS |= DOCUMENTED
 REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
     "no mask": ({"loss_mask": None, "response_mask": None}, Refusal.NO_RESPONSE_MASK),
     "loss_mask without its place": ({"response_mask": None, "response_start": None}, Refusal.NO_RESPONSE_MASK),
     "nobody's tokens": ({"loss_mask": NOBODY, "response_mask": NOBODY[2:]}, Refusal.NO_LLM_TOKEN),
     "nobody's, no entropys": ({"loss_mask": NOBODY, "entropys": None}, Refusal.NO_LLM_TOKEN),
     "no log-probs": ({"old_log_probs": None}, Refusal.LOG_PROBS_MISMATCH),
+    "no log-probs in metadata": (
+        {"old_log_probs": None, "metadata": {"old_log_probs": "?"}},
+        Refusal.LOG_PROBS_MISMATCH,
+    ),
     "log-probs not finite": ({"old_log_probs": LOG_PROBS * math.nan}, Refusal.LOG_PROBS_MISMATCH),
     "an impossible token": ({"old_log_probs": torch.tensor([-0.5, -1, -math.inf, -1])}, Refusal.LOG_PROBS_MISMATCH),
     "log-probs above 0": ({"old_log_probs": -LOG_PROBS}, Refusal.LOG_PROBS_ABOVE_ZERO),
@@ -197,6 +216,18 @@ def test_what_lacks_nothing_that_is_needed_enters_by_every_way(case: str, way: s
     assert WAYS[way](rollout(**ENTERS[case]), tmp_path) == {}
 
 
+@pytest.mark.parametrize("case", DOCUMENTED)
+def test_what_metadata_held_is_replayed_from_the_fields(case: str) -> None:
+    manager, one = ExperienceManager(RULES), rollout(**DOCUMENTED[case])
+    kept = manager.update_skip_uid_set_and_filter_trajectories(with_a_failure(one))
+    assert manager.save_trajectories_to_memory(kept) == 1
+    [held] = manager.task2trajectories["a"]
+    assert held.old_log_probs is not None
+    assert held.old_log_probs[[0, 2, 3]].equal(LOG_PROBS[[0, 2, 3]])
+    assert (held.policy_version, held.entropy, held.metadata) == (3, 0.25, {"note": "kept"})
+    assert "old_log_probs" in one.metadata, "the given trajectory is unchanged"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_demonstration_is_no_rollout_of_a_step(way: str, tmp_path: Path) -> None:
     by_itself = way in ("save", "seed", "import of files")
@@ -252,7 +283,7 @@ def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: P
 
 
 UNREADABLE: dict[str, Any] = {
-    "no metadata": {"metadata": None},
+    "a list for metadata": {"metadata": [1]},
     "a reward that is a number": {"reward": 1},
     "an outcome that is a text": {"reward": {"outcome": "x"}},
     "rows of several lengths": {"entropys": [[1.0], [2.0, 3.0]]},
@@ -283,6 +314,19 @@ def test_a_trajectory_of_files_that_cannot_be_read_is_refused_by_itself(
     report = inspect(tmp_path / "files")
     assert (report["trajectories"], report["replayable"]) == (len(several) + 2, 2)
     assert report["refused"] == {"malformed": len(several)}
+
+
+def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+    manager = ExperienceManager(RULES)
+    for _ in range(2):
+        manager.admit([*with_a_failure(rollout(old_log_probs=None)), rollout(outcome=None, rollout_id="unrated")])
+    mismatch, unrated = caplog.messages
+    assert "1 rollouts are refused as log_probs_mismatch" in mismatch
+    assert "old_log_probs are absent, not finite" in mismatch
+    assert "(rollout 'a/1' of task 'a')" in mismatch
+    assert "refused as no_outcome" in unrated
+    assert "(rollout 'unrated' of task 'a')" in unrated
+    assert manager.refused == {"log_probs_mismatch": 2, "no_outcome": 2}
 
 
 def test_the_log_names_the_field_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

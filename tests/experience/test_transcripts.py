@@ -152,13 +152,45 @@ def test_ids_that_a_transcript_brings_count(tokenizer: Any, tmp_path: Path) -> N
     assert len(rows) == 2
 
 
-def test_tool_calls_and_parts_are_text_for_the_template(tmp_path: Path) -> None:
+def calling_tokenizer(calls: str = "m.tool_calls or []", content: str = "m.content") -> Any:
+    """Return a tokenizer whose template prints the place of tool calls."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ {content} }}}}{{% for c in {calls} %}}"
         "{{ c.function.arguments.place }}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if tools %}{{ tools[0].name }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+    return tokenizer
+
+
+@pytest.mark.parametrize("context", ["linear", "linear_think"])
+@pytest.mark.parametrize(
+    ("message", "template", "part"),
+    [
+        ({"tool_calls": 1}, {"calls": "[]"}, "tool_calls[0]"),
+        ({"tool_calls": 2}, {"calls": "(m.tool_calls or [])[:1]"}, "tool_calls[1]"),
+        ({"content": "go", "reasoning_content": "why"}, {}, "reasoning_content"),
+        ({"content": "<think>why</think>go"}, {"content": "m.content.split('</think>')[-1]"}, "content (<think>)"),
+        ({"content": "cup"}, {"content": "m.content if m.role == 'user'"}, "content"),
+    ],
+)
+def test_a_part_that_the_template_leaves_out_is_refused_by_name(
+    message: dict[str, Any], template: dict[str, str], part: str, context: str, tmp_path: Path
+) -> None:
+    calls = [{"function": {"name": "go", "arguments": {"place": place}}} for place in ("kitchen", "cup")]
+    if "tool_calls" in message:
+        message = {"content": "", "tool_calls": calls[: message["tool_calls"]]}
+    line = conversation(messages=[*turn("take the cup"), {"role": "assistant", **message}])
+    [bad] = import_file(tmp_path, calling_tokenizer(**template), line, context=context).bad
+    assert bad.reason.startswith(f"messages[1].{part}: the chat template leaves it out")
+    entered = import_file(
+        tmp_path, calling_tokenizer(content="(m.reasoning_content or '') ~ m.content"), line, context=context
+    )
+    assert entered.entered == 1
+
+
+def test_tool_calls_and_parts_are_text_for_the_template(tmp_path: Path) -> None:
+    tokenizer = calling_tokenizer()
     call = {"type": "function", "function": {"name": "go", "arguments": '{"place": "kitchen"}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "bring "}, {"type": "text", "text": "the cup"}]},
@@ -177,15 +209,13 @@ def test_weights_calls_and_refusals_of_openai(tokenizer: Any, tmp_path: Path) ->
     ids = [{**entry, "token_ids": tokenizer.encode(entry["content"])} for entry in line["messages"]]
     assert trained(tokenizer, one_row(tokenizer, conversation(messages=ids), tmp_path)) == "done"
     dialogue = [{**first, "role": "function", "name": "f"}, {"role": "assistant", "content": None, "refusal": "drop"}]
-    called = [
-        first,
-        {"role": "assistant", "content": None, "function_call": {"name": "go", "arguments": "{}"}},
-        *dialogue,
-    ]
-    entry = one_row(tokenizer, conversation(messages=called), tmp_path)
+    call = {"name": "go", "arguments": '{"place": "kitchen"}'}
+    called = [first, {"role": "assistant", "content": None, "function_call": call}, *dialogue]
+    entry = one_row(calling_tokenizer(), conversation(messages=called), tmp_path)
     assert [message["role"] for message in entry.messages] == ["user", "assistant", "tool", "assistant"]
-    assert entry.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "go", "arguments": {}}}]
-    assert trained(tokenizer, entry) == "<|im_end|>drop<|im_end|>"
+    function = {"name": "go", "arguments": {"place": "kitchen"}}
+    assert entry.messages[1]["tool_calls"] == [{"type": "function", "function": function}]
+    assert trained(tokenizer, entry) == "kitchen<|im_end|>drop<|im_end|>"
     for messages, reason in (
         ([first, {**second, "weight": 0}], "none is the model's with a weight"),
         ([first, {**second, "weight": 0.5}], r"messages[1].weight: 0.5, must be 0 or 1"),

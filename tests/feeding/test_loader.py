@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -134,6 +135,32 @@ def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: 
         for batch in itertools.islice(loader, 3):
             assert [value >= 100_000 for value in rewards(batch)] == [False] * 16 + [True] * 8
     assert ["gave 8 of the 12" in record.message for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize("by_demos", [False, True])
+def test_weights_and_rows_cover_batches_with_demonstrations(by_demos: bool) -> None:
+    replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
+    replay.add_trajectories([block(key) for key in range(4)])
+    demos.add_trajectories([block(key) for key in range(4)])  # the same ids and rows as those of the replay buffer
+    samplers = [WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0)) for _ in range(2)]
+    for buffer, sampler in zip((replay, demos), samplers, strict=True):
+        buffer.follow(sampler)
+        sampler.update(np.repeat(np.arange(4), 8), np.tile(np.arange(8), 4), np.arange(1.0, 33.0))
+    given = {"demo_sampler": samplers[1]} if by_demos else {}
+    with ReplayLoader(replay, 24, demos=demos, demo_share=0.25, sampler=samplers[0], **given) as loader:
+        batch = next(loader)
+    count = 24
+    assert batch.weights is not None
+    assert len(rewards(batch)) == len(batch.drawn) == len(batch.weights) == count
+    ours = batch.drawn.ids >= 0
+    assert ours.tolist() == [True] * (count - count // 4) + [False] * (count // 4)
+    assert (np.ptp(batch.weights.numpy()[~ours]) == 0) != by_demos
+    before = samplers[1].state_dict()["powers"]
+    assert replay.update_priorities(samplers[0], batch.drawn, np.full(count, 100.0)) == 0
+    drawn = set(zip(batch.drawn.ids[ours].tolist(), batch.drawn.samples[ours].tolist(), strict=True))
+    powers = samplers[0].state_dict()["powers"].reshape(4, 8)
+    assert {tuple(row) for row in (powers == 100).nonzero().tolist()} == drawn
+    assert torch.equal(samplers[1].state_dict()["powers"], before)
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -12,13 +12,14 @@ import pytest
 
 from tests.mirroring.stores import add, is_sound, level, make
 from tests.stores import keys_at
-from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore import Mirror, TrajectoryReplayBuffer, annotate, notes_of, saved_points
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.opening import open_directory
 from trajstore.core.store.log_records import id_ranges, segment_name
 from trajstore.core.store.saved_points import pin_file
 from trajstore.core.store.sealed import LEDGER_NAME
-from trajstore.errors import StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.replica import Replica
 from trajstore.remote.mirror.restoring import restore
@@ -74,6 +75,33 @@ def test_a_first_copy_that_has_not_ended_is_no_store_yet_and_without_its_ledger_
     with make(tmp_path / "next", Mirror(mirror, close_timeout=0.0)) as buffer:
         add(buffer, [7])
         wait_until(lambda: "is no mirror of this store" in str(buffer.mirror.state))
+
+
+def test_a_mirror_is_changed_by_its_store_alone(tmp_path: Path, mirror: str) -> None:
+    def is_refused() -> None:
+        for change in (
+            lambda: annotate(mirror, ids, {"judge": 1.0}),
+            lambda: go_to(mirror, "named"),
+            lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=mirror),
+        ):
+            with pytest.raises(ConfigurationError, match=r"is the mirror of a store \(it has a mirror.json\)"):
+                change()
+        assert not open_directory(mirror).names("inbox")
+
+    with make(tmp_path / "store", mirror) as buffer:
+        ids = add(buffer, [1, 2])
+        buffer.points.pin("named")
+        level(buffer)
+        is_refused()  # with a writer
+    is_refused()
+    with make(tmp_path / "store", mirror) as buffer:
+        annotate(buffer, ids, {"judge": 0.5})
+        add(buffer, [3])
+        level(buffer)
+    is_sound(mirror)
+    restore(mirror, tmp_path / "restored")
+    annotate(tmp_path / "restored", ids, {"judge": 0.25})
+    assert [notes_of(path, ids[0])[-1].value for path in (mirror, tmp_path / "restored")] == [0.5, 0.25]
 
 
 def test_the_places_of_all_earlier_writers_stay_taken(tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
         (lambda q: q.limit(-1), "limit"),
         (lambda q: q.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
-        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata has is none until"),
+        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata has is metadata.KEY"),
         (
             lambda q: q.group_by("task").select("count(*) as n", "task").rows(),
             "select: 'task': is in the answer already, as all columns of group_by are",
@@ -382,6 +382,68 @@ def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], s
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
         ask(buffer.query())
     assert len(buffer) == 2
+
+
+METADATA: list[dict[str, Any] | None] = [
+    {"source": "math", "tool": {"error": True, "exit code": 3}, "score": 2, "mixed": 3},
+    {"source": "code", "tool": {"error": False}, "score": 0.5, "mixed": "x", "big": 1 << 63},
+    {"source": None, "tool": 7, "mixed": True, "deep": {"a": {"b": "c"}}},
+    {},
+    None,
+]
+
+
+@pytest.mark.parametrize(
+    ("condition", "ids"),
+    [
+        ("metadata.source = 'math'", [0]),
+        ("metadata.source is null", [2, 3, 4, 5]),
+        ("metadata.source != 'math' or metadata.deep.a.b = 'c'", [1, 2]),
+        ("metadata.tool.error", [0]),
+        ("not metadata.tool.error", [1]),
+        ("metadata.tool.\"exit code\" > 2 and kind = 'agent'", [0]),
+        ("metadata.score >= 0.5", [0, 1]),
+        ("metadata.big > 1", [1]),
+        ("metadata.mixed = '3' or metadata.mixed = 'true'", [0, 2]),
+        ("metadata.nothing > 3", []),
+        ("task = 'metadata.source'", []),
+    ],
+)
+def test_conditions_on_metadata(tmp_path: Path, condition: str, ids: list[int]) -> None:
+    rollouts = [AgentTrajectory(input_ids=torch.arange(3), metadata=given) for given in METADATA]  # type: ignore[arg-type]
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([*rollouts, witness(1)])
+        assert writer.query().where(condition).ids().tolist() == ids  # before the commit
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert reader.query().where(condition).ids().tolist() == ids
+        assert reader.query().where(condition).table().columns == reader.query().table().columns
+        answer = reader.query().sql(f"select trajectory_id from trajectories where {condition}")
+        assert answer["trajectory_id"].to_list() == ids
+        assert reader.query("tokens").where(condition).ids().tolist() == [number for number in ids if number < 5]
+    exported = export_rollouts(tmp_path / "store", tmp_path / "out.jsonl", "jsonl", where=condition)
+    assert exported.rollouts == len([number for number in ids if number < 5])
+    assert prune(tmp_path / "store", condition).trajectories == len(ids)
+
+
+def test_metadata_in_answers_and_what_no_column_can_hold() -> None:
+    buffer = in_memory([AgentTrajectory(input_ids=torch.arange(3), metadata=given or {}) for given in METADATA])
+    query = buffer.query()
+    rows = query.group_by("metadata.source").select("max(metadata.score) as most").order_by("metadata.source").rows()
+    assert rows == [
+        {"metadata.source": "code", "most": 0.5},
+        {"metadata.source": "math", "most": 2.0},
+        {"metadata.source": None, "most": None},
+    ]
+    assert query.sql("select metadata.source, 2 * metadata.score from trajectories limit 1").rows() == [("math", 4.0)]
+    assert query.order_by("metadata.score desc").select("metadata.score").limit(2).rows()[1] == {"metadata.score": 0.5}
+    with pytest.raises(
+        ConfigurationError, match=r"metadata.deep: an object in trajectory 2; .* metadata.deep.KEY: .* a"
+    ):
+        query.where("metadata.deep = 1").ids()
+    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3), task_id="list", metadata={"source": ["a"]})])
+    with pytest.raises(ConfigurationError, match=r"metadata.source: a list in trajectory 5"):
+        query.where("metadata.source = 'a'").ids()
+    assert query.where("task is null and metadata.source = 'math'").ids().tolist() == [0]  # reads these alone
 
 
 def test_the_package_that_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

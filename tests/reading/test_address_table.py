@@ -14,12 +14,11 @@ from tests.interrupting import Tracer
 from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.core.files.partial import PartialMap
-from trajstore.core.reading.address_table import AddressTable, MappedShard
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard, SlotTable
 from trajstore.core.reading.column_interner import ColumnInterner, axes_of
 from trajstore.core.reading.map_limit import MapLimit
 from trajstore.core.reading.plan import HeldRows
 from trajstore.core.reading.running_copies import RunningCopies
-from trajstore.core.reading.slots import UNAVAILABLE, SlotTable
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
 TOLD = Extent(1, 1, 1, 1)

@@ -274,3 +274,93 @@ def test_sequences_beside_retention_are_read_as_they_were_drawn(tmp_path: Path) 
         finally:
             stop.set()
             adding.join()
+
+
+def test_dots_in_keys_need_no_backslash_while_one_column_fits() -> None:
+    """As in LeRobot's keys."""
+    buffer, zeros = TrajectoryReplayBuffer(seed=0), torch.zeros(4, 2, 1)
+    states = torch.arange(8.0).reshape(4, 2, 1)
+    observed = {"observation.state": states, "a.b": zeros, "a": {"b": zeros}, "observation.goal": zeros}
+    buffer.add_trajectories([Trajectory(rewards=zeros, dones=zeros.bool(), curr_obs=observed, next_obs=observed)])
+    batch = buffer.sample(8, columns=["curr_obs.observation.state"], sampler=EpochSampler())
+    assert batch["curr_obs"]["observation.state"].flatten().tolist() == batch.drawn.samples.tolist()
+    with pytest.raises(SchemaMismatchError, match=r"curr_obs\.a\.b\.c; there are"):
+        buffer.sample(1, columns=["curr_obs.a.b.c"])
+    assert torch.equal(buffer.sample(1, columns=["curr_obs.a.b"])["curr_obs"]["a"]["b"], zeros[0, :1])
+    both = Trajectory(rewards=zeros, curr_obs={"a.b": {"c": zeros}, "a": {"b.c": zeros}})
+    other = TrajectoryReplayBuffer(seed=0)
+    other.add_trajectories([both])
+    with pytest.raises(SchemaMismatchError, match=r"curr_obs\.a\.b\.c may be any of curr_obs\.a\\\.b\.c"):
+        other.sample(1, columns=["curr_obs.a.b.c"])
+    names = {"goal": "curr_obs.observation.goal", "achieved": "next_obs.observation.state"}
+    relabelled = sample_hindsight(buffer, 8, share=1, reward=lambda achieved, goal: goal, **names)  # type: ignore[arg-type]
+    assert relabelled["relabelled"].all()
+    assert torch.equal(relabelled["rewards"], relabelled["next_obs"]["observation.goal"])
+
+
+@pytest.mark.parametrize("kind", ["memory", "pt", "pkl", "zarr", "rlinf"])
+def test_spans_end_with_a_rollout_epoch_unless_its_observations_go_on(tmp_path: Path, kind: str) -> None:
+    """Epochs of T / E = 4 steps; some environments go on, some were reset, and no step is done."""
+    generator = torch.Generator().manual_seed(3)
+    buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+    if kind in ("pt", "pkl", "zarr"):
+        buffer = writer_to(tmp_path, trajectory_format=kind, seed=1, sample_window_size=0)
+    after: dict[int, list[int]] = {}
+    ended = 0
+    for at, epochs in enumerate((3, 1, 2, 2)):
+        steps, batch = 4 * epochs, 3
+        code = 1000 * at + torch.arange(steps * batch).reshape(steps, batch, 1)
+        state = torch.rand(steps + 1, batch, 2, generator=generator)
+        following = state[1:].clone()
+        cut = torch.rand(steps, batch, generator=generator) < 0.5
+        cut[[step for step in range(steps) if (step + 1) % 4]] = False
+        following[cut] += 1  # equal in the first number, and else not, as an image may differ in one pixel
+        following[..., 0] = state[1:, :, 0]
+        observed = {"code": code, "states": state[:-1], "deep": {"same": torch.zeros(steps, batch, 1)}}
+        later = {"states": following, "deep": {"same": torch.zeros(steps, batch, 1)}}
+        dones = torch.zeros(steps + epochs, batch, 1, dtype=torch.bool)
+        buffer.add_trajectories(
+            [Trajectory(rewards=code.float(), dones=dones, terminations=dones, curr_obs=observed, next_obs=later)]
+        )
+        for start in range(steps):
+            for b in range(batch):
+                run = []
+                for step in range(start, steps):
+                    run.append(int(code[step, b]))
+                    if cut[step, b]:
+                        break
+                after[run[0]] = run
+                ended += cut[start, b].item() and start + 1 < steps
+    assert 3 < ended < 12, "some go on, and some do not"
+    if kind == "rlinf":
+        buffer.save_checkpoint(str(tmp_path), layout="rlinf")
+        buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+        buffer.load_checkpoint(str(tmp_path))
+    padded = sample_sequences(buffer, len(after), 6, pad=True, sampler=EpochSampler())
+    sums = sample_n_step(buffer, len(after), 6, 1.0, sampler=EpochSampler())
+    for codes, mask in zip(padded["curr_obs"]["code"][..., 0].tolist(), padded["mask"].tolist(), strict=True):
+        assert [code for code, good in zip(codes, mask, strict=True) if good] == after[codes[0]][:6]
+    for code, total, steps in zip(
+        sums["curr_obs"]["code"].flatten().tolist(),
+        sums["rewards"].flatten().tolist(),
+        sums["steps"].tolist(),
+        strict=True,
+    ):
+        assert (total, steps) == (sum(after[code][:6]), len(after[code][:6]))
+    final = sample_hindsight(
+        buffer,
+        len(after),
+        goal="curr_obs.code",
+        achieved="curr_obs.code",
+        reward=lambda achieved, goal: achieved.float(),
+        share=1,
+        strategy="final",
+        sampler=EpochSampler(),
+    )
+    for code, goal in zip(
+        final["rewards"].flatten().tolist(), final["curr_obs"]["code"].flatten().tolist(), strict=True
+    ):
+        assert goal == after[int(code)][-1]
+    none = sample_sequences(buffer, 400, 6, ends=())["curr_obs"]["code"][..., 0]
+    assert all(codes == after[codes[0]][:6] for codes in none.tolist())
+    buffer.close()

@@ -64,6 +64,15 @@ def test_priorities_are_chances_and_importance_weights_correct_them(per: str) ->
     least = min(chance.values())
     expected = [(least / chance[row]) ** beta for row in rows]
     assert drawn.weights.tolist() == pytest.approx(expected, rel=1e-5)
+    sampler.beta = 1.0
+    annealed = sampler.draw(30_000, torch.Generator().manual_seed(1))
+    assert annealed.weights is not None
+    assert sampler.beta == 1.0
+    assert annealed.weights.tolist() == pytest.approx([least / chance[row] for row in rows_of(annealed)], rel=1e-5)
+    with pytest.raises(ConfigurationError, match="beta: -1"):
+        sampler.beta = -1
+    with pytest.raises(ConfigurationError, match="beta: this sampler has no priorities"):
+        WeightedSampler().beta = 0.9
 
 
 def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unknown_ones(

@@ -12,6 +12,7 @@ import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
 from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore.core.buffer.view import View
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.operations.points import go_to
@@ -45,6 +46,25 @@ def kept(path: str | Path) -> tuple[int, list[str]]:
 
 
 AFTER = (1, ["step-1.0", "step-2.0"])
+
+
+def test_files_of_an_abandoned_state_stay_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[int, int] = {}
+    replaced = View.replaced
+
+    def look(view: View) -> None:
+        read.update(keys_of(buffer))
+        replaced(view)
+
+    with make(tmp_path, trajectory_format="pkl", enable_cache=False) as buffer:
+        add(buffer, range(2))
+        buffer.points.save(1)
+        add(buffer, range(2, 4))
+        monkeypatch.setattr(View, "replaced", look)
+        buffer.points.rollback(1, aside=False)
+        assert read == THEN
+        assert keys_of(buffer) == {0: 0, 1: 1}
+        assert len(list(tmp_path.glob("shards/*"))) == 1
 
 
 @pytest.mark.parametrize("since", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,18 @@ import torch
 import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, names_in, state_files
 from tests.stores import flip
-from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore import TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.sampling import EpochSampler
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+)
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
+from trajstore.testing.copies import copy_live
 
 
 @pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])
@@ -140,6 +148,22 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
     assert trajstore.saved_state(tmp_path, 5) == {"step": 5}
 
 
+def test_a_replaced_point_does_not_return_to_the_line_when_its_successor_is_released(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, [0])
+        buffer.points.save(1)
+        add(buffer, [1])
+        buffer.points.rollback(1)  # the head that is left keeps step-1.0
+        buffer.points.save(1)
+        add(buffer, [2])
+        buffer.points.save(2, keep=1)
+        assert [point.name for point in buffer.points.saved] == ["step-2.1"]
+        assert "step-1.0" in [point.name for point in buffer.points.snapshots]
+        with pytest.raises(StoreNotFoundError, match="no saved point of step 1; there are: 2"):
+            buffer.points.rollback(1)
+    assert [point.step for point in saved_points(tmp_path)] == [2]
+
+
 def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(4))
@@ -147,6 +171,9 @@ def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> 
         buffer.clear()
         buffer.compact()
         assert loaded(tmp_path, "step-1") == {number: number for number in range(4)}
+        for store in (buffer, tmp_path):
+            with pytest.raises(TrajectoryUnavailableError, match=r"0 to 1 \(0 to 1: evicted, only in snapshots, which"):
+                annotate(store, [0, 1], {"score": 1})
         buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
         buffer.clear()
@@ -284,3 +311,25 @@ def test_a_point_keeps_its_values_when_other_snapshots_go(tmp_path: Path) -> Non
         buffer.compact()
         buffer.points.go_to("step-2.1")
         assert buffer.get(0).notes["adv"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_line_is_known_without_the_index(tmp_path: Path, saves: bool) -> None:
+    """Its log still begins with the first commit, as after a kill while ``rollback`` deletes the old segments."""
+    path, first = tmp_path / "store", tmp_path / "first"
+    with make(path) as buffer:
+        for step in (1, 2):
+            add(buffer, [step])
+            buffer.points.save(step)
+        shutil.copytree(path / "log", first)
+        buffer.points.rollback(1)
+        add(buffer, [3])
+        if saves:
+            buffer.points.save(2)
+        copy = copy_live(path, tmp_path / "copy")
+    shutil.copytree(first, copy / "log", dirs_exist_ok=True)
+    (copy / "trajectory_index.json").unlink()
+    report = inspect(copy)
+    assert [point["name"] for point in report["saved_points"]] == ["step-1.0", "step-2.1"][: 1 + saves]
+    assert report["other_points"] == ["step-2.0"]
+    assert [head["points"] for head in report["aside"]] == [["step-2.0"]]

@@ -5,23 +5,40 @@ One-hour run: ``TRAJSTORE_SNAPSHOT_EXAMPLES=3000 python -m pytest -m campaign te
 
 from __future__ import annotations
 
+import copy
 import os
-import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.mirroring.stores import level
-from tests.saved_points.stores import moments
 from tests.stateful.machines import long, short
+from tests.stateful.places import Place, Ranks
 from tests.stores import writer_to
-from trajstore import Mirror, TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore import (
+    Mirror,
+    Retention,
+    TrajectoryReplayBuffer,
+    WriterOptions,
+    annotate,
+    roll_back_run,
+    run_points,
+    save_run_point,
+)
 from trajstore.core.formats import FORMATS
+from trajstore.core.store.run_ids import in_run
+from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
+from trajstore.operations.copying import copy_store
+from trajstore.operations.inspect import inspect
+from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import check_trajectory, witness
@@ -42,246 +59,552 @@ class Model:
     """The head and immutable snapshots."""
 
     def __init__(self) -> None:
-        self.head, self.snapshots, self.visit = State(), dict[str, State](), 0
+        self.head, self.snapshots, self.visit, self.line = State(), dict[str, State](), 0, dict[int, str]()
 
     def give(self, number: int, name: str, value: Any) -> None:
         values = self.head.values | {number: self.head.values.get(number, {}) | {name: value}}
         self.head = replace(self.head, values=values)
 
-    def save(self, step: int) -> None:
-        name = f"step-{step}.{self.visit}"
-        self.head = replace(self.head, line=self.head.line | {step: name})
-        self.snapshots[name] = self.head
+    def save(self, step: int, keep: int | None = None) -> None:
+        name, old = f"step-{step}.{self.visit}", self.head.line.get(step)
+        self.head = replace(self.head, line=self.shown(self.head).line | {step: name})
+        self.take(name)
+        self.drop([] if old is None else self.on_no_line([old]))
+        self.drop(list(self.shown(self.head).line.values())[:-keep] if keep else [])
 
-    def go_to(self, name: str, left: str | None) -> None:
+    def take(self, name: str) -> None:
+        self.snapshots[name] = self.head
+        self.snapshots[name] = self.shown(self.head)
+
+    def go_to(self, name: str, left: str | None, aside: bool = True) -> None:
         if left is not None:
-            self.snapshots[left] = self.head
+            self.take(left)
         self.visit += self.shown(self.head) != self.shown(self.snapshots[name])
-        self.head = self.snapshots[name]
+        self.head, self.line = self.snapshots[name], self.snapshots[name].line
+        if not aside:
+            self.drop(self.on_no_line([point for point in self.snapshots if point.startswith("step-")]))
 
     def remove(self, name: str) -> None:
-        del self.snapshots[name]
+        state = self.snapshots.pop(name)
+        if not any(point.endswith(f".{self.visit}") for point in self.snapshots):
+            self.head = replace(self.head, line=self.line)
         if name.startswith("aside-"):
-            lines = [self.head, *(state for key, state in self.snapshots.items() if key.startswith("aside-"))]
-            named = {point for state in lines for point in state.line.values()}
-            self.snapshots = {
-                key: state for key, state in self.snapshots.items() if not key.startswith("step-") or key in named
-            }
+            self.drop(self.on_no_line(list(state.line.values())))
 
-    def shown(self, state: State) -> State:
+    def drop(self, names: list[str]) -> None:
+        self.snapshots = {name: state for name, state in self.snapshots.items() if name not in names}
+
+    def on_no_line(self, points: list[str]) -> list[str]:
+        lines = [self.head, *(state for name, state in self.snapshots.items() if name.startswith("aside-"))]
+        return [point for point in points if not any(point in state.line.values() for state in lines)]
+
+    def shown(self, state: State, line: bool = True) -> State:
         """Return the visible part of a state: values of its trajectories, and points that still exist."""
-        line = {step: name for step, name in sorted(state.line.items()) if name in self.snapshots}
+        points = {step: name for step, name in sorted(state.line.items()) if name in self.snapshots and line}
         values = {number: state.values[number] for number in state.keys if state.values.get(number)}
-        return State(state.keys, values, line)
+        return State(state.keys, values, points)
 
 
-# -- the store under test ----------------------------------------------------------------------------
+# -- a store and its model -----------------------------------------------------------------------------
 
 
-class Snapshots(RuleBasedStateMachine):
-    """``self.buffer`` writes the store that ``self.model`` describes."""
+def seen(buffer: Any) -> State:
+    """Return the trajectories and late values that a buffer shows, after comparing every row."""
+    scores = {row["trajectory_id"]: row.get("score") for row in buffer.query().rows()}
+    keys: dict[int, int] = {}
+    values: dict[int, dict[str, Any]] = {}
+    for number in buffer.trajectory_ids.tolist():
+        trajectory = buffer.get(number)
+        keys[number] = check_trajectory(trajectory)
+        late = {} if scores.get(number) is None else {"score": scores[number]}
+        if (rows := trajectory.notes.get("rows")) is not None:
+            late["rows"] = rows.flatten()[0].item()
+        if late:
+            values[number] = late
+    return State(keys, values)
+
+
+class Twin:
+    """A store, its writer, a follower and its model.
+
+    Args:
+        place: of everything.
+        path: of the store.
+        options: of the writer.
+        mirrored: whether it has a mirror.
+    """
 
     buffer: TrajectoryReplayBuffer
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
-        self.path = self.folder / "store"
-        self.copies = 0
-        self.key = 0
-        self.model = Model()
-
-    @initialize(fmt=st.sampled_from(list(FORMATS)), mirrored=st.sampled_from([False, False, True]))
-    def begin(self, fmt: Any, mirrored: bool) -> None:
-        self.fmt, self.mirror = fmt, str(self.folder / "mirror") if mirrored else None
+    def __init__(self, place: Place, path: str, options: dict[str, Any], mirrored: bool) -> None:
+        self.place, self.path, self.options, self.mirrored = place, path, options, mirrored
+        self.limit = options["retention"].max_trajectories if options.get("retention") else None
+        self.model, self.key = Model(), 0
+        self.held: list[tuple[Any, State]] = []
         self.open()
-        self.add(2)
-        self.reader = TrajectoryReplayBuffer.open(self.path)
+        self.follower = TrajectoryReplayBuffer.open(path)
 
     def open(self) -> None:
-        options = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
+        self.mirror = self.place.new("mirror") if self.mirrored else None
         mirror = None if self.mirror is None else Mirror(self.mirror, interval=0.001)
-        self.buffer = writer_to(self.path, seed=1, trajectory_format=self.fmt, writer=options, mirror=mirror)
+        writer = WriterOptions(commit_interval=0.001, shard_bytes=60_000)
+        self.buffer = writer_to(self.path, seed=1, writer=writer, mirror=mirror, **self.options)
 
-    @rule(count=st.integers(1, 3))
+    def close(self) -> None:
+        self.follower.close()
+        self.buffer.close()
+
+    def continue_at(self, path: str) -> None:
+        """Close the store and continue with a copy."""
+        self.close()
+        self.path = path
+        self.open()
+        self.follower = TrajectoryReplayBuffer.open(path)
+
+    def release(self) -> None:
+        for reader, state in self.held:
+            assert seen(reader) == state
+            reader.close()
+        self.held.clear()
+
+    @property
+    def number(self) -> Any:
+        """Strategy for a live trajectory."""
+        return st.sampled_from(sorted(self.model.head.keys))
+
     def add(self, count: int) -> None:
         keys = range(self.key, self.key + count)
         self.key += count
         ids = self.buffer.add_trajectories([witness(key) for key in keys])
         self.buffer.flush()
-        self.model.head = replace(self.model.head, keys=self.model.head.keys | dict(zip(ids, keys, strict=True)))
+        live = list((self.model.head.keys | dict(zip(ids, keys, strict=True))).items())
+        self.model.head = replace(self.model.head, keys=dict(live[-self.limit :] if self.limit else live))
 
-    @precondition(lambda self: self.model.head.keys)
-    @rule(data=st.data())
-    def evict(self, data: Any) -> None:
-        number = data.draw(st.sampled_from(sorted(self.model.head.keys)))
+    def annotate(self, number: int, how: str, value: int) -> None:
+        if how == "rows":
+            shape = witness(self.model.head.keys[number]).rewards.shape[:2]  # type: ignore[union-attr]
+            annotate(self.buffer, number, {"rows": [torch.full(shape, float(value))]})
+        else:
+            annotate(self.path if how == "outside" else self.buffer, number, {"score": value})
+        self.model.give(number, "rows" if how == "rows" else "score", value)
+
+    def evict(self, number: int) -> None:
         self.buffer.evict([number])
         keys = {other: key for other, key in self.model.head.keys.items() if other != number}
         self.model.head = replace(self.model.head, keys=keys)
 
-    @precondition(lambda self: self.model.head.keys)
-    @rule(data=st.data(), how=st.sampled_from(["number", "outside", "rows"]), value=st.integers(0, 9))
-    def annotate(self, data: Any, how: str, value: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.model.head.keys)))
-        if how == "rows":
-            shape = witness(self.model.head.keys[number]).rewards.shape[:2]  # type: ignore[union-attr]
-            annotate(self.buffer, number, {"rows": [torch.full(shape, float(value))]})
-            self.model.give(number, "rows", value)
-        else:
-            annotate(self.path if how == "outside" else self.buffer, number, {"score": value})
-            self.model.give(number, "score", value)
+    def apply_values(self) -> None:
+        self.buffer.sink.take_in_values()
 
-    @rule()
-    def compact(self) -> None:
-        self.buffer.compact()
-
-    @rule(more=st.integers(0, 1), keep=st.sampled_from([None, None, 2]))
-    def save(self, more: int, keep: int | None) -> None:
-        step = max(self.model.shown(self.model.head).line, default=0) + more
-        before = dict(self.model.head.line)
-        self.buffer.points.save(step, {"step": step}, keep=keep)
-        self.model.save(step)
-        line = list(self.model.shown(self.model.head).line.items())
-        gone = [name for _, name in line[:-keep]] if keep else []
-        asides = [state for name, state in self.model.snapshots.items() if name.startswith("aside-")]
-        old = before.get(step)
-        if old != self.model.head.line[step] and not any(old in state.line.values() for state in asides):
-            gone.append(str(old))
-        for name in gone:
-            self.model.snapshots.pop(name, None)
-
-    @rule(name=st.sampled_from(["one", "two"]))
-    def pin(self, name: str) -> None:
-        self.buffer.points.pin(name)
-        self.model.snapshots[name] = self.model.head
-
-    @precondition(lambda self: self.model.snapshots)
-    @rule(data=st.data())
-    def remove(self, data: Any) -> None:
-        name = data.draw(st.sampled_from(sorted(self.model.snapshots)))
-        self.buffer.points.remove(name)
-        self.model.remove(name)
-
-    @precondition(lambda self: self.model.snapshots)
-    @rule(data=st.data(), crash=st.sampled_from([False, False, True]))
-    def go_to(self, data: Any, crash: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.model.snapshots)))
-        self.look()  # the abandoned state includes pending values
-        if not crash:
-            self.buffer.points.go_to(name)
-            self.went(name)
+    def change(self, operation: Callable[[], Any], update: Callable[[], None], crash: int | None) -> None:
+        """Change store and model; ``crash``: percentage of the changes on disk at which the writer is killed."""
+        self.apply_values()
+        if crash is None:
+            operation()
+            update()
             return
-        with moments(self.path, self.folder / f"moments-{self.copies}") as copies:
-            self.buffer.points.go_to(name)
-        self.buffer.close()
-        self.reader.close()
-        self.take(data.draw(st.sampled_from(copies)))
-        if self.seen(self.buffer) == self.model.shown(self.model.snapshots[name]):
-            self.went(name)
-        self.reader = TrajectoryReplayBuffer.open(self.path)
+        before = copy.deepcopy(self.model)
+        with self.place.moments(self.path) as copies:
+            operation()
+        update()
+        self.crashed(copies[crash * len(copies) // 100], before)
 
-    def went(self, name: str) -> None:
+    def crashed(self, files: dict[str, bytes], before: Model, path: str | None = None) -> None:
+        """Continue with the files of a crash between two states; readers see one of them before a writer opens it."""
+        after, path = self.model, path or self.place.new("store")
+        self.place.write(path, files)
+        report = inspect(path)
+        listed = [f"step-{point['step']}" for point in report["saved_points"]]
+        for name in [*listed, *report["other_points"], *report["pins"], *(head["name"] for head in report["aside"])]:
+            with TrajectoryReplayBuffer.open(path, pin=name) as reader:
+                states = [
+                    model.shown(state, line=False)
+                    for model in (before, after)
+                    for key, state in model.snapshots.items()
+                    if key.partition(".")[0] == name or key == name
+                ]
+                assert seen(reader) in states, name
+        with TrajectoryReplayBuffer.open(path) as reader:
+            assert seen(reader) in [model.shown(model.head, line=False) for model in (before, after)]
+        self.continue_at(path)
+        self.apply_values()
+        names = {snapshot.name for snapshot in self.buffer.points.snapshots}
+        assert before.snapshots.keys() & after.snapshots.keys() <= names, "lost"
+        assert names <= before.snapshots.keys() | after.snapshots.keys()
+        for model in (before, after):
+            model.snapshots = {name: self.state_of(name, before, after) for name in names}
+        shown = self.head()
+        assert shown in (before.shown(before.head), after.shown(after.head))
+        self.model = after if shown == after.shown(after.head) else before
+
+    def state_of(self, name: str, before: Model, after: Model) -> State:
+        """Return which of the two states of a snapshot survived."""
+        states = [model.snapshots[name] for model in (after, before) if name in model.snapshots]
+        with TrajectoryReplayBuffer.open(self.path, pin=name) as reader:
+            shown = seen(reader)
+        return next(state for state in states if before.shown(state, line=False) == shown)
+
+    def head(self) -> State:
+        line = {point.step: point.name for point in self.buffer.points.saved}
+        return replace(seen(self.buffer), line=line)
+
+    def went(self, name: str, aside: bool = True) -> None:
         """Move the model to a snapshot; the store chooses the name for an abandoned state that it keeps."""
         left = {snapshot.name for snapshot in self.buffer.points.snapshots} - self.model.snapshots.keys()
-        assert len(left) <= 1
+        assert len(left) <= aside
         state = self.model.shown(self.model.head)
-        if not left and state != self.model.shown(self.model.snapshots[name]):
+        if aside and not left and state != self.model.shown(self.model.snapshots[name]):
             assert state in map(self.model.shown, self.model.snapshots.values()), "lost what was left"
-        self.model.go_to(name, next(iter(left), None))
+        self.model.go_to(name, next(iter(left), None), aside)
 
-    def take(self, copy: Path) -> None:
-        """Continue with a copy of the directory from the moment of the kill."""
-        shutil.rmtree(self.path)
-        shutil.copytree(copy, self.path)
-        if self.mirror is not None:  # the mirror may be ahead of the copy
-            shutil.rmtree(self.mirror, ignore_errors=True)
-        self.copies += 1
-        self.open()
+    def check(self) -> None:
+        """Compare the head, and the names of the snapshots."""
+        assert {snapshot.name for snapshot in self.buffer.points.snapshots} == self.model.snapshots.keys()
+        self.apply_values()
+        assert self.head() == self.model.shown(self.model.head)
+
+    def check_follower(self) -> None:
+        self.apply_values()
+        self.follower.refresh()
+        assert seen(self.follower) == self.model.shown(self.model.head, line=False)
+
+    def check_snapshots(self, path: str | None = None) -> None:
+        for name, state in self.model.snapshots.items():
+            with TrajectoryReplayBuffer.open(path or self.path, pin=name) as reader:
+                assert seen(reader) == self.model.shown(state, line=False), name
+
+
+# -- one store -----------------------------------------------------------------------------------------
+
+CRASH = st.none() | st.integers(0, 99)
+
+
+class Snapshots(RuleBasedStateMachine):
+    """One store with its snapshots, readers, mirror and copies."""
+
+    twin: Twin
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+
+    @initialize(
+        fmt=st.sampled_from(list(FORMATS)),
+        mirrored=st.sampled_from([False, False, True]),
+        bucket=st.sampled_from([False, False, True]),
+        limit=st.sampled_from([None, None, 4]),
+    )
+    def begin(self, fmt: Any, mirrored: bool, bucket: bool, limit: int | None) -> None:
+        self.place = Place(self.folder, bucket)
+        retention = None if limit is None else Retention(max_trajectories=limit)
+        options = {"trajectory_format": fmt, "retention": retention}
+        self.twin = Twin(self.place, self.place.new("store"), options, mirrored)
+        self.twin.add(2)
+
+    @property
+    def snapshots(self) -> Any:
+        """Strategy for the name of a snapshot."""
+        return st.sampled_from(sorted(self.twin.model.snapshots))
+
+    @rule(count=st.integers(1, 3))
+    def add(self, count: int) -> None:
+        self.twin.add(count)
+
+    @precondition(lambda self: self.twin.model.head.keys)
+    @rule(data=st.data())
+    def evict(self, data: Any) -> None:
+        self.twin.evict(data.draw(self.twin.number))
+
+    @precondition(lambda self: self.twin.model.head.keys)
+    @rule(data=st.data(), how=st.sampled_from(["number", "outside", "rows"]), value=st.integers(0, 9))
+    def annotate(self, data: Any, how: str, value: int) -> None:
+        self.twin.annotate(data.draw(self.twin.number), how, value)
+
+    @rule(name=st.sampled_from(["number", "outside"]))
+    def annotate_evicted(self, name: str) -> None:
+        model = self.twin.model
+        gone = {number for state in model.snapshots.values() for number in state.keys} - model.head.keys.keys()
+        store = self.twin.path if name == "outside" else self.twin.buffer
+        for number in sorted(gone)[:1]:
+            with pytest.raises(TrajectoryUnavailableError, match=rf"\({number}: evicted, only in snapshots"):
+                annotate(store, number, {"score": 5})
+
+    @rule(crash=CRASH)
+    def compact(self, crash: int | None) -> None:
+        self.twin.change(self.twin.buffer.compact, lambda: None, crash)
+
+    @rule(more=st.integers(0, 1), keep=st.sampled_from([None, None, 2]), crash=CRASH)
+    def save(self, more: int, keep: int | None, crash: int | None) -> None:
+        step = max(self.twin.model.shown(self.twin.model.head).line, default=0) + more
+        points = self.twin.buffer.points
+        self.twin.change(
+            lambda: points.save(step, {"step": step}, keep=keep), lambda: self.twin.model.save(step, keep), crash
+        )
+
+    @rule(name=st.sampled_from(["one", "two"]), crash=CRASH)
+    def pin(self, name: str, crash: int | None) -> None:
+        self.twin.change(
+            lambda: self.twin.buffer.points.pin(name),
+            lambda: self.twin.model.take(name),
+            crash,
+        )
+
+    @precondition(lambda self: self.twin.model.snapshots)
+    @rule(data=st.data(), crash=CRASH)
+    def remove(self, data: Any, crash: int | None) -> None:
+        name = data.draw(self.snapshots)
+        self.twin.change(lambda: self.twin.buffer.points.remove(name), lambda: self.twin.model.remove(name), crash)
+
+    @precondition(lambda self: self.twin.model.snapshots)
+    @rule(data=st.data(), crash=CRASH, aside=st.sampled_from([True, True, True, False]))
+    def go_to(self, data: Any, crash: int | None, aside: bool) -> None:
+        name = data.draw(self.snapshots)
+        points = self.twin.buffer.points
+        self.twin.change(lambda: points.go_to(name, aside=aside), lambda: self.twin.went(name, aside), crash)
 
     @rule()
     def kill(self) -> None:
-        self.reader.close()
-        copy = self.folder / f"killed-{self.copies}"
-        shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns("readers", "writer.lock", "*.tmp"))
-        self.buffer.close()
-        self.take(copy)
-        self.reader = TrajectoryReplayBuffer.open(self.path)
+        path = self.place.new("store")
+        with self.place.moments(self.twin.path) as copies:
+            pass
+        self.place.write(path, copies[-1])
+        self.twin.continue_at(path)
 
     @rule()
     def reopen(self) -> None:
-        self.buffer.close()
-        assert verify(self.path).sound
-        self.open()
+        self.twin.buffer.close()
+        report = verify(self.twin.path)
+        assert report.sound, report.problems
+        self.twin.open()
 
-    @rule()
-    def copy(self) -> None:
-        self.buffer.save_checkpoint(self.folder / "copy")
-        with TrajectoryReplayBuffer.open(self.folder / "copy") as reader:
-            assert self.seen(reader, line=False) == replace(self.model.shown(self.model.head), line={})
+    @rule(call=st.booleans())
+    def copy(self, call: bool) -> None:
+        self.twin.apply_values()
+        target = self.place.new("copy")
+        if call:
+            copy_store(self.twin.path, target)
+        else:
+            self.twin.buffer.save_checkpoint(target)
+        with TrajectoryReplayBuffer.open(target) as reader:
+            assert seen(reader) == self.twin.model.shown(self.twin.model.head, line=False)
 
-    @precondition(lambda self: self.mirror is not None)
-    @rule()
-    def restore(self) -> None:
-        self.look()
-        level(self.buffer)
-        target = self.folder / f"restored-{self.copies}"
-        self.copies += 1
-        restore(str(self.mirror), target)
+    @precondition(lambda self: self.twin.mirror is not None)
+    @rule(moves=st.booleans())
+    def restore(self, moves: bool) -> None:
+        self.twin.apply_values()
+        level(self.twin.buffer)
+        target = self.place.new("restored")
+        restore(str(self.twin.mirror), target)
         with writer_to(target, seed=1) as other:
-            assert self.seen(other) == self.model.shown(self.model.head)
-            assert {snapshot.name for snapshot in other.points.snapshots} == self.model.snapshots.keys()
-            self.compare_snapshots(target)
+            assert {snapshot.name for snapshot in other.points.snapshots} == self.twin.model.snapshots.keys()
+            self.twin.check_snapshots(target)
+        if moves:
+            self.twin.continue_at(target)
 
     @rule()
     def refresh(self) -> None:
-        self.look()
-        self.reader.refresh()
-        assert self.seen(self.reader, line=False) == replace(self.model.shown(self.model.head), line={})
+        self.twin.check_follower()
 
-    def look(self) -> None:
-        self.buffer.sink.take_in_values()
+    @precondition(lambda self: self.twin.model.snapshots and len(self.twin.held) < 2)
+    @rule(data=st.data())
+    def hold(self, data: Any) -> None:
+        name = data.draw(self.snapshots)
+        state = self.twin.model.shown(self.twin.model.snapshots[name], line=False)
+        self.twin.held.append((TrajectoryReplayBuffer.open(self.twin.path, pin=name), state))
+
+    @precondition(lambda self: self.twin.held)
+    @rule()
+    def release(self) -> None:
+        self.twin.release()
 
     @rule()
     def compare(self) -> None:
-        self.compare_snapshots(self.path)
-
-    def compare_snapshots(self, path: Path) -> None:
-        for name, state in self.model.snapshots.items():
-            with TrajectoryReplayBuffer.open(path, pin=name) as reader:
-                assert self.seen(reader, line=False) == replace(self.model.shown(state), line={}), name
+        self.twin.check_snapshots()
 
     @invariant()
     def equal(self) -> None:
-        if hasattr(self, "buffer"):
-            assert {snapshot.name for snapshot in self.buffer.points.snapshots} == self.model.snapshots.keys()
-            self.look()
-            assert self.seen(self.buffer) == self.model.shown(self.model.head)
-
-    def seen(self, buffer: TrajectoryReplayBuffer | Any, line: bool = True) -> State:
-        scores = {row["trajectory_id"]: row.get("score") for row in buffer.query().rows()}
-        keys: dict[int, int] = {}
-        values: dict[int, dict[str, Any]] = {}
-        for number in buffer.trajectory_ids.tolist():
-            trajectory = buffer.get(number)
-            keys[number] = check_trajectory(trajectory)
-            late = {} if scores.get(number) is None else {"score": scores[number]}
-            if (rows := trajectory.notes.get("rows")) is not None:
-                late["rows"] = rows.flatten()[0].item()
-            if late:
-                values[number] = late
-        points = {point.step: point.name for point in buffer.points.saved} if line else {}
-        return State(keys, values, points)
+        if hasattr(self, "twin"):
+            self.twin.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "buffer"):
-            self.reader.close()
-            self.buffer.close()
-            self.compare_snapshots(self.path)
-            needed = self.path / "shards"
-            if not self.model.head.keys and not self.model.snapshots:
-                assert list(needed.iterdir()) == []
-        shutil.rmtree(self.folder)
+        if hasattr(self, "twin"):
+            self.twin.release()
+            self.twin.close()
+            self.twin.check_snapshots()
+            if not self.twin.model.head.keys and not self.twin.model.snapshots:
+                assert not [name for name in self.place.files(self.twin.path) if name.startswith("shards/")]
+            self.place.remove()
 
 
-TestSnapshots = short(Snapshots, 12, 25)
-TestLongSnapshots = long(Snapshots, int(os.environ.get("TRAJSTORE_SNAPSHOT_EXAMPLES", "200")))
+# -- several ranks ---------------------------------------------------------------------------------------
+
+
+class Runs(RuleBasedStateMachine):
+    """A run of ranks that save points together, go back together, and die meanwhile."""
+
+    twins: list[Twin]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+
+    @initialize(
+        fmt=st.sampled_from(list(FORMATS)), count=st.integers(2, 3), bucket=st.sampled_from([False, False, True])
+    )
+    def begin(self, fmt: Any, count: int, bucket: bool) -> None:
+        self.place = Place(self.folder, bucket)
+        self.path = self.place.new("run")
+        options = {"trajectory_format": fmt}
+        self.twins = [Twin(self.place, f"{self.path}/rank_{rank}", options, False) for rank in range(count)]
+        for rank in range(count):
+            self.add(rank, 1)
+        self.save(0, None, None)
+
+    @rule(rank=st.integers(0, 2), count=st.integers(1, 2))
+    def add(self, rank: int, count: int) -> None:
+        self.twins[rank % len(self.twins)].add(count)
+
+    @rule(rank=st.integers(0, 2), data=st.data(), how=st.sampled_from(["number", "outside", "rows", "evict"]))
+    def alter(self, rank: int, data: Any, how: str) -> None:
+        twin = self.twins[rank % len(self.twins)]
+        if twin.model.head.keys:
+            number = data.draw(twin.number)
+            twin.evict(number) if how == "evict" else twin.annotate(number, how, data.draw(st.integers(0, 9)))
+
+    def together(
+        self, call: Callable[[Twin], Any], dies: tuple[int, int] | None, crash: int
+    ) -> tuple[list[Any], dict[str, bytes]]:
+        """Call a function on all ranks; return the results, and the files of the dying rank at a moment."""
+        for twin in self.twins:
+            twin.apply_values()
+        rank, number = dies or (0, 0)
+        first = 0
+
+        def met(who: int, meeting: int) -> None:
+            nonlocal first
+            if who == rank and meeting < number:
+                first = len(copies)
+
+        ranks = Ranks(len(self.twins), dies, met)
+        with self.place.moments(self.twins[rank].path) as copies:
+            results = ranks.call(lambda rank: call(self.twins[rank]))
+        possible = copies[min(first, len(copies) - 1) :]
+        return results, possible[crash * len(possible) // 100]
+
+    def restart(self, rank: int, files: dict[str, bytes], before: Model) -> None:
+        """Start the job again after a rank was killed."""
+        self.path = self.place.new("run")
+        for other, twin in enumerate(self.twins):
+            path = f"{self.path}/rank_{other}"
+            if other == rank:
+                twin.crashed(files, before, path)
+            else:
+                twin.close()
+                self.place.write(path, self.place.files(twin.path))
+                twin.continue_at(path)
+
+    @rule(
+        more=st.integers(0, 1),
+        keep=st.sampled_from([None, 1, 2]),
+        kill=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 99)),
+    )
+    def save(self, more: int, keep: int | None, kill: tuple[int, int, int] | None) -> None:
+        """``kill``: rank, number of the meeting before which it dies, and percentage of its changes by then."""
+        steps = [max(twin.model.shown(twin.model.head).line, default=0) for twin in self.twins]
+        step = max(steps) + more
+        dies = None if kill is None else (kill[0] % len(self.twins), kill[1])
+        before = copy.deepcopy(self.twins[dies[0]].model) if dies else None
+        results, files = self.together(
+            lambda twin: save_run_point(twin.buffer, step, {"step": step}, keep=keep), dies, kill[2] if kill else 0
+        )
+        for twin, result in zip(self.twins, results, strict=True):
+            complete = dies is None or dies[1] > 0
+            assert isinstance(result, StoreWriteError) is not complete, result
+            twin.model.save(step, keep if complete else None)
+        if dies and before:
+            if dies[1] > 0:
+                before.save(step)
+            self.restart(dies[0], files, before)
+
+    @rule(
+        data=st.data(),
+        newest=st.booleans(),
+        kill=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 99)),
+    )
+    def roll_back(self, data: Any, newest: bool, kill: tuple[int, int, int] | None) -> None:
+        complete = [step for step, lacking in self.points().items() if not lacking]
+        step = max(complete) if newest else data.draw(st.sampled_from(complete))
+        dies = None if kill is None else (kill[0] % len(self.twins), kill[1])
+        before = copy.deepcopy(self.twins[dies[0]].model) if dies else None
+        results, files = self.together(
+            lambda twin: roll_back_run(twin.buffer, None if newest else step), dies, kill[2] if kill else 0
+        )
+        for twin, result in zip(self.twins, results, strict=True):
+            if dies is None:
+                assert result == (step, {"step": step})
+            else:
+                assert isinstance(result, StoreWriteError), result
+            if dies is None or dies[1] == 2:
+                twin.went(twin.model.head.line[step])
+        if dies and before:
+            self.restart(dies[0], files, before)
+
+    @rule(data=st.data())
+    def go_to(self, data: Any) -> None:
+        """Go to a point without a job."""
+        step = data.draw(st.sampled_from([step for step, lacking in self.points().items() if not lacking]))
+        for twin in self.twins:
+            twin.apply_values()
+            twin.buffer.close()
+        go_to(self.path, step)
+        for twin in self.twins:
+            twin.open()
+            twin.went(twin.model.head.line[step])
+
+    def points(self) -> dict[int, tuple[int, ...]]:
+        """Return the steps of the run's points, and the ranks that lack each."""
+        lines = [twin.model.shown(twin.model.head).line for twin in self.twins]
+        steps = sorted({step for line in lines for step in line})
+        return {step: tuple(rank for rank, line in enumerate(lines) if step not in line) for step in steps}
+
+    def seen_in_run(self, states: list[State]) -> State:
+        """Return the states of the ranks as one with the run's ids."""
+        keys: dict[int, int] = {}
+        values: dict[int, dict[str, Any]] = {}
+        for rank, state in enumerate(states):
+            numbers = {number: int(in_run(rank, np.array([number]))[0]) for number in state.keys}
+            keys |= {numbers[number]: key for number, key in state.keys.items()}
+            values |= {numbers[number]: late for number, late in state.values.items()}
+        return State(keys, values)
+
+    @rule()
+    def read(self) -> None:
+        for step, lacking in self.points().items():
+            if not lacking:
+                models = [twin.model for twin in self.twins]
+                states = [model.shown(model.snapshots[model.head.line[step]], line=False) for model in models]
+                with TrajectoryReplayBuffer.open(self.path, pin=f"step-{step}") as reader:
+                    assert seen(reader) == self.seen_in_run(states)
+        for twin in self.twins:
+            twin.check_follower()
+            twin.check_snapshots()
+
+    @invariant()
+    def equal(self) -> None:
+        if hasattr(self, "twins"):
+            for twin in self.twins:
+                twin.check()
+            assert {point.step: point.lacking for point in run_points(self.path)} == self.points()
+
+    def teardown(self) -> None:
+        if hasattr(self, "twins"):
+            for twin in self.twins:
+                twin.close()
+            self.place.remove()
+
+
+EXAMPLES = int(os.environ.get("TRAJSTORE_SNAPSHOT_EXAMPLES", "200"))
+TestSnapshots = short(Snapshots, 8, 20)
+TestLongSnapshots = long(Snapshots, EXAMPLES)
+TestRuns = short(Runs, 3, 12)
+TestLongRuns = long(Runs, EXAMPLES // 3)

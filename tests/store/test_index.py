@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.schema import Extent
+from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.entry_checks import in_blocks, shape_faults
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.core.store.index_file import index_from_json, index_to_json
-from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore.core.store.row_location import RowLocation
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError

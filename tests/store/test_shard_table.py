@@ -80,12 +80,12 @@ def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_ro
         assert table.schemas == [STEP, AGENT]
         assert table.schema_numbers().tolist() == [0, 1, 0, 0]
         assert table.of_steps().tolist() == [True, False, True, True]
-        assert (table.schema_number(AGENT), table.number_of_schema(AGENT)) == (1, 1)
+        assert (table.next_number_of(AGENT, {}), table.number_of_schema(AGENT)) == (1, 1)
         assert table.nbytes().tolist() == [1003, 1004, 1008, 1020]
         assert table.row_bytes().tolist() == [6 * 8 + 8, 9 * 8, 6 * 8 + 8, 8 + 3]
         assert table.rows_on([Axis.SAMPLES]).tolist() == [6, 9, 6, 1]
         assert table.rows_on([Axis.FIRST_EXTRA, Axis.LAST_EXTRA]).tolist() == [8, none, 8, 3]
-    assert ShardTable().schema_number(AGENT) is None
+    assert ShardTable().next_number_of(AGENT, {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,8 @@ def test_a_file_outside_the_directory_is_refused() -> None:
         {"ids": "5-6"},
         {"extents": [[2, 1, 1, 0], [3, 2, 1, 0]]},
         {"extents": [[2, 1, 1, 0], [1 << 62, 4, 1, 0]]},
+        {"valid": [2]},
+        {"valid": "ab"},
     ],
 )
 def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None:

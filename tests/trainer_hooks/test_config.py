@@ -139,6 +139,42 @@ def test_k_must_be_below_n_rollout() -> None:
         ExperienceReplayConfig(offpolicy_trajectories_per_task=4).pool_rules(4)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"experience_lbound": 3},
+            "experience_lbound: 3, experience_rbound: 8 .* 1 to 3 successes out of n_rollout = 4",
+        ),
+        ({"experience_rbound": 1}, "experience_lbound: 0, experience_rbound: 1 "),
+        ({"replay_difficulty": 4}, "replay_difficulty: 4, must be below n_rollout = 4"),
+        (
+            {"offpolicy_trajectories_per_task": 3, "group_offpolicy": "separate"},
+            "separate, .*_per_task = 3 of n_rollout",
+        ),
+        ({"offpolicy_trajectories_per_task": 3, "max_trajectories_per_task": 2}, "3, .* max_trajectories_per_task = 2"),
+        ({"max_policy_age": 0}, "max_policy_age: 0, but a history is at least 1 step old"),
+        ({"min_reward": 1.5}, "min_reward: 1.5, with success_threshold = 1 "),
+        ({"enable": True, "replay_start_ratio": 1}, "replay_start_ratio: 1, .* enable: false"),
+    ],
+)
+def test_options_under_which_nothing_could_be_replayed_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ExperienceReplayConfig.from_mapping(values, n_rollout=4)
+    accepted = {
+        "experience_lbound": 2,
+        "replay_difficulty": 3,
+        "offpolicy_trajectories_per_task": 2,
+        "group_offpolicy": "separate",
+        "max_policy_age": 1,
+        "enable": True,
+        "replay_start_ratio": 0.99,
+    }
+    assert ExperienceReplayConfig.from_mapping(accepted, n_rollout=4)
+    outcomes_above_1 = {"min_reward": 8, "success_threshold": 6}
+    assert ExperienceReplayConfig.from_mapping(outcomes_above_1, n_rollout=4).min_reward == 8
+
+
 def test_all_problems_are_told_at_once() -> None:
     alone = {"exp_ratio": 2, "experience_lbound": "9", "sede": 1, "enable": None}
     beside_others = {"off_cliprange_high": 2.0, "clip_off_policy": False, "pool_save_freq": 1}

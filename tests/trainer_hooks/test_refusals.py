@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainer_hooks.replay.state import PoolState
 
 from tests.experience.test_refusals import ALL_REFUSED, MALFORMED, rollout
 from tests.reference.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
@@ -25,6 +24,7 @@ from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.notices import why_nothing
 from trainer_hooks.replay.prompts import prompt_of, prompt_of_row
+from trainer_hooks.replay.state import PoolState
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -158,17 +158,69 @@ def asked(first: int, name: str, outcome: float = 1.0) -> AgentTrajectory:
     )
 
 
-def test_histories_of_another_prompt_are_left_out_of_the_batch_and_drawn_no_more() -> None:
-    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, exp_ratio=1.0)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_histories_of_another_prompt_are_counted_replaced_and_drawn_no_more(replaced: bool) -> None:
+    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, exp_ratio=1.0, exp_select_mode="random")
     with ReplayHook(config, n_rollout=3, get_task=str) as hook:
         made = [asked(7, "old"), asked(7, "failed", 0.0), asked(7, "failed too", 0.0)]
         assert hook.admit(made) == {"experience_replay/refused_share": 0.0}
         plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
         assert [len(item.histories) for item in plan] == [1]
-        rows = hook.batch_rows(plan, [asked(8, "x"), asked(8, "y", 0.0)])
-        assert [row.is_experience_replay for row in rows] == [False, False], "the row asks something else by now"
-        assert not hook.tasks_chosen(["a"], 0.5, 2).experience
+        fresh = [asked(8, "x"), asked(8, "y", 0.0)]
+        more = hook.replacements(plan, fresh)
+        assert more == [PlannedTask("a", 1, ())]
+        if replaced:
+            fresh.append(asked(8, "third"))
+        rows = hook.batch_rows(plan, fresh)
+        assert [row.trajectory.rollout_id for row in rows] == [one.rollout_id for one in fresh]
+        assert not any(row.is_experience_replay for row in rows), "the row asks something else by now"
+        batch = build_batch(rows, pad_token_id=0)
+        log_probs = torch.full(batch.tensors["responses"].shape, -0.5)
+        figures = hook.step_done(batch, fresh, log_probs, log_probs)
+        assert figures["experience_replay/histories_refused/other_prompt"] == 1.0
+        assert figures["experience_replay/histories_refused/unreadable"] == 0.0
+        assert hook.manager.difficulty2task_dict == {2: ["a"]}
+        plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 2))
+        assert [history.rollout_id for history in plan[0].histories] in (["x"], ["third"])
         assert [item.task_id for item in hook.manager.of_other_rows()] == ["a"]
+
+
+TASK_PROMPTS: dict[str, Callable[[str], Any] | None] = {
+    "of the task alone": lambda task: [{"role": "user", "content": task}],
+    "empty": lambda task: [],
+    "of the rollouts, which vary": None,
+}
+
+
+@pytest.mark.parametrize("case", TASK_PROMPTS)
+def test_an_agent_whose_prompt_has_a_clock_replays(case: str) -> None:
+    """Without ``task_prompt``, two rollouts of this run show that a task's prompt varies."""
+    config = ExperienceReplayConfig(
+        enable=True, replay_start_ratio=0.0, exp_ratio=1.0, figures="all", max_trajectories_per_task=2
+    )
+    with ReplayHook(config, n_rollout=3, get_task=str, task_prompt=TASK_PROMPTS[case]) as hook:
+        for step in range(1, 6):
+            plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, step))
+            (planned,) = plan
+            observed = {"role": "user", "content": f"It is {step} o'clock."}
+            fresh = [
+                dataclasses.replace(
+                    asked(10 + step, "x" * (10 * step + number), float(number == 0)),
+                    messages=[{"role": "user", "content": "a"}, observed, ANSWER],
+                )
+                for number in range(planned.fresh_rollouts)
+            ]
+            assert hook.replacements(plan, fresh) == []
+            rows = hook.batch_rows(plan, fresh)
+            assert len(rows) == 3
+            assert [row.is_experience_replay for row in rows].count(True) == (step > 1)
+            batch = build_batch(rows, pad_token_id=0)
+            log_probs = torch.full(batch.tensors["responses"].shape, -0.5)
+            figures = hook.step_done(batch, fresh, log_probs, log_probs + 1.0 / step)
+            assert figures["experience_replay/other_prompts"] == 0.0
+            assert figures["experience_replay/histories_refused/other_prompt"] == 0.0
+        held = {len(one.rollout_id) for one in hook.manager.task2trajectories["a"]}
+        assert held == {40, 50}, "the lowest entropies, as for any task"
 
 
 PROMPT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2?"}]

@@ -19,7 +19,7 @@ from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.reading.contents import Contents
-from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.additions import NewEntries
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.core.writing.queue import WriteQueue
 from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
@@ -36,7 +36,7 @@ STEPS = [
     "trajstore.core.reading.contents.Contents._trim",
     "trajstore.core.writing.queue.WriteQueue.submit",
     "trajstore.core.buffer.sink.copied",
-    "trajstore.core.store.new_entries.columns_of",
+    "trajstore.core.store.additions.columns_of",
 ]
 
 
@@ -192,7 +192,7 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
 EXIT = """
 import sys, threading
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.additions import NewEntries
 from trajstore.testing.witness import witness
 path, how = sys.argv[1:]
 kinds = {"pt": {}, "pkl": {}, "zarr": {}}

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.flat import FlatTrajectory, copied
 from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.owned import copied
 from trajstore.core.columns.schema import Schema
-from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.additions import NewEntries
 from trajstore.core.store.packing import StringTable
 from trajstore.core.writing.groups import Batch, Group, Run, random_uuids
 from trajstore.core.writing.options import WriterOptions

@@ -30,8 +30,8 @@ from trajstore.core.files.opening import open_directory
 from trajstore.core.formats import get_format
 from trajstore.core.formats.base import ShardContent, ShardManifest
 from trajstore.core.formats.checksums import manifest_of
+from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.core.store.shard_table import shard_name

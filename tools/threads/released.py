@@ -19,8 +19,7 @@ import torch
 
 from trajstore.core.columns.memory import Arena, Lease
 from trajstore.core.files.filemap import FileMap
-from trajstore.core.reading.address_table import AddressTable, MappedShard, Rows
-from trajstore.core.reading.slots import SlotTable
+from trajstore.core.reading.address_table import AddressTable, MappedShard, Rows, SlotTable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap

@@ -47,7 +47,7 @@ def _run(options: Namespace, out: Output) -> int:
     settings = DemoSettings(
         path=path, updates=options.updates, seconds=options.seconds, seed=options.seed, sampler=options.sampler
     )
-    with ProgressBar("training", sys.stderr) as bar:
+    with ProgressBar("training", sys.stderr, lines=60) as bar:
 
         def say(text: str) -> None:
             bar.wipe()

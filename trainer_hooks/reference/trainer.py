@@ -155,6 +155,7 @@ class ReferenceTrainer(Closing):
         mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
         plan = self.hook.before_rollout(mixed)
         fresh = self._roll_out(plan, step)
+        fresh += self._roll_out(self.hook.replacements(plan, fresh), step, len(fresh))
         rows = self.hook.batch_rows(plan, fresh)
         batch = self._batch(rows)
 
@@ -258,9 +259,13 @@ class ReferenceTrainer(Closing):
         del self._waiting[: self.config.tasks_per_step]
         return [self._tasks[name] for name in chosen]
 
-    def _roll_out(self, plan: Sequence[PlannedTask[TextTask]], step: int) -> list[AgentTrajectory]:
+    def _roll_out(
+        self, plan: Sequence[PlannedTask[TextTask]], step: int, first_number: int = 0
+    ) -> list[AgentTrajectory]:
+        if not plan:
+            return []
         done = self._guided(plan, "sample", self._tokens)
-        for number, trajectory in enumerate(done):
+        for number, trajectory in enumerate(done, first_number):
             trajectory.rollout_id = f"{step}-{number}"
             trajectory.policy_version = step
         return done if self.config.rows == "rollout" else [turns_as_rows(one) for one in done]

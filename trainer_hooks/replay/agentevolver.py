@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer_hooks.replay.conversation import TokenRow, with_rows
+from trainer_hooks.replay.entry import llm_mask
+from trainer_hooks.replay.rows import ROWS, over_rows
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ _COLUMNS = {
     "response_mask": torch.int64,
     "rollout_log_probs": torch.float32,
 }
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {"entropy": float, "policy_version": int}
 
 
 class ForeignObject:
@@ -81,11 +85,7 @@ def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]
     fields = foreign.fields
     metadata = dict(fields.get("metadata") or {})
     reward = fields.get("reward")
-    columns: dict[str, Any] = {
-        name: torch.as_tensor(metadata.pop(name), dtype=dtype)
-        for name, dtype in _COLUMNS.items()
-        if metadata.get(name) is not None
-    }
+    values = _taken_from(metadata, (*_COLUMNS, *_SCALARS))
     stated_task = metadata.pop("task_id", fields.get("task_id"))
     return AgentTrajectory(
         messages=messages,
@@ -95,11 +95,43 @@ def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]
         rollout_id=str(fields.get("rollout_id", "")),
         query=str(fields.get("query", "")),
         is_terminated=fields.get("is_terminated"),
-        entropy=_optional(float, metadata.pop("entropy", None)),
-        policy_version=_optional(int, metadata.pop("policy_version", None)),
         metadata=metadata,
-        **columns,
+        **values,
     )
+
+
+def with_fields_of_metadata(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a trajectory with the values that AgentEvolver keeps in ``metadata`` in the fields of the same names.
+
+    A field that has a value keeps it. Log-probs and entropies may be of the model's tokens only (``over_rows``).
+    Values of a wrong kind stay in ``metadata``; the trajectory is refused for what it lacks.
+    """
+    absent = [name for name in (*_COLUMNS, *_SCALARS) if getattr(trajectory, name) is None]
+    if not any(trajectory.metadata.get(name) is not None for name in absent):
+        return trajectory
+    metadata = dict(trajectory.metadata)
+    try:
+        made = dataclasses.replace(trajectory, **_taken_from(metadata, absent), metadata=metadata)
+    except (TypeError, ValueError, RuntimeError):  # as raised by torch and by Python's conversions
+        return trajectory
+    mask = llm_mask(made)
+    if mask is None or ROWS in metadata:
+        return made
+    for name in absent:
+        column = getattr(made, name)
+        if name in ("old_log_probs", "rollout_log_probs", "entropys") and column is not None:
+            setattr(made, name, (over_rows(column, [mask.long()]) or [column])[0])
+    return made
+
+
+def _taken_from(metadata: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Remove values from ``metadata``; return them as fields of a trajectory."""
+    values: dict[str, Any] = {}
+    for name in names:
+        value = metadata.pop(name, None)
+        if value is not None:
+            values[name] = torch.as_tensor(value, dtype=_COLUMNS[name]) if name in _COLUMNS else _SCALARS[name](value)
+    return values
 
 
 def _rows(fields: Mapping[str, Any]) -> list[TokenRow]:
@@ -152,7 +184,3 @@ def _reward(values: Mapping[str, Any]) -> Reward:
     return Reward(
         **{name: values[name] for name in ("outcome", "success_rate", "description", "metadata") if name in values}
     )
-
-
-def _optional(kind: type, value: Any) -> Any:
-    return None if value is None else kind(value)

@@ -8,15 +8,15 @@ A chat template makes the text and a tokenizer the tokens; a :class:`ChatTemplat
 
 ``loss_mask`` is 1 on the model's text and the token that ends its turn, and 0 on the template's own text: the header
 before the turn, the line break after it. A message's tokens are located by comparing prefixes: the tokens of the first
-n messages must be a prefix of the tokens of all. Templates that change earlier messages when later ones come raise an
-error.
+n messages must be a prefix of the tokens of all. Templates that change earlier messages when later ones come, or that
+leave out a part of a message, such as its tool calls, raise an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,6 +30,9 @@ from trajstore.trajectory import AgentTrajectory
 Context = Literal["linear", "linear_think"]
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message with more of the model's text."""
 
 _RECORDED = ("old_log_probs", "rollout_log_probs", "entropys")
 
@@ -134,7 +137,7 @@ def rows_of_messages(
     Raises:
         ConfigurationError: the context is unknown.
         InvalidTrajectoryError: no message is the model's, a content is not a string, or the template changes earlier
-            messages; names the message.
+            messages or leaves out a part of one; names the message.
     """
     for number, message in enumerate(messages):
         if not isinstance(message.get("content"), str):
@@ -273,7 +276,48 @@ def _row(messages: Sequence[Message], trained: Sequence[int], template: ChatTemp
         start = min(start, before)
         stop = template.end_of_turn(ids, header, end)
         mask[header:stop] = [1] * (stop - header)
+    _check_printed(messages, trained, template)
     return TokenRow(ids, mask, start)
+
+
+def _check_printed(messages: Sequence[Message], trained: Sequence[int], template: ChatTemplate) -> None:
+    """Refuse messages with a part that does not change the text.
+
+    Raises:
+        InvalidTrajectoryError: there is one; names it.
+    """
+    text = template.render(messages, False)
+    for number, message in enumerate(messages):
+        for part, without in _parts(message):
+            if part == "content" and number not in trained and message["content"].strip() in text:
+                continue
+            try:
+                other = template.render([*messages[:number], without, *messages[number + 1 :]], False)
+            except InvalidTrajectoryError:
+                continue  # the template requires this part, so it uses it
+            if other == text:
+                raise InvalidTrajectoryError(
+                    f"messages[{number}].{part}: the chat template leaves it out, so the model would learn to leave it"
+                    " out too; use a template that prints it, or remove it from the message"
+                )
+
+
+def _parts(message: Message) -> Iterator[tuple[str, Message]]:
+    """Yield the name of each part of a message's text, and the message without it."""
+    content = message["content"]
+    if content.strip():
+        yield "content", {**message, "content": ""}
+    if has_thoughts(message):
+        yield "content (<think>)", {**message, "content": _THOUGHT.sub("", content)}
+    for name in _BESIDE_CONTENT:
+        value = message.get(name)
+        if isinstance(value, list):
+            for place in range(len(value)):
+                others = value[:place] + value[place + 1 :]
+                rest = {key: held for key, held in message.items() if key != name}
+                yield f"{name}[{place}]", {**rest, name: others} if others else rest
+        elif value:
+            yield name, {key: held for key, held in message.items() if key != name}
 
 
 def _prefix(messages: Sequence[Message], count: int, ask: bool, ids: Sequence[int], template: ChatTemplate) -> int:

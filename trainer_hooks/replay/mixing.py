@@ -263,7 +263,7 @@ class ExperienceMixCollateFn(Generic[Task]):
                 "experience pool: %d histories, of task %s, answer another prompt than the training data's row of their"
                 " task: they are not replayed, and counted as experience_replay/other_prompts. Data that were shuffled"
                 " or filtered anew give other rows the same names: name tasks by what they ask, or give the run a pool"
-                " of its own",
+                " of its own. If prompts have a clock or a first observation, return an empty one (task_prompt)",
                 len(others),
                 listed(dict.fromkeys(repr(entry.task_id) for entry in others), 3),
             )

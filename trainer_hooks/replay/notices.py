@@ -10,14 +10,27 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from trainer_hooks.replay.buckets import bucket_probabilities
-from trainer_hooks.replay.entry import PoolEntry, Refusal, problem_of
+from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry, problem_of
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER
 from trainer_hooks.replay.rules import PoolRules
-from trainer_hooks.replay.selection import has_known_age
+from trainer_hooks.replay.selection import has_known_age, outcome_refusal
 from trainer_hooks.replay.state import PoolState
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
+
+
+_REASONS = {
+    Refusal.NO_LLM_TOKEN: "none of its tokens is the model's",
+    Refusal.NO_RESPONSE_MASK: "neither loss_mask with response_start nor response_mask marks the model's tokens",
+    Refusal.LOG_PROBS_MISMATCH: "old_log_probs are absent, not finite, or not one for each token of the response",
+    Refusal.NO_TOKENS: f"it has no token ids; {NEEDS_TOKENIZER}",
+    Refusal.LOG_PROBS_ABOVE_ZERO: "a recorded log-prob is above 0",
+    Refusal.NO_OUTCOME: "its reward has no outcome",
+    Refusal.OUTCOME_NOT_FINITE: "its outcome is NaN or infinite",
+    Refusal.NO_ENTROPY: "it has neither log-probs nor a finite entropy",
+}
+"""Without ``malformed``, which names the field, and without those that are no fault of the rollout."""
 
 
 class PoolNotices:
@@ -61,6 +74,29 @@ class PoolNotices:
                     rollout.task_id,
                     problem,
                 )
+
+    def refused(self, refused: Mapping[str, int], among: Sequence[AgentTrajectory]) -> None:
+        """Warn of refused rollouts, each reason once.
+
+        Args:
+            refused: number of refused rollouts by reason.
+            among: the rollouts; the first refused one is named.
+        """
+        for reason, text in _REASONS.items():
+            if not refused.get(reason.value) or not self._first(reason.value):
+                continue
+            first = next(
+                (rollout for rollout in among if reason in (outcome_refusal(rollout), new_entry(rollout, 0))), None
+            )
+            logger.warning(
+                "experience pool: %d rollouts are refused as %s, and so will be others like them, which refused/%s"
+                " counts: %s%s",
+                refused[reason.value],
+                reason.value,
+                reason.value,
+                text,
+                "" if first is None else f" (rollout {first.rollout_id!r} of task {first.task_id!r})",
+            )
 
     def _first(self, what: str) -> bool:
         """Return whether this warning is new, and mark it as given."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trainer_hooks.replay import persistence
+from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
 from trainer_hooks.replay.entry import (
@@ -174,6 +175,7 @@ class ExperienceManager:
             if asked is not None:
                 raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
             asked = {trajectory.task_id: n_rollout for trajectory in trajectories}
+        trajectories = list(map(with_fields_of_metadata, trajectories))
         means: list[float | None] | None = None
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
@@ -258,7 +260,7 @@ class ExperienceManager:
         fingerprint = check_trajectories(trajectories, self._state.fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         marked = [with_reward_fingerprint(trajectory, self.reward_fingerprint) for trajectory in trajectories]
-        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked)
+        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked, rows=self._state.rows)
         self._ledger.add(plan)
         self._refuse(plan.refused, trajectories)
         self._state.fingerprint = fingerprint
@@ -514,6 +516,10 @@ class ExperienceManager:
     def tell_prompt(self, task_id: str, prompt: Prompt) -> None:
         """Set the prompt of a task's row, if no other source provides it."""
         self._state.rows.tell(task_id, prompt)
+
+    def answers(self, task_id: str, prompt: Prompt) -> bool:
+        """Return whether a history with this prompt may be replayed for a task."""
+        return not self._state.rows.differs(task_id, prompt)
 
     def of_other_rows(self) -> list[PoolEntry]:
         """Return the entries that answer another prompt than their task's row, and are never drawn."""
@@ -798,8 +804,9 @@ class ExperienceManager:
         return [entries[place] for place in order]
 
     def _refuse(self, refused: Counter[str], among: Sequence[AgentTrajectory]) -> None:
-        """Count refused trajectories, and log the problems of malformed ones."""
+        """Count refused trajectories, and log each reason once."""
         self.refused.update(refused)
+        self._notices.refused(refused, among)
         if refused[Refusal.MALFORMED.value]:
             self._notices.malformed(among)
 
@@ -811,7 +818,11 @@ class ExperienceManager:
         }
 
     def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
-        """Return trajectories with tokens made of their messages where possible; log a summary."""
+        """Return trajectories with tokens made of their messages where possible; log a summary.
+
+        Values that AgentEvolver keeps in ``metadata`` become fields.
+        """
+        trajectories = list(map(with_fields_of_metadata, trajectories))
         if self._tokenizer is None or all(trajectory.input_ids is not None for trajectory in trajectories):
             return trajectories
         result = tokenized(trajectories, self._tokenizer)

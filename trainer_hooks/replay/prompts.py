@@ -7,6 +7,7 @@ by prompt: by the token ids before the model's first token if both have ids, els
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 from trajstore.core.columns.document import encode_document
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 12
 
@@ -30,16 +33,19 @@ class Prompt:
         tokens: digest of the token ids; ``None`` = unknown.
         messages: digests of the messages. A history may have several possible prompts, one before each turn of an
             assistant, since examples in a prompt look like turns. Empty = unknown.
+        beginnings: digests of all other beginnings of a history's messages. A row of the data may be shorter than the
+            prompt, to which the agent adds a first observation.
     """
 
     tokens: bytes | None = None
     messages: frozenset[bytes] = frozenset()
+    beginnings: frozenset[bytes] = frozenset()
 
     def differs(self, row: Prompt) -> bool:
         """Return whether a history with this prompt belongs to another row; False if nothing can be compared."""
         if self.tokens is not None and row.tokens is not None:
             return self.tokens != row.tokens
-        return bool(self.messages and row.messages) and self.messages.isdisjoint(row.messages)
+        return bool(self.messages and row.messages) and row.messages.isdisjoint(self.messages | self.beginnings)
 
 
 UNKNOWN_PROMPT = Prompt()
@@ -69,7 +75,10 @@ def prompt_of(trajectory: AgentTrajectory) -> Prompt:
         messages, tokens = _without(messages, shown.get("insertions", ())), None
     by_model = [message.get("role") == "assistant" or message.get("author") == "llm" for message in messages]
     ends = {place for place, flag in enumerate(by_model) if flag} | {len(messages)}
-    return Prompt(tokens, frozenset(_beginnings(messages, ends)) if messages else frozenset())
+    if not messages:
+        return Prompt(tokens)
+    others = set(range(1, len(messages))) - ends
+    return Prompt(tokens, frozenset(_beginnings(messages, ends)), frozenset(_beginnings(messages, others)))
 
 
 class RowPrompts:
@@ -89,19 +98,44 @@ class RowPrompts:
         self._get_task = get_task
         self._row_of = row_of
         self._known: dict[str, Prompt | None] = {}
+        """Prompt by task; ``None`` = nothing to compare."""
+        self._warned = False
 
     def tell(self, task: str, prompt: Prompt) -> None:
-        """Set the prompt of a task's row, if the data do not provide it."""
-        if self._row_of is None:
-            self._known[task] = prompt
+        """Set the prompt of a task's row from a rollout of this run, if the data do not provide it.
+
+        A task whose rollouts have different prompts, such as a clock or a first observation, is not compared.
+        """
+        if self._row_of is not None:
+            return
+        known = self._known.setdefault(task, prompt)
+        if known is None or not prompt.differs(known):
+            return
+        self._known[task] = None
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "experience pool: rollouts of task %r have different prompts (a clock, a first observation?), so its"
+                " histories are replayed without comparing prompts, and so are those of other such tasks;"
+                " ReplayHook(task_prompt=...) gives the prompts to compare",
+                task,
+            )
 
     def differs(self, task: str, prompt: Prompt) -> bool:
         """Return whether a history's prompt differs from that of its task's row."""
+        row = self._row(task)
+        return row is not None and prompt.differs(row)
+
+    def is_other(self, task: str, prompt: Prompt, newest: Prompt) -> bool:
+        """As :meth:`differs`; a task whose row is unknown has the prompt of its newest rollout."""
+        row = self._row(task)
+        return prompt.differs(newest if task not in self._known else row or UNKNOWN_PROMPT)
+
+    def _row(self, task: str) -> Prompt | None:
         if task not in self._known and self._row_of is not None:
             known_task = self._get_task(task)
             self._known[task] = None if known_task is None else prompt_of_row(self._row_of(known_task))
-        row = self._known.get(task)
-        return row is not None and prompt.differs(row)
+        return self._known.get(task)
 
 
 def _tokens(trajectory: AgentTrajectory) -> bytes | None:
@@ -134,7 +168,7 @@ def _of_ids(ids: torch.Tensor) -> bytes:
 def _beginnings(messages: Sequence[Message], ends: set[int]) -> Iterator[bytes]:
     """Yield, for each n of ``ends``, the digest of roles and contents of the first n messages."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for number in range(max(ends) + 1):
+    for number in range(max(ends, default=-1) + 1):
         if number in ends:
             yield digest.digest()
         if number < len(messages):

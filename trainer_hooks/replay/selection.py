@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer_hooks.replay.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_entropy, refusal_of
 from trainer_hooks.replay.outcomes import TaskOutcome, is_replayed, is_success, outcome_of
+from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.wellformed import as_recorded, field_problem
 from trajstore.trajectory import AgentTrajectory
@@ -171,7 +172,7 @@ def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
 
 
 def admit(
-    entries: Sequence[PoolEntry], new: PoolEntry, rules: PoolRules
+    entries: Sequence[PoolEntry], new: PoolEntry, rules: PoolRules, rows: RowPrompts | None = None
 ) -> tuple[tuple[PoolEntry, ...], PoolEntry | None] | Refusal:
     """Add an entry to those of its task.
 
@@ -191,7 +192,10 @@ def admit(
         return (*(entry for entry in entries if entry is not same), new), same  # the same tokens, now with log-probs
     if len(entries) < rules.max_trajectories_per_task:
         return (*entries, new), None
-    others = [] if new.is_demonstration else [entry for entry in entries if entry.prompt.differs(new.prompt)]
+    others: list[PoolEntry] = []
+    if not new.is_demonstration:
+        prompts = RowPrompts() if rows is None else rows
+        others = [entry for entry in entries if prompts.is_other(new.task_id, entry.prompt, new.prompt)]
     worst = max(others or entries, key=lambda entry: _place(entry, rules))  # the oldest among equals
     by_entropy = rules.exp_select_mode in ("argmin", "argmax")
     better = _place(new, rules) < _place(worst, rules) or (
@@ -247,6 +251,7 @@ def plan_admissions(
     rules: PoolRules,
     *,
     are_checked: bool = False,
+    rows: RowPrompts | None = None,
 ) -> AdmissionPlan:
     """Return the effect of adding ``trajectories``, in this order, to a pool that holds ``held``.
 
@@ -255,6 +260,7 @@ def plan_admissions(
         trajectories: the candidates.
         rules: the pool's.
         are_checked: whether :func:`rollouts_to_keep` returned them, without given ``entropies``.
+        rows: prompts of the training data's rows; ``None`` = unknown.
     """
     entries: dict[str, tuple[PoolEntry, ...]] = {}
     accepted: dict[int, AgentTrajectory] = {}
@@ -267,7 +273,7 @@ def plan_admissions(
             refused[entry.value] += 1
             continue
         task = trajectory.task_id
-        outcome = admit(entries.get(task, held.get(task, ())), entry, rules)
+        outcome = admit(entries.get(task, held.get(task, ())), entry, rules, rows)
         if isinstance(outcome, Refusal):
             refused[outcome.value] += 1
             continue

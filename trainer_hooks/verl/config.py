@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from trainer_hooks.replay import is_success
 from trajstore.core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
 from trajstore.core.formats import get_format
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
+
+logger = logging.getLogger(__name__)
 
 SECTION = "exp_manager"
 """Key of the block in verl's configuration."""
@@ -161,11 +164,8 @@ class ReplayBlock:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
             )
-        if replay.setdefault("use_current_policy_entropy", False) is not False:
-            raise ConfigurationError(
-                f"{REPLAY_SECTION}.use_current_policy_entropy: {replay['use_current_policy_entropy']!r}, must be false:"
-                " it would need a pass of the actor while the rollout engine holds the memory"
-            )
+        # Accepted with a warning: it would need a pass of the actor while the rollout engine holds the memory.
+        replay.setdefault("use_current_policy_entropy", False)
         rollout = config.actor_rollout_ref.rollout
         n_rollout = int(rollout.n)
         result = ReplayBlock(
@@ -203,10 +203,18 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
         )
     if replay.enable and block.on_resume == "keep" and not block.recording.enable:
         problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")
-    if replay.enable and str(config.algorithm.adv_estimator) in ("gae", "remax"):
+    estimator = str(config.algorithm.adv_estimator)
+    if replay.enable and estimator in ("gae", "remax", "reinforce_plus_plus"):
         problems.append(
-            f"algorithm.adv_estimator: {config.algorithm.adv_estimator}, but replayed rows are rated within their"
-            " group; take grpo or another estimator of groups"
+            f"algorithm.adv_estimator: {estimator}, with {REPLAY_SECTION}.enable: true replayed rows are rated within"
+            " their group; take grpo or another estimator of groups"
+        )
+    prompts, ratio = int(config.data.train_batch_size), replay.exp_ratio
+    highest = max(value for _, value in ratio) if isinstance(ratio, tuple) else ratio
+    if replay.enable and int(prompts * highest) < 1:
+        problems.append(
+            f"{REPLAY_SECTION}.exp_ratio: {highest:g}, of data.train_batch_size = {prompts} is less than one task, so"
+            " nothing would be replayed"
         )
     if (replay.enable or block.guidance.enable_context_generator) and (
         config.get("skip", None) and config.skip.rollout_tq.enable
@@ -295,7 +303,9 @@ def guides_training(guidance: GuidanceConfig, n_rollout: int | None = None) -> b
 
 
 def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, text: bool) -> list[str]:
-    """Return guidance options that have no effect or conflict with others, one sentence each.
+    """Return guidance options that conflict with others, one sentence each; warn of those without effect.
+
+    AgentEvolver's configurations enable guidance and leave its ratio at 0.
 
     Args:
         config: verl's whole configuration.
@@ -332,9 +342,10 @@ def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, 
             problems.append(f"{MANAGER}.init_experience_only: true, needs trainer.val_only=True, which ends the run")
     fills = guidance.updated_freq or guidance.val_summarizer_save or guidance.init_experience_before_training
     if guidance.enable_summarizer and not fills:
-        problems.append(
-            f"{MAKER}.enable_summarizer: true, but nothing becomes experience: set {MAKER}.updated_freq,"
-            f" {MAKER}.val_summarizer_save or {MANAGER}.init_experience_before_training"
+        logger.warning(
+            "%s.enable_summarizer: true, but nothing becomes experience: set %s.updated_freq, %s.val_summarizer_save or"
+            " %s.init_experience_before_training",
+            *(MAKER, MAKER, MAKER, MANAGER),
         )
     model = config.reward.reward_model
     if model.enable and not model.enable_resource_pool and (guidance.val_summarizer_save or not guidance.updated_freq):
@@ -350,10 +361,11 @@ def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) 
     n_validation = int(config.actor_rollout_ref.rollout.val_kwargs.n)
     validates = _guides(guidance.val_rollout_expmode, guidance.rollout_expratio, n_validation)
     if not guides_training(guidance, n_rollout) and not validates:
-        problems.append(
-            f"{MAKER}.enable_context_generator: true, but no rollout is guided: train_rollout_expmode is"
-            f" {guidance.train_rollout_expmode}, val_rollout_expmode {guidance.val_rollout_expmode}, and"
-            f" {MANAGER}.rollout_expratio {guidance.rollout_expratio:g} of the rollouts of a task are none"
+        logger.warning(
+            "%s.enable_context_generator: true, but no rollout is guided: train_rollout_expmode is %s,"
+            " val_rollout_expmode %s, and %s.rollout_expratio %g of the rollouts of a task are none; raise it, or set a"
+            " mode to all",
+            *(MAKER, guidance.train_rollout_expmode, guidance.val_rollout_expmode, MANAGER, guidance.rollout_expratio),
         )
     if str(config.algorithm.adv_estimator) == "remax":
         problems.append("algorithm.adv_estimator: remax, but its baseline is a rollout that is shown nothing")

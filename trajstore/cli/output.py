@@ -151,18 +151,24 @@ def format_range(value: dict[str, Any] | None) -> str:
 
 
 class ProgressBar:
-    """A progress bar; silent unless the stream is a terminal.
+    """A progress bar on a terminal; elsewhere a number of lines, by default none.
 
     Call it with (done, total) to update it. Leaving the context erases it.
+
+    Args:
+        label: name of the work.
+        stream: to write to.
+        lines: lines in all if the stream is no terminal, evenly spread over the steps.
     """
 
     _INTERVAL = 0.1  # seconds between two drawings
     _WIDTH = 30
 
-    def __init__(self, label: str, stream: TextIO) -> None:
+    def __init__(self, label: str, stream: TextIO, lines: int = 0) -> None:
         self._label = label
         self._stream = stream
         self._shown = stream.isatty()
+        self._lines, self._line = lines, 0
         self._drawn = 0.0
         self._begun = time.monotonic()
 
@@ -180,6 +186,10 @@ class ProgressBar:
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
         """Show ``done`` of ``total`` steps."""
+        if not self._shown and total and (line := done * self._lines // total) > self._line:
+            self._line = line
+            self._stream.write(f"{self._label} {done:,}/{total:,}  {note}".rstrip() + "\n")
+            self._stream.flush()
         now = time.monotonic()
         if not self._shown or (now - self._drawn < self._INTERVAL and done < total):
             return

@@ -24,6 +24,8 @@ SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version
 _OWN = "of the rewards' metadata, or a value that came late"
 """Description of a fact that is not in :data:`FACTS`."""
 
+_METADATA = "metadata.KEY", "a value of the rollout's metadata, nested ones too: metadata.tool.error"
+
 _WIDTH = 100
 """Maximum number of characters in a table cell; longer cells show the number left out."""
 
@@ -96,18 +98,21 @@ def _run_list(options: Namespace, out: Output) -> int:
 
         names = query.facts().columns
         below = [(f"{name}.{column}", meaning) for name, own in RELATIONS.items() for column, meaning in own.items()]
-        out.table([*((name, FACTS.get(name, _OWN)) for name in names), *below])
+        out.table([*((name, FACTS.get(name, _OWN)) for name in names), _METADATA, *below])
         return code
     from trajstore.core.base.arguments import whole
+    from trajstore.query.metadata import keys_in
     from trajstore.query.words import split
 
     question = query.order_by(*split(options.sort))
     if options.where is not None:
         question = question.where(options.where)
+    names = [name.strip() for name in (options.columns or "").split(",") if name.strip()]
+    if keys := keys_in(names):
+        question = question.select(*query.facts().columns, *keys)
     total, passed = question.count(), whole("--offset", options.offset, 0)
     answer = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
     if options.columns:
-        names = [name.strip() for name in options.columns.split(",") if name.strip()]
         answer = answer.select(*_known(names, answer))
     else:
         answer = answer.select(name for name in SHOWN if name == SHOWN[0] or answer[name].null_count() < len(answer))

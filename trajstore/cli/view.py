@@ -57,9 +57,7 @@ def _bundle(options: Namespace, out: Output) -> int:
     from trajstore.view.shown import shown_at
 
     with (
-        closing(
-            Living(shown_at(options.path, pin=options.pin, verify_shards=True), tokenizer=options.tokenizer)
-        ) as living,
+        closing(Living(shown_at(options.path, pin=options.pin, copied=True), tokenizer=options.tokenizer)) as living,
         ProgressBar("writing", sys.stderr) as bar,
     ):
         done = write_bundle(living, options.bundle, where=options.where or "", progress=bar)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from inspect import signature
 from pathlib import Path
@@ -30,6 +30,7 @@ from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of
 from trajstore.errors import (
     ConfigurationError,
     MissingDependencyError,
+    StoreNotFoundError,
     StoreUnreachableError,
     TrajectoryUnavailableError,
     listed,
@@ -53,14 +54,16 @@ class Share:
 
     Attributes:
         path: path of the store.
+        store_id: UUID of the store.
         ids: trajectory ids in the run, ``[n]``, in the order of the store's shards.
-        samples: transitions of each trajectory, ``[n]``.
+        samples: valid transitions of each trajectory, ``[n]``.
         nbytes: bytes of each trajectory in all columns, ``[n]``.
         schemas: schema number of each trajectory, ``[n]``.
         columns: column names by schema number.
     """
 
     path: str
+    store_id: str
     ids: npt.NDArray[np.int64]
     samples: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
@@ -69,9 +72,8 @@ class Share:
 
     def part(self, chosen: slice | npt.NDArray[np.intp]) -> Share:
         """Return a share of the chosen trajectories."""
-        return Share(
-            self.path, self.ids[chosen], self.samples[chosen], self.nbytes[chosen], self.schemas[chosen], self.columns
-        )
+        arrays = {name: getattr(self, name)[chosen] for name in ("ids", "samples", "nbytes", "schemas")}
+        return replace(self, **arrays)
 
 
 class StoreDatasource(Datasource):
@@ -82,8 +84,8 @@ class StoreDatasource(Datasource):
     ``trajectory_id``, and ``document`` (all other values as JSON). dtypes that numpy lacks become float32.
     ``trajectory_id`` equals that of ``TrajectoryReplayBuffer.open(path)``.
 
-    Reads the trajectories present when the datasource is made. If a writer evicts one before its task runs, the task
-    fails; pin the store to prevent this.
+    Reads the trajectories present when the datasource is made, with the late values present when a task runs. If a
+    writer evicts a trajectory before its task runs, the task fails. A pin prevents both.
 
     Args:
         path: path or URL of a store or a run directory, the same on every node.
@@ -181,8 +183,8 @@ def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tupl
         used = {int(number): table.schemas[number] for number in np.unique(schemas)}
         kinds |= {schema.kind for schema in used.values()}
         columns = {number: frozenset(column.name for column in schema.columns) for number, schema in used.items()}
-        samples, nbytes = index["steps"].astype(np.int64) * index["batch"], index["nbytes"].astype(np.int64)
-        whole = Share(source.directory.url, ids, samples, nbytes, schemas, columns)
+        samples, nbytes = (index[name].astype(np.int64) for name in ("num_samples", "nbytes"))
+        whole = Share(source.directory.url, source.catalog.store_id, ids, samples, nbytes, schemas, columns)
         shares.append(whole.part(np.lexsort((ids, shards, schemas))))
     return shares, kinds
 
@@ -197,9 +199,30 @@ def _divided(shares: Sequence[Share], count: int) -> Iterator[Share]:
 
 
 @lru_cache(maxsize=2)
-def _reader(path: str, pin: str | None, options: tuple[tuple[str, Any], ...]) -> Reader:
-    """Return a reader, cached for later tasks of this process."""
-    return Reader.open(path, pin=pin, storage_options=dict(options))
+def _opened(path: str, store_id: str, pin: str | None, options: tuple[tuple[str, Any], ...]) -> Reader:
+    """Return a reader, cached for later tasks of this process.
+
+    Raises:
+        StoreNotFoundError: another store is at the path now.
+    """
+    reader = Reader.open(path, pin=pin, storage_options=dict(options))
+    if reader.store_ids != [store_id]:
+        raise StoreNotFoundError(
+            f"{path}: the store {store_id}, which was planned to be read, has been replaced by another one "
+            f"({listed(reader.store_ids)}); call read_store again"
+        )
+    return reader
+
+
+def _reader(share: Share, pin: str | None, options: dict[str, Any]) -> Reader:
+    """Return a reader of the store's present state, or of the pin's."""
+    given = share.path, share.store_id, pin, tuple(options.items())
+    try:
+        reader = _opened(*given)
+    except TypeError:  # unhashable options (nested dicts)
+        return _opened.__wrapped__(*given)
+    reader.refresh()
+    return reader
 
 
 def _read(
@@ -209,13 +232,9 @@ def _read(
 
     Raises:
         TrajectoryUnavailableError: trajectories were evicted after planning.
+        StoreNotFoundError: the store was replaced after planning, or the pin was removed.
     """
-    try:
-        reader = _reader(share.path, pin, tuple(options.items()))
-    except TypeError:  # unhashable options (nested dicts)
-        reader = Reader.open(share.path, pin=pin, storage_options=options)
-    if not reader.sampling.readable(own_id(share.ids)).all() and pin is None:
-        reader.refresh()  # the cached reader may be older than these trajectories
+    reader = _reader(share, pin, options)
     gone = share.ids[~reader.sampling.readable(own_id(share.ids))]
     if len(gone):
         raise TrajectoryUnavailableError(
@@ -239,11 +258,12 @@ def _blocks(reader: Reader, share: Share, unit: Unit, columns: frozenset[str] | 
 def _samples(reader: Reader, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
     ids = np.repeat(share.ids, share.samples)
     samples = np.arange(len(ids)) - np.repeat(np.cumsum(share.samples) - share.samples, share.samples)
-    batch: dict[str, Any] = {ID: ids, SAMPLE: samples}
+    drawn = Drawn(own_id(ids), samples)
+    batch: dict[str, Any] = {ID: ids, SAMPLE: reader.sampling.rows_of(drawn)}
     (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:
-        rows = reader.read(Drawn(own_id(ids), samples), columns=wanted)
+        rows = reader.read(drawn, columns=wanted)
         batch |= {name: array_of(value) for name, value in unnest(rows).items()}
     return batch
 

@@ -135,7 +135,7 @@ class DrawingHandle:
 
     def _chosen(self, count: int, sampler: Sampler) -> Drawn:
         with self._drawing(sampler) as census:
-            return sampler.draw(count, self._draws.generator, census.first_of(self.sample_window_size))
+            return sampler.draw(count, self._draws.generator_for(sampler), census.first_of(self.sample_window_size))
 
     @contextmanager
     def _drawing(self, sampler: Sampler | None) -> Iterator[Census]:
@@ -397,6 +397,10 @@ class SamplingOfHandle:
     """
 
     _handle: DrawingHandle
+
+    def continue_draws(self) -> None:
+        """Continue the draws of the process that the handle comes from."""
+        self._handle._draws.continue_here()
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return for each trajectory whether it can be drawn, as of the last answers of the stores."""

@@ -335,4 +335,6 @@ class MirrorsOfHandle:
 
 
 def _connected(name: str, namespace: str, options: Mapping[str, Any]) -> DistributedReplayBuffer:
-    return DistributedReplayBuffer.connect(name, namespace=namespace, **options)
+    handle = DistributedReplayBuffer.connect(name, namespace=namespace, **options)
+    handle._draws.copied()
+    return handle

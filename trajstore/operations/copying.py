@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
-from trajstore.core.buffer.reader import load_reader
+from trajstore.core.buffer.reader import Reader, load_reader
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.files.base import Directory
 from trajstore.core.files.opening import nested, open_directory
 from trajstore.core.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.core.reading.rlinf_source import RLinfSource
+from trajstore.core.reading.sources import StoreSource
 from trajstore.core.store.log_records import ranges_of
 from trajstore.core.store.lost_records import lost_in_words
 from trajstore.core.store.run_ids import ALONE
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import without_advice
-from trajstore.core.store.shard_table import shard_name, shard_number
+from trajstore.core.store.shard_table import shard_number
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
 from trajstore.operations.points import numbers_absent
 from trajstore.operations.verification import Problem, Progress, Verification
@@ -196,10 +196,17 @@ def _put_empty(rank: str, why: str, result: Copied) -> None:
     result.problems.append(f"{why}; an empty store takes its place")
 
 
-def damaged_shards(directory: Directory, files: Iterable[str]) -> set[tuple[str, str]]:
-    """Return (URL of the directory, name of the shard) for each of these files that belongs to a shard."""
-    numbers = (shard_number(file) for file in files)
-    return {(directory.url, shard_name(number)) for number in numbers if number is not None}
+def forget_rows(reader: Reader, damaged: Mapping[str, Iterable[str]]) -> None:
+    """Leave the values by row of damaged shards out of a reader's copies.
+
+    Args:
+        reader: of one or several stores.
+        damaged: damaged files by URL of their directory.
+    """
+    for source in reader.live.contents.sources:
+        if isinstance(source, StoreSource):
+            numbers = {shard_number(file) for file in damaged.get(source.directory.url, ())}
+            source.lost_rows = frozenset(number for number in numbers if number is not None)
 
 
 def told(problem: Problem, url: str) -> str:
@@ -236,12 +243,11 @@ def _copy(
     ``unwritten`` trajectories do not count as lost: RLinf lists them, but never draws them.
     """
     directory = open_directory(source)  # without the ranks beside it: they are copied separately
-    request = LoadRequest(directory, None, strict, None, united={ALONE: directory}, quiet=strict is False)
+    request = LoadRequest(directory, None, strict, united={ALONE: directory}, quiet=strict is False, pending=True)
     with load_reader(request, verify_shards=True, cache=False) as reader:
         before = reader.left_out
         reader.live.forget(lost)
-        shards = damaged_shards(directory, damaged)
-        reader.live.locked(lambda contents: contents.forget_rows(shards))
+        forget_rows(reader, {directory.url: damaged})
         reader.save_checkpoint(target)
     verification = verified(target, f"the copy of {source}", progress)
     copied = Copied(source, target, verification.trajectories, verification.nbytes, lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.files.base import Directory
 from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.operations.measure import row_keys, seam_names
+from trajstore.operations.measure import broken_epochs, row_keys, seam_names
 from trajstore.operations.statistics import (
     RewardStatistics,
     Seam,
@@ -83,7 +84,9 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, p
             columns[key] = columns.get(key, 0) + tensor.nbytes
         if "rewards" in tensors:
             blocks = {name: _block(tensors[name], flat) for name in ("rewards", "dones") if name in tensors}
-            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(flat, tensors, found.entries[row].trajectory_id))
+            seam = _seam(flat, tensors, found.entries[row].trajectory_id)
+            broken = broken_epochs(flat.schema, flat.extent, partial(_rows, flat, tensors))
+            rewards.add(blocks["rewards"], blocks.get("dones"), seam, broken)
         if flat.versions is not None:
             lows.append(flat.versions[0])
             highs.append(flat.versions[1])
@@ -99,6 +102,10 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, p
 def _block(rows: torch.Tensor, flat: FlatTrajectory) -> torch.Tensor:
     """Return the rows ``[(T + E) * B, C]`` of a column as ``[T + E, B, C]``."""
     return rows.reshape(rows.shape[0] // flat.extent.batch, flat.extent.batch, -1)
+
+
+def _rows(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], name: str, start: int, stop: int) -> torch.Tensor:
+    return tensors[name].reshape(flat.extent.steps * flat.extent.batch, -1)[start:stop]
 
 
 def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], number: int) -> Seam | None:

@@ -9,7 +9,7 @@ from typing import Any
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import Said
 from trajstore.core.store.salvage import open_leniently
-from trajstore.core.writing.inbox import refused_in_words, said_in, waiting_or_refused
+from trajstore.core.writing.inbox import GIVE_ANEW, refused_in_words, said_in, waiting_or_refused
 from trajstore.errors import CorruptStoreError
 
 
@@ -45,8 +45,7 @@ class WaitingValues:
 
     def problems(self) -> list[tuple[str, str]]:
         """Return (file, damage and remedy) for each damaged file."""
-        remedy = "give its values anew with `trajstore annotate`, then delete the file"
-        return [(name, f"{reason}; its values reach no trajectory: {remedy}") for name, reason in self.damaged]
+        return [(name, f"{reason}; its values reach no trajectory: {GIVE_ANEW}") for name, reason in self.damaged]
 
 
 def waiting_values(catalog: Catalog) -> WaitingValues:

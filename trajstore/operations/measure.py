@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.schema import DOCUMENT, Schema
+from trajstore.core.columns.fields import VALID, Axis
+from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
 from trajstore.core.reading.late import outcomes_given
 from trajstore.core.reading.shard_access import ShardAccess
 from trajstore.core.store.catalog import Catalog
@@ -105,15 +106,25 @@ class _Measurement:
             return
         if not index.extent(position).batch:
             return
-        columns = access.stacked(index, position, count, ("rewards", "dones"))
-        rewards, dones = columns.get("rewards"), columns.get("dones")
+        columns = access.stacked(index, position, count, ("rewards", "dones", VALID))
+        rewards, dones, valid = (columns.get(name) for name in ("rewards", "dones", VALID))
         if rewards is None:
             return
-        if dones is None or not seam_names(schema):  # then no episode continues in another trajectory
-            self._rewards.add(_side_by_side(rewards), None if dones is None else _side_by_side(dones))
+        if dones is None or not schema.observed_twice:  # then no episode continues in another trajectory or epoch
+            broken = broken_epochs(schema, index.extent(position), lambda *_: None)
+            side_by_side = None if broken is None else np.tile(broken, (1, count))
+            self._rewards.add(
+                _side_by_side(rewards),
+                None if dones is None else _side_by_side(dones),
+                broken=side_by_side,
+                valid=None if valid is None else _side_by_side(valid),
+            )
             return
-        for at in range(count):
-            self._rewards.add(rewards[at], dones[at], self._seam(access, index, position + at, schema))
+        for at in range(position, position + count):
+            broken = broken_epochs(schema, index.extent(at), partial(access.rows, index, at))
+            here = at - position
+            seam, of_it = self._seam(access, index, at, schema), None if valid is None else valid[here]
+            self._rewards.add(rewards[here], dones[here], seam, broken, of_it)
 
     def _seam(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> Seam | None:
         names = seam_names(schema)
@@ -179,20 +190,34 @@ def turns_of(trajectory: AgentTrajectory) -> int | None:
 
 def seam_names(schema: Schema) -> list[str]:
     """Return the observation names (without ``curr_obs.``) used to link trajectories."""
-    before = {column.name: column for column in schema.columns if column.axis is Axis.SAMPLES}
-    both = [
-        (column.row_nbytes, name.removeprefix("curr_obs."))
-        for name, column in before.items()
-        if name.startswith("curr_obs.") and (after := before.get(f"next_obs.{name.removeprefix('curr_obs.')}"))
-        if (after.dtype, after.row_shape) == (column.dtype, column.row_shape)
-    ]
-    names: list[str] = []
-    total = 0
-    for nbytes, name in sorted(both):
-        total += nbytes
-        if nbytes and (total <= _SEAM_BYTES or not names):
-            names.append(name)
-    return names
+    widths = {column.name: column.row_nbytes for column in schema.columns}
+    totals = accumulate(widths[f"curr_obs.{name}"] for name in schema.observed_twice)
+    few = sum(total <= _SEAM_BYTES for total in totals)
+    return list(schema.observed_twice[: max(few, 1)])
+
+
+def broken_epochs(
+    schema: Schema, extent: Extent, rows: Callable[[str, int, int], torch.Tensor | None]
+) -> npt.NDArray[np.bool_] | None:
+    """Return a mask ``[T, B]`` of the steps that begin a rollout epoch whose environment does not go on.
+
+    It goes on if the observation before such a step equals the one after the step before. None without such steps.
+
+    Args:
+        schema: columns of a step trajectory.
+        extent: its rows.
+        rows: returns rows of one of its columns, by name, from the first row to before the second.
+    """
+    steps, batch, epochs, _ = extent
+    if epochs < 2 or not steps * batch:
+        return None
+    mask = np.zeros((steps, batch), np.bool_)
+    for start in range(steps // epochs, steps, steps // epochs):
+        firsts = [rows(f"curr_obs.{name}", start * batch, (start + 1) * batch) for name in schema.observed_twice]
+        lasts = [rows(f"next_obs.{name}", (start - 1) * batch, start * batch) for name in schema.observed_twice]
+        pairs = zip(row_keys(firsts), row_keys(lasts), strict=True) if firsts else ()
+        mask[start] = [first != last for first, last in pairs] or True
+    return mask
 
 
 def row_keys(leaves: list[torch.Tensor | None]) -> list[bytes]:

@@ -29,7 +29,7 @@ from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.partition import share_of
 from trajstore.core.store.run_ids import ALONE, in_run
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
-from trajstore.operations.copying import Copied, damaged_shards, verified
+from trajstore.operations.copying import Copied, forget_rows, verified
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
 from trajstore.operations.verify import verify_place
@@ -183,21 +183,19 @@ def _leaves(place: Place) -> list[Place]:
 def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[Reader]:
     """Yield a reader of the stores' intact part; compare every checksum and record damage in ``result``."""
     lost = []
-    damaged: set[tuple[str, str]] = set()
+    damaged: dict[str, list[str]] = {}
     for number, store in stores.items():
         verification = verify_place(store, progress)
         part = Copied(store.url, result.target, verification.trajectories - verification.pinned, verification.nbytes)
         part.take(verification, store.url)
         lost += in_run(number, np.array(part.lost, np.int64)).tolist()
-        damaged |= damaged_shards(store.directory, [problem.file for problem in verification.problems])
+        damaged[store.directory.url] = [problem.file for problem in verification.problems]
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
     first = next(iter(united.values()))
-    with load_reader(
-        LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True), cache=False
-    ) as reader:
+    with load_reader(LoadRequest(first, strict=False, united=united, quiet=True, pending=True), cache=False) as reader:
         reader.live.forget(lost)
-        reader.live.locked(lambda contents: contents.forget_rows(damaged))
+        forget_rows(reader, damaged)
         sources = [source for source in reader.live.contents.sources if isinstance(source, StoreSource)]
         uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
         doubled = len(uuids) - len(np.unique(uuids))

@@ -14,6 +14,7 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.pin_names import aside_name
 from trajstore.core.store.rollback import has_a_name, plan_change
 from trajstore.core.store.saved_points import SavedPoint
+from trajstore.core.writing.inbox import Pending
 from trajstore.core.writing.unattended import held_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 
@@ -108,7 +109,9 @@ def stores_of(place: Place) -> list[Place]:
 
 
 def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:
+    pending = Pending(place.directory)
     catalog = Catalog.open(place.directory)
+    added, *_ = pending.add_to(catalog)
     head = catalog.snapshot(name)
     change = plan_change(catalog, head)
     if (head.ranks or 0) > stores > 1:
@@ -126,7 +129,7 @@ def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:
         change.values,
         change.values_back,
         tuple(point.step or 0 for point in change.points),
-        None if named else aside_name(catalog.generation + 1),
+        None if named else aside_name(catalog.generation + added + 1),
     )
 
 

@@ -112,31 +112,62 @@ class RewardStatistics:
     _uncertain: list[_Begun] = field(default_factory=list)
     """Ended episodes without a matching earlier trajectory, whose beginning may be missing."""
 
-    def add(self, rewards: torch.Tensor, dones: torch.Tensor | None, seam: Seam | None = None) -> None:
-        """Add a trajectory: rewards ``[T, B, C]``, dones ``[T or T + E, B, C]``, and its seam to others."""
+    def add(
+        self,
+        rewards: torch.Tensor,
+        dones: torch.Tensor | None,
+        seam: Seam | None = None,
+        broken: npt.NDArray[np.bool_] | None = None,
+        valid: torch.Tensor | None = None,
+    ) -> None:
+        """Add a trajectory.
+
+        Args:
+            rewards: ``[T, B, C]``.
+            dones: ``[T or T + E, B, C]``.
+            seam: keys that join it to others.
+            broken: mask ``[T, B]`` of steps after which an episode cannot go on from the step before; the steps before
+                belong to no ended episode.
+            valid: bool ``[T, B]``; steps that are not are not counted. None: all are.
+        """
         per_step = rewards.to(torch.float64).numpy()
         steps, batch = per_step.shape[:2]
-        if per_step.size:
-            self.count += per_step.size
-            self.total += float(per_step.sum())
-            self.total_of_squares += float(np.square(per_step).sum())
-            self.lowest = min(self.lowest, float(per_step.min()))
-            self.highest = max(self.highest, float(per_step.max()))
+        counts = np.ones((steps, batch), np.bool_) if valid is None else valid.numpy().reshape(steps, batch)
+        counted = per_step if valid is None else per_step[counts]
+        if counted.size:
+            self.count += counted.size
+            self.total += float(counted.sum())
+            self.total_of_squares += float(np.square(counted).sum())
+            self.lowest = min(self.lowest, float(counted.min()))
+            self.highest = max(self.highest, float(counted.max()))
         if dones is None or not steps or not batch:
             return
         ended = np.any(
             sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1), axis=-1, keepdims=True
         )
-        self._add_episodes(per_step.reshape(steps, batch, -1).sum(axis=-1), ended[..., 0], seam)
+        if broken is None:
+            broken = np.zeros((steps, batch), np.bool_)
+        sums = np.where(counts, per_step.reshape(steps, batch, -1).sum(axis=-1), 0.0)
+        self._add_episodes(sums, ended[..., 0] & counts, broken, counts, seam)
 
-    def _add_episodes(self, rewards: npt.NDArray[np.float64], ended: npt.NDArray[np.bool_], seam: Seam | None) -> None:
-        """Add rewards and episode ends, both ``[T, B]``."""
+    def _add_episodes(
+        self,
+        rewards: npt.NDArray[np.float64],
+        ended: npt.NDArray[np.bool_],
+        broken: npt.NDArray[np.bool_],
+        valid: npt.NDArray[np.bool_],
+        seam: Seam | None,
+    ) -> None:
+        """Add rewards, episode ends, breaks and valid steps, all ``[T, B]``."""
         steps = len(rewards)
         sums = np.concatenate([[0.0], np.cumsum(rewards.T.ravel())])  # one environment after the other
+        counts = np.concatenate([[0], np.cumsum(valid.T.ravel())])
         ends = np.flatnonzero(ended.T.ravel()) + 1
         column = (ends - 1) // steps
+        breaks = np.flatnonzero(np.insert(broken.T.ravel(), 0, True)) - 1  # -1 stands for none
         starts = np.maximum(np.concatenate([[0], ends[:-1]]), column * steps)[: len(ends)]
-        lengths, returns = ends - starts, sums[ends] - sums[starts]
+        starts = np.maximum(starts, breaks[np.searchsorted(breaks, ends - 1, "right") - 1])
+        lengths, returns = counts[ends] - counts[starts], sums[ends] - sums[starts]
         self.followed = self.followed and seam is not None
         if seam is None:
             self.lengths += lengths.tolist()
@@ -148,6 +179,8 @@ class RewardStatistics:
         first = dict(zip(column[::-1].tolist(), range(len(ends) - 1, -1, -1), strict=True))  # of each environment
         uncertain = []
         for environment, at in first.items():
+            if starts[at] > environment * steps:
+                continue  # began at a break
             episode = begun[environment]
             lengths[at] += episode.steps
             returns[at] += episode.total
@@ -161,6 +194,8 @@ class RewardStatistics:
         self.lengths += np.delete(lengths, uncertain).tolist()
         self.returns += np.delete(returns, uncertain).tolist()
         last = dict(zip(column.tolist(), ends.tolist(), strict=True))
+        for at in breaks[1:].tolist():
+            last[at // steps] = max(last.get(at // steps, 0), at)
         clear = Counter(seam.last)
         for environment, key in enumerate(seam.last):
             begin, end = last.get(environment, environment * steps), (environment + 1) * steps
@@ -168,7 +203,8 @@ class RewardStatistics:
                 continue
             episode = _Begun(None, seam.number) if environment in last else begun[environment]
             total = episode.total + float(sums[end] - sums[begin])
-            self._open[key] = _Begun(episode.start, seam.number, episode.steps + end - begin, total)
+            steps_seen = episode.steps + int(counts[end] - counts[begin])
+            self._open[key] = _Begun(episode.start, seam.number, steps_seen, total)
 
     def _began_there(self) -> npt.NDArray[np.bool_]:
         """Return, for each uncertain episode, whether it began in the trajectory where it was first seen."""

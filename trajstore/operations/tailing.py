@@ -84,7 +84,7 @@ class Tail:
 
     def __init__(self, path: str | Path, since: Cursor | None = None) -> None:
         polars()
-        self._reader, self.damage = open_readable(path)
+        self._reader, self.damage = open_readable(path, pending=False)
         """Sentence on damage that was left out; None if there is none."""
         self.cursor = since or Cursor({})
         """Cursor after the last reported trajectory."""

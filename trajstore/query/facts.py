@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from trajstore.core.columns.facts import DOCUMENT_FACTS, SCORE
 from trajstore.core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.store.facts import AGENT, NOTE, NOTE_TEXT, TEXTS, is_text
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.packing import StringTable

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.query.engine import polars
 from trajstore.query.ids import ID
+from trajstore.query.metadata import with_columns
 from trajstore.query.words import parts
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _called(item: str) -> str | None:
     """Return the column name of an item; None if it is not an expression by itself."""
     pl = polars()
     try:
-        expression: Expr = pl.sql_expr(item)
+        expression: Expr = pl.sql_expr(with_columns(item))
     except pl.exceptions.PolarsError:
         return None
     return named(expression, item).meta.output_name(raise_if_undetermined=False)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,8 +17,9 @@ from trajstore.core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, listed
 from trajstore.query.engine import polars
 from trajstore.query.ids import ID, checked_ids, with_numbers
+from trajstore.query.metadata import keys_in, with_columns, with_metadata
 from trajstore.query.naming import named, named_columns
-from trajstore.query.relations import RELATIONS, TRAJECTORIES, shown_columns
+from trajstore.query.relations import RELATIONS, TRAJECTORIES, and_parts, shown_columns
 from trajstore.query.stream import Stream
 from trajstore.query.words import for_polars, split, words
 
@@ -41,7 +43,7 @@ class Query:
 
     Its rows are those of a relation. ``trajectories`` has the facts (``trajstore.query.FACTS``). ``messages``,
     ``tokens`` and ``steps`` have the columns in ``trajstore.query.RELATIONS``, and each fact of the row's trajectory
-    can be named too.
+    can be named too, and values of its metadata: ``metadata.KEY``, null where it has none.
 
     Each method returns a new query. :meth:`ids`, :meth:`table`, :meth:`rows`, :meth:`count` and :meth:`sql` evaluate it
     over the trajectories visible at that moment; :meth:`stream` reads its rows while they are consumed.
@@ -60,6 +62,8 @@ class Query:
     _groups: tuple[str, ...] = ()
     _order: tuple[str, ...] = ()
     _limit: int | None = None
+    _texts: tuple[str, ...] = ()
+    """A statement over the rows, which may name keys of metadata."""
 
     def where(self, condition: str) -> Query:
         """Keep the rows that match a condition, e.g. ``"task = 't3' and outcome > 0"``; conditions are combined."""
@@ -150,14 +154,14 @@ class Query:
         if not _SELECT.match(_text("sql", text)):
             raise ConfigurationError(f"sql: {text!r}: it must be a SELECT, perhaps after WITH")
         checked_ids("sql", text, _is_run(self.facts()))
-        plan = self._plan(every=True)
+        plan = replace(self, _texts=(text,))._plan(every=True)
         frames = {self.relation: plan}
         if self.relation == TRAJECTORIES and self.scan is not None and not self._groups:
             shown = self._collected(self._limited(self._sorted(self._kept())))
             frames |= {name: self.scan(name, shown) for name in RELATIONS}
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
-        statement = for_polars("sql", with_numbers(text))
+        statement = for_polars("sql", with_columns(with_numbers(text)))
         try:
             answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
             return named_columns(answer, text)
@@ -194,8 +198,9 @@ class Query:
                 [named(_expression("select", expression, kept), expression) for expression in self._columns]
             )
             return self._limited(_answered("select", self._columns, kept, lambda: _checked(chosen)))
-        if not every and self.relation != TRAJECTORIES:
-            ordered = ordered.select(shown_columns(self.relation))
+        if not every:
+            names = kept.collect_schema().names() if self.relation == TRAJECTORIES else shown_columns(self.relation)
+            ordered = ordered.select(name for name in names if name not in self._keys())
         return self._limited(ordered)
 
     def _group(self, text: str, table: LazyFrame) -> Expr:
@@ -219,10 +224,28 @@ class Query:
         ):
             for text in texts:
                 checked_ids(where, text, _is_run(facts))
+        if wanted := {name: path for name, path in self._keys().items() if name not in facts.columns}:
+            if self.scan is None:
+                raise ConfigurationError(f"{listed(wanted)}: only facts can be queried here")
+            facts = with_metadata(facts, wanted, self.scan, self._candidates(facts))
         table = facts.lazy() if self.scan is None or self.relation == TRAJECTORIES else self.scan(self.relation, facts)
         for text in self._conditions:
             table = table.filter(_mask(text, table))
         return table
+
+    def _keys(self) -> dict[str, tuple[str, ...]]:
+        """Return the keys of metadata that the query names, by the name of their column."""
+        return keys_in((*self._conditions, *self._columns, *self._groups, *self._order, *self._texts))
+
+    def _candidates(self, facts: DataFrame) -> DataFrame:
+        """Return the facts that match the conditions on facts alone, so that fewer rollouts are read."""
+        known = set(facts.columns) - set(RELATIONS.get(self.relation, ()))
+        for text in self._conditions:
+            for part in and_parts(_answered("where", (text,), facts.columns, partial(_parsed, "where", text))):
+                names = set(part.meta.root_names())
+                if names and names <= known and not _OF_SEVERAL_ROWS.search(part.meta.serialize(format="json")):
+                    facts = _answered("where", (text,), facts.columns, partial(facts.filter, part))
+        return facts
 
     def _sorted(self, table: LazyFrame, made_of: Sequence[Expr] = ()) -> LazyFrame:
         """Return the sorted rows.
@@ -323,7 +346,7 @@ def _parsed(where: str, text: str) -> Expr:
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
         raise ConfigurationError(f"{where}: {text!r}: these are several; give each as an argument of its own")
-    text = for_polars(where, with_numbers(text))
+    text = for_polars(where, with_columns(with_numbers(text)))
     try:
         parsed: Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:
@@ -389,11 +412,11 @@ def _refusal(
         close = get_close_matches(unknown, names, 1)
         reason = f"there is no column {unknown!r}; "
         if close:
-            reason += f"did you mean {close[0]!r}?"
+            reason += f"did you mean {close[0]!r}? What a rollout's metadata has is metadata.KEY"
         elif f'"{unknown}"' in text:
             reason += f"a text takes single quotes: {_quoted(unknown)}"
         else:
             reason += f"there are {listed(names, 40)}"
             if "trajectory_id" in names:
-                reason += "; what a rollout's metadata has is none until annotate gives it"
+                reason += "; what a rollout's metadata has is metadata.KEY"
     return ConfigurationError(f"{where}: {text!r}: {reason}")

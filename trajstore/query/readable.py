@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.schema import DOCUMENT
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError, listed

@@ -15,7 +15,7 @@ import numpy as np
 
 from trajstore.core.base import exits, locks
 from trajstore.core.columns.portions import portions
-from trajstore.query import messages, rows
+from trajstore.query import messages, metadata, rows
 from trajstore.query.engine import polars
 from trajstore.query.readable import TOGETHER, Faults, IntArray, Locked, readable, tell
 
@@ -46,10 +46,12 @@ _KINDS = {
     "messages": _Kind("agent", messages.COLUMNS, messages.read),
     "tokens": _Kind("agent", rows.TOKENS, rows.read_tokens),
     "steps": _Kind("step", rows.STEPS, rows.read_steps),
+    metadata.RELATION: _Kind("agent", {metadata.COLUMN: ("String", "metadata as JSON")}, metadata.read),
 }
 
 RELATIONS: Mapping[str, Mapping[str, str]] = {
-    name: {column: what for column, (_, what) in kind.columns.items()} for name, kind in _KINDS.items()
+    name: {column: what for column, (_, what) in _KINDS[name].columns.items()}
+    for name in ("messages", "tokens", "steps")
 }
 """Relations read from trajectories, with their columns. Each fact of a row's trajectory is a column too."""
 
@@ -154,7 +156,7 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
     def frames(wanted: list[str] | None, condition: Expr | None, most: int | None) -> Iterator[DataFrame]:
         wanted = list(schema) if wanted is None else wanted
         chosen, rest = facts, []
-        for part in _parts(condition):
+        for part in and_parts(condition):
             if own.keys() & part.meta.root_names():
                 rest.append(part)
             else:
@@ -201,7 +203,7 @@ def read_rows(locked: Locked, asked: Asked) -> Found:
 def late_columns(locked: Locked, relation: str) -> dict[str, bool]:
     """Return the values by row that are columns of a buffer's relation, see :data:`Late`."""
     kind = _KINDS[relation]
-    return {} if relation == "messages" else locked(lambda contents: rows.given_late(contents, kind.of))
+    return {} if relation not in ("tokens", "steps") else locked(lambda contents: rows.given_late(contents, kind.of))
 
 
 def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
@@ -216,11 +218,11 @@ def _portions(facts: DataFrame) -> Iterator[DataFrame]:
         yield facts.slice(portion[0], len(portion))
 
 
-def _parts(condition: Expr | None) -> list[Expr]:
+def and_parts(condition: Expr | None) -> list[Expr]:
     """Split a condition at its top-level ANDs."""
     if condition is None:
         return []
     below = condition.meta.pop()
     if len(below) == 2 and (below[1] & below[0]).meta.eq(condition):
-        return [*_parts(below[1]), *_parts(below[0])]
+        return [*and_parts(below[1]), *and_parts(below[0])]
     return [condition]

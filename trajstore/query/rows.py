@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.core.columns.fields import VALID
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.late import COLUMNS, without_notes
 from trajstore.core.reading.late_rows import column_named
 from trajstore.core.reading.plan import RowPlan
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.query.engine import polars
@@ -46,6 +47,7 @@ STEPS: Mapping[str, tuple[str, str]] = {
     "prev_logprobs": ("Float64", "sum over the action"),
     "prev_values": ("Float64", "the first of the row"),
     "versions": ("Int64", "the first of the row"),
+    "valid": ("Boolean", "whether draws and counts include the step"),
 }
 """Name, type in Polars and meaning of each column. Columns that a block lacks are null."""
 
@@ -160,13 +162,16 @@ def read_steps(
     pl = polars()
 
     def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
-        sizes, batches, prepared = locked(lambda contents: _found(contents, positions_of(contents, ids), stored))
-        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        sizes, batches, within, valid, prepared = locked(
+            lambda contents: _found(contents, positions_of(contents, ids), stored)
+        )
         step, environment = np.divmod(within, np.repeat(batches, sizes)) if len(within) else (within, within)
         tensors = {} if prepared is None else prepared.read(None)
         columns = {}
         for name, stored_as in zip(names, _stored_as(names, late), strict=True):
-            if name in ("step", "environment"):
+            if name == VALID:
+                columns[name] = pl.Series(name, np.ones(len(within), np.bool_) if valid is None else valid)
+            elif name in ("step", "environment"):
                 columns[name] = pl.Series(name, step if name == "step" else environment, dtype=pl.Int64)
             elif stored_as not in tensors:
                 columns[name] = _nothing(name, len(within), STEPS, late)
@@ -176,19 +181,29 @@ def read_steps(
                 columns[name] = _step_values(name, tensors[name])
         return sizes, columns
 
-    return _in_runs(locked, ids, [n for n in _stored_as(names, late) if n not in ("step", "environment")], read)
+    return _in_runs(locked, ids, [n for n in _stored_as(names, late) if n not in ("step", "environment", VALID)], read)
 
 
-def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[IntArray, IntArray, RowPlan | None]:
-    """Return samples and B of blocks, and a plan for the rows of all samples; call with the lock held."""
+def _found(
+    contents: Contents, positions: IntArray, stored: list[str]
+) -> tuple[IntArray, IntArray, IntArray, npt.NDArray[np.bool_] | None, RowPlan | None]:
+    """Return the rows of blocks; call with the lock held.
+
+    Returns:
+        Number of rows and B of each block; of each row its number, whether it is valid (None: all are), and a plan.
+    """
     index = contents.index
-    sizes, batches = (index.at(name, positions).astype(np.int64) for name in ("num_samples", "batch"))
+    steps, batches = (index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
+    sizes = steps * batches
+    rows, of_each = (
+        np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes),
+        np.repeat(positions, sizes),
+    )
+    valid = contents.are_valid(of_each, rows)
     if not sizes.sum() or not stored:
-        contents.make_resident(positions)  # unreadable blocks must raise, whichever columns are requested
-        contents.forget_decoded()
-        return sizes, batches, None
-    rows = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return sizes, batches, contents.plan(np.repeat(positions, sizes), rows, int(positions.min()), stored)
+        contents.schemas(positions)  # unreadable blocks must raise, whichever columns are requested
+        return sizes, batches, rows, valid, None
+    return sizes, batches, rows, valid, contents.plan(of_each, rows, int(positions.min()), stored)
 
 
 def _step_values(name: str, rows: torch.Tensor) -> Series:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
-from trajstore.core.files import folders, held, local, local_locks, vectored
+from trajstore.core.files import descriptors, folders, held, local, local_locks
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """Kind of failure: this ``errno``; ``torn``: a write stores half of its bytes and then fails with ENOSPC;
@@ -107,6 +107,6 @@ def _write_some(descriptor: int, pieces: Sequence[memoryview]) -> int:
 def failing_disk(plan: FaultPlan) -> Iterator[FaultPlan]:
     """Apply a plan of failures to local directories."""
     with contextlib.ExitStack() as patches:
-        for module in (folders, held, local, local_locks, vectored):
+        for module in (descriptors, folders, held, local, local_locks):
             patches.enter_context(mock.patch.object(module, "os", FaultyOs(plan)))
         yield plan

@@ -87,13 +87,13 @@ class Shown(Protocol):
         """Release all resources."""
 
 
-def shown_at(path: str | Path, *, pin: str | None = None, verify_shards: bool = False) -> Shown:
+def shown_at(path: str | Path, *, pin: str | None = None, copied: bool = False) -> Shown:
     """Open a store, a checkpoint, a run, a directory of RLinf, or a pool (in a store or as files).
 
     Args:
         path: directory or URL; for a folder of ``step_N`` pools, the newest is shown.
         pin: show the trajectories of this pin.
-        verify_shards: compare the checksums of each shard on its first read.
+        copied: for a bundle: compare the checksums of each shard, and show late values that wait in the inbox.
 
     Raises:
         StoreNotFoundError: there is nothing to show.
@@ -112,7 +112,7 @@ def shown_at(path: str | Path, *, pin: str | None = None, verify_shards: bool = 
             if pin is not None:
                 raise ConfigurationError(f"pin: {pin!r}: {path} has files of a pool, which have no pins")
             return PoolFiles(Path(path), pool_support_for(str(path)))
-    return OfReader(path, pin, verify_shards)
+    return OfReader(path, pin, copied)
 
 
 class _OfBuffer:
@@ -145,12 +145,12 @@ class OfReader(_OfBuffer):
     Args:
         path: directory or URL.
         pin: show the trajectories of this pin; None: the newest.
-        verify_shards: compare checksums.
+        copied: as for :func:`shown_at`.
     """
 
-    def __init__(self, path: str | Path, pin: str | None, verify_shards: bool) -> None:
+    def __init__(self, path: str | Path, pin: str | None, copied: bool) -> None:
         self.path, self.pin = str(path), pin
-        self._reader, damage = open_readable(path, pin, verify_shards=verify_shards)
+        self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
         self.damage = damage and f"not all of it can be shown, as it was when the page was started: {damage}"
         self._support = pool_support()
         self._records = None if self._support is None else self._support.records(self._reader)

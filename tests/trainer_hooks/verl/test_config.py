@@ -66,7 +66,7 @@ def test_every_key(compose_verl: Compose) -> None:
         "+exp_manager.outcome={key:acc,success:2}",
         "+exp_manager.on_resume=keep",
         f"+{REPLAY}={{enable:true,exp_ratio:[[0.0,0.1],[1.0,0.5]],offpolicy_trajectories_per_task:3,"
-        "store:{path:pool,capacity:300},off_policy_shaping:none,group_offpolicy:separate}",
+        "store:{path:pool,capacity:300},off_policy_shaping:none,group_offpolicy:shared}",
     )
     assert block.recording == RecordingConfig(
         enable=True, path="s3://bucket/rollouts", format="pkl", capacity=100, on_error="warn"
@@ -76,7 +76,7 @@ def test_every_key(compose_verl: Compose) -> None:
     replay = block.experience_replay
     assert replay.exp_ratio == ((0.0, 0.1), (1.0, 0.5))
     assert replay.store == {"path": "pool", "capacity": 300}
-    assert (replay.off_policy_shaping, replay.group_offpolicy) == (None, "separate")
+    assert (replay.off_policy_shaping, replay.group_offpolicy) == (None, "shared")
     assert block.on_resume == "keep"
     in_memory = block_of(compose_verl, ON, f"+{REPLAY}.store=null")
     assert in_memory.experience_replay.store is None
@@ -119,7 +119,6 @@ WRONG = {
     "+exp_manager.outcome.key=''": "exp_manager.outcome: key: ''",
     "+exp_manager.outcome.success=0": "exp_manager.outcome: success: 0",
     "+exp_manager.outcome.success=inf": "exp_manager.outcome: success: inf",
-    "+exp_manager.experience_replay.use_current_policy_entropy=true": "use_current_policy_entropy: True, must be false",
     "+exp_manager.experience_replay.success_threshold=0.5": "experience_replay.success_threshold: an outcome is 1",
     # replay
     f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",
@@ -140,6 +139,11 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
     "bypass": ([ON, "algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode"),
     "gae": ([ON, "algorithm.adv_estimator=gae"], "algorithm.adv_estimator: gae"),
     "remax": ([ON, "algorithm.adv_estimator=remax"], "algorithm.adv_estimator: remax"),
+    "no groups": ([ON, "algorithm.adv_estimator=reinforce_plus_plus"], "adv_estimator: reinforce_plus_plus"),
+    "no task": ([ON, f"+{REPLAY}.exp_ratio=0.5", "data.train_batch_size=1"], "0.5, of data.train_batch_size = 1"),
+    "outcomes end at 1": ([ON, f"+{REPLAY}.min_reward=5"], "min_reward: 5, with success_threshold = 1"),
+    "all succeed": ([ON, f"+{REPLAY}.experience_lbound=4"], "experience_lbound: 4, experience_rbound: 8"),
+    "no such difficulty": ([ON, f"+{REPLAY}.replay_difficulty=99"], "99, must be below n_rollout = 4"),
     "distillation": ([ON, "distillation.enabled=true"], "distillation.enabled"),
     "skipped rollouts": ([ON, "skip.rollout_tq.enable=true"], "skip.rollout_tq.enable"),
     "kept but not recorded": (
@@ -274,11 +278,8 @@ REFUSED = {
     ): "exp_manager: train_rollout_expmod: unknown key; did you mean train_rollout_expmode?",
     (*SHOWS, "+experience_maker.basis=a"): "experience_maker.basis: unknown key",
     (*SHOWS, "+exp_manager.rollout_ratio=0.5"): "is the same option as exp_manager.rollout_expratio",
-    (SHOWS[0],): "no rollout is guided: train_rollout_expmode is mixed",
-    (SHOWS[0], "+exp_manager.rollout_expratio=0.1"): "0.1 of the rollouts of a task are none",
     (SHOWS[1],): "neither enable_context_generator nor enable_summarizer is true",
     ("+experience_maker.retrieve_top_k=3",): "neither enable_context_generator nor enable_summarizer is true",
-    (MAKES[0],): "nothing becomes experience: set experience_maker.updated_freq",
     (*MAKES, "+exp_manager.recording.text=false"): "needs exp_manager.recording.text=true",
     (*MAKES, "+experience_maker.val_summarizer_save=true", "trainer.val_before_train=False"): "and a validation",
     (
@@ -312,6 +313,24 @@ def test_what_could_have_no_effect_is_refused(override_verl: Compose, overrides:
     with pytest.raises(ConfigurationError) as caught:
         block_of(override_verl, *overrides)
     assert REFUSED[overrides] in str(caught.value)
+
+
+def test_document_000_verbatim_is_accepted_with_warnings(
+    override_verl: Compose, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay = "{enable: true, replay_start_ratio: 0.35, exp_ratio: 0.5, offpolicy_trajectories_per_task: 1"
+    reme = "{base_url: 'http://localhost:8001', workspace_id: default, enable_context_generator: true"
+    block = block_of(
+        override_verl,
+        f"+exp_manager.experience_replay={replay}, max_trajectories_per_task: 10, off_cliprange_high: 1.0}}",
+        f"+exp_manager.reme={reme}, enable_summarizer: true}}",
+        "+exp_manager.rollout_expratio=0.1",
+        f"+{REPLAY}.use_current_policy_entropy=true",
+    )
+    assert block.experience_replay.use_current_policy_entropy
+    assert "nothing becomes experience: set experience_maker.updated_freq" in caplog.text
+    assert "no rollout is guided: train_rollout_expmode is mixed" in caplog.text
+    assert "0.1 of the rollouts of a task are none" in caplog.text
 
 
 def test_kept_experience_goes_with_losses_of_verl(override_verl: Compose) -> None:

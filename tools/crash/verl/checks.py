@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import orjson
-from trainer_hooks.replay.state import Recovered, recover
 
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import kept_pool
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import PoolRules
+from trainer_hooks.replay.state import Recovered, recover
 from trainer_hooks.replay.store import PoolStore
 from trainer_hooks.verl.config import OnResume
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer

@@ -27,6 +27,7 @@ from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
 from trajstore.core.store.run_ids import ALONE, id_from, ids_from, own_id, rank_of_id, shown_id, spelling_hint
 from trajstore.core.writing.inbox import Inbox, kinds_to_come, put, waiting
+from trajstore.core.writing.opening import check_not_mirror
 from trajstore.core.writing.unattended import held_log
 from trajstore.errors import (
     ConfigurationError,
@@ -75,8 +76,9 @@ def annotate(
 
     Raises:
         ConfigurationError: a name or value cannot be stored, or contradicts the kind that a name has in the store or,
-            if it is new there, in another rank of the run; nothing was set.
-        TrajectoryUnavailableError: an id is not in the store; nothing was set.
+            if it is new there, in another rank of the run; or the store is a mirror. Nothing was set.
+        TrajectoryUnavailableError: an id is not live: never given, or evicted, even if a snapshot names it; nothing
+            was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
         StoreWriteError: writing failed.
@@ -97,6 +99,7 @@ def annotate(
         if rank not in stores:
             raise _no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
         part = update.without({number for number in update.ids if rank_of_id(number) != rank})
+        check_not_mirror(stores[rank])
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trajstore.core.base.clock import microseconds
 from trajstore.core.buffer.rlinf_checkpoint import write_rlinf
 from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.flat import Block, FlatTrajectory, raw_bytes
@@ -37,16 +36,15 @@ from trajstore.core.formats.base import (
     TrajectoryFormat,
 )
 from trajstore.core.formats.checksums import encoded_shard
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.places import is_file_of_rlinf, store_above
 from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.reading.shard_access import flat_of
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
+from trajstore.core.store.additions import starts_of
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import LOG_FOLDER
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.rlinf_layout import INDEX_NAMES
 from trajstore.core.store.row_location import STARTS
@@ -128,14 +126,17 @@ def save_checkpoint(
     """
     if layout not in ("trajstore", "rlinf"):
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
-    ids = snapshot.index["trajectory_id"]
+    ids = new_ids = snapshot.index["trajectory_id"]
     if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are unique in that run only
         one_rank = (rank_of_id(ids) == rank_of_id(ids[:1])).all()
-        snapshot.index.renumber(own_id(ids) if one_rank else np.arange(len(ids)))
+        new_ids = own_id(ids) if one_rank else np.arange(len(ids))
+        snapshot.index.renumber(new_ids)
+    notes, values = Notes.combined(snapshot.late)
+    late = notes.kept(ids, new_ids), values
     write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
-        write(staged, snapshot, state, trajectory_format)
+        write(staged, snapshot, late, state, trajectory_format)
 
 
 def check_target(target: Directory, above: Iterable[Directory]) -> None:
@@ -170,6 +171,7 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
 def _write_store(
     target: Directory,
     snapshot: ReadSnapshot,
+    late: tuple[Notes, list[tuple[int, int]]],
     state: CheckpointState,
     trajectory_format: TrajectoryFormat,
     *,
@@ -204,10 +206,11 @@ def _write_store(
             loose.append(at)
             continue
         rows[at] = known[shard] = row
-    taken: dict[int, int] = {}
+    notes, values = late
+    taken = np.full(len(values), UNAVAILABLE, np.int32)
     decoded: list[int] = []
-    for at in _values_in(snapshot):
-        row = linked(snapshot.values[at])
+    for at in notes.shards(notes.rows_needed(notes.ids())).tolist():
+        row = linked(values[at])
         if row is None:
             decoded.append(at)
         else:
@@ -226,19 +229,16 @@ def _write_store(
 
     for at in decoded:
         number = len(catalog.shards)
-        taken[at] = catalog.shards.add(number, write(number, _values_at(snapshot, at)))
+        taken[at] = catalog.shards.add(number, write(number, _values_at(snapshot, *values[at])))
     for manifest, group in in_order(write_group, enumerate(_loose_groups(snapshot, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
         _set_locations(snapshot.index, row, [at for at, _ in group], [flat for _, flat in group])
         rows[[at for at, _ in group]] = row
     columns = snapshot.index.take(np.arange(snapshot.index.first, snapshot.index.end))
     columns["shard"] = rows
-    for name in snapshot.index.row_notes:
-        column = columns[NOTE_ROWS + name]
-        columns[NOTE_ROWS + name] = np.array([taken.get(at, UNAVAILABLE) for at in column.tolist()], np.int32)
     catalog.index.texts = snapshot.index.texts
     catalog.index.append(columns)
-    catalog.notes = Notes.of(catalog.index, catalog.shards, microseconds())
+    catalog.notes, catalog.generation = notes.in_table(taken), notes.newest_generation
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
@@ -250,16 +250,9 @@ def _write_store(
         target.publish([file])
 
 
-def _values_in(snapshot: ReadSnapshot) -> list[int]:
-    """Return the indices in ``snapshot.values`` of the shards whose values one of its trajectories uses."""
-    index = snapshot.index
-    tables = [np.unique(index[NOTE_ROWS + name]) for name in index.row_notes]
-    return [at for at in np.unique(np.concatenate([np.zeros(0, np.int32), *tables])).tolist() if at >= 0]
-
-
-def _values_at(snapshot: ReadSnapshot, at: int) -> ShardContent:
-    """Return the values by row of a whole shard, decoded."""
-    source, row = snapshot.sources[snapshot.values[at][0]], snapshot.values[at][1]
+def _values_at(snapshot: ReadSnapshot, number: int, row: int) -> ShardContent:
+    """Return the values by row of a whole shard of a source, decoded."""
+    source = snapshot.sources[number]
     manifest, reader = source.manifest(row), source.reader(row)
     pieces = [[raw_bytes(reader.rows(number, 0, rows))] for number, rows in enumerate(manifest.rows)]
     rows_on = {column.axis: rows for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True)}
@@ -309,13 +302,17 @@ def _flat_at(snapshot: ReadSnapshot, at: int) -> FlatTrajectory:
 
 
 def _write_rlinf(
-    target: Directory, snapshot: ReadSnapshot, state: CheckpointState, trajectory_format: TrajectoryFormat
+    target: Directory,
+    snapshot: ReadSnapshot,
+    late: tuple[Notes, list[tuple[int, int]]],
+    state: CheckpointState,
+    trajectory_format: TrajectoryFormat,
 ) -> None:
-    if _values_in(snapshot):
+    if names := late[0].names_by_row():
         logger.warning(
             "%s: RLinf's layout has no place for values by row (%s); they are not in the checkpoint",
             target.url,
-            ", ".join(snapshot.index.row_notes),
+            ", ".join(names),
         )
     flats = ((snapshot.index.entry(at), _flat_at(snapshot, at)) for at in range(len(snapshot.index)))
     write_rlinf(target, flats, state.trajectory_counter, state.seed, trajectory_format.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.fields import VALID, Axis
 from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.schema import Schema
 
@@ -74,4 +74,5 @@ class ColumnWatch:
 
 
 def _shapes(schema: Schema) -> dict[str, tuple[int, ...]]:
-    return {column.name: column.row_shape for column in schema.columns if column.axis is not Axis.DOCUMENT}
+    apart = (column for column in schema.columns if column.axis is not Axis.DOCUMENT and column.name != VALID)
+    return {column.name: column.row_shape for column in apart}

@@ -1,4 +1,4 @@
-"""Warns of added rollouts that are certainly wrong, or duplicates. No I/O.
+"""Warns of rollouts that are certainly wrong or duplicates, and of additions unlike earlier ones. No I/O.
 
 Takes no lock: two threads that add at once may both give the same warning.
 """
@@ -13,8 +13,10 @@ import torch
 
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.doubts import doubts
+from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.limits import shown
+from trajstore.core.columns.schema import Schema
 from trajstore.core.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, listed
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
@@ -38,7 +40,7 @@ class ContentWatch:
         """Return trajectories as columns, all checked; empty ones are skipped with a warning.
 
         Raises:
-            InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
+            InvalidTrajectoryError: one of them cannot be stored and read back; names its position and the field.
         """
         if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
             raise InvalidTrajectoryError(
@@ -52,7 +54,10 @@ class ContentWatch:
                 stored.append(trajectory)
             except NothingToStoreError:
                 empty.append(place)
-        self._look(stored, flats)
+            except InvalidTrajectoryError as error:
+                raise InvalidTrajectoryError(f"trajectory {place} of the list: {error}", place) from error
+        if any(isinstance(trajectory, AgentTrajectory) for trajectory in stored):
+            self._look(stored, flats)
         if empty:
             logger.warning(
                 "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
@@ -64,9 +69,12 @@ class ContentWatch:
 
     def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
         """Check trajectories that are about to be added, in both forms."""
-        for trajectory, flat in zip(trajectories, flats, strict=True):
-            if isinstance(trajectory, AgentTrajectory):
-                self._count(trajectory, [*doubts(flat, trajectory.response_start)])
+        pairs = zip(trajectories, flats, strict=True)
+        agents = [(rollout, flat) for rollout, flat in pairs if isinstance(rollout, AgentTrajectory)]
+        each = doubts([flat for _, flat in agents], [rollout.response_start for rollout, _ in agents])
+        for (rollout, _), found in zip(agents, each, strict=True):
+            if found or rollout.rollout_id:
+                self._count(rollout, found)
 
     def _count(self, trajectory: AgentTrajectory, found: list[str]) -> None:
         if trajectory.rollout_id and self._was_added(trajectory):
@@ -90,3 +98,68 @@ class ContentWatch:
         if len(self._newest) > _REMEMBERED:
             self._newest.popitem(last=False)
         return False
+
+
+logger = logging.getLogger(__name__)
+
+
+class ColumnWatch:
+    """Compares the columns of step trajectories with those before, and warns once of each difference.
+
+    Warns once, too, when a store gets both blocks of steps and rollouts of agents.
+    """
+
+    def __init__(self) -> None:
+        self._kind: str | None = None
+        self._last: Schema | None = None
+        self._told: set[str] = set()
+
+    def begin(self, schema: Schema) -> None:
+        """Set the columns of the newest existing trajectory."""
+        self._kind = schema.kind
+        if schema.kind == "step":
+            self._last = schema
+
+    def look(self, flats: Sequence[FlatTrajectory]) -> None:
+        """Compare trajectories that are about to be added."""
+        for flat in flats:
+            schema = flat.schema
+            if schema.kind != self._kind:
+                self._compare_kinds(schema.kind)
+            if schema is not self._last and schema.kind == "step":
+                if self._last is not None:
+                    self._compare(self._last, schema)
+                self._last = schema
+
+    def _compare_kinds(self, kind: str) -> None:
+        before, self._kind = self._kind, kind
+        if before is not None and "kind" not in self._told:
+            self._told.add("kind")
+            logger.warning(
+                "this buffer has %s trajectories and is given %s trajectories: sample() refuses a draw that meets an "
+                "agent trajectory, and sample_trajectories() draws both kinds; keep the two in two stores",
+                before,
+                kind,
+            )
+
+    def _compare(self, before: Schema, after: Schema) -> None:
+        old, new = _shapes(before), _shapes(after)
+        differing = [f"{name} (absent before)" for name in new.keys() - old.keys()]
+        differing += [f"{name} (absent now)" for name in old.keys() - new.keys()]
+        differing += [
+            f"{name} (rows {list(old[name])} before, {list(new[name])} now)"
+            for name in old.keys() & new.keys()
+            if old[name] != new[name]
+        ]
+        fresh = sorted(set(differing) - self._told)
+        if fresh:
+            self._told.update(fresh)
+            logger.warning(
+                "trajectories added now have other columns than those before: %s; a sample() that draws "
+                "rows of both is refused, and one that draws rows of one kind is not: name the columns (columns=...)",
+                ", ".join(fresh),
+            )
+
+
+def _shapes(schema: Schema) -> dict[str, tuple[int, ...]]:
+    return {column.name: column.row_shape for column in schema.columns if column.axis is not Axis.DOCUMENT}

@@ -32,6 +32,7 @@ from trajstore.core.store.partition import share_of
 from trajstore.core.store.run_ids import ALONE, in_run, own_id
 from trajstore.core.store.salvage import open_leniently
 from trajstore.core.store.sealed import METADATA_NAME
+from trajstore.core.writing.inbox import Pending
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
@@ -54,6 +55,7 @@ class LoadRequest:
         pin: name of a pin of the store.
         united: load these in place of the content of ``directory``, by rank, with ids of a run; one store by ``ALONE``.
         quiet: no warnings; the caller reports all damage.
+        pending: show late values that wait in the stores' inboxes; a pin never shows them.
     """
 
     directory: Directory
@@ -62,6 +64,7 @@ class LoadRequest:
     pin: str | None = None
     united: Mapping[int, Directory] | None = None
     quiet: bool = False
+    pending: bool = False
 
     @property
     def stride(self) -> int:
@@ -127,7 +130,7 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
     try:
         whole_place = united is None and directories != [place]
         ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
-        opened, kept, errors = _open_all(directories, ranks, leases, strict, request.pin)
+        opened, kept, errors = _open_all(directories, ranks, leases, request)
         lacking += _absent_above(place, [item.source for item in opened]) if whole_place else []
         if (strict is not False and (lacking or errors)) or not opened:
             raise _all_of([*lacking, *errors], path)
@@ -160,8 +163,7 @@ def _open_all(
     directories: Sequence[Directory],
     ranks: Sequence[int],
     leases: Sequence[ReaderLease],
-    strict: bool | None,
-    pin: str | None,
+    request: LoadRequest,
 ) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
     """Open each directory; return the results with their reader leases, and the errors of the rest."""
     found: list[_Opened] = []
@@ -169,7 +171,7 @@ def _open_all(
     errors: dict[Exception, Directory] = {}
     for directory, rank, lease in zip(directories, ranks, leases, strict=True):
         try:
-            opened = _open(directory, strict, pin)
+            opened = _open(directory, request)
             if rank != ALONE and len(opened.index):
                 opened.index = opened.index.slice(0, len(opened.index))
                 opened.index.renumber(in_run(rank, opened.index["trajectory_id"]))
@@ -248,7 +250,8 @@ def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreErro
     return [IncompleteCheckpointError(f"{place.url}: {text}; there are {listed(ranks.names)}") for text in texts]
 
 
-def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened:
+def _open(directory: Directory, request: LoadRequest) -> _Opened:
+    strict, pin = request.strict, request.pin
     if kind_of(directory) != "store":
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
@@ -259,15 +262,18 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
         left_out = len(rlinf.missing) + sum(item.count for item in (*rlinf.damaged, *unreadable))
         problems = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
         return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, problems)
-    if strict is not False:
-        catalog = ReadersCatalog.open(directory)
-        index, state = _state_of(catalog, pin)
-        return _Opened(StoreSource(catalog), index, state)  # only a rank's own share needs to be there
-    catalog, damage = open_leniently(directory)
-    warnings = [str(item) for item in damage]
-    left_out = len(catalog.left_out) + sum(item.count for item in damage)
-    index, state = _state_of(catalog, pin)
+    pending = Pending(directory) if request.pending and pin is None else None
+    catalog, damage = (ReadersCatalog.open(directory), []) if strict is not False else open_leniently(directory)
+    added, refused, garbled = (0, [], []) if pending is None else pending.add_to(catalog)
+    if garbled and strict is not False:
+        raise garbled[0]
     source = StoreSource(catalog)
+    source.has_pending = added > 0
+    warnings = [*map(str, (*damage, *garbled)), *refused]
+    index, state = _state_of(catalog, pin)
+    if strict is not False:
+        return _Opened(source, index, state, 0, tuple(warnings))  # only a rank's own share needs to be there
+    left_out = len(catalog.left_out) + sum(item.count for item in damage)
     lost = source.lost(index)
     if lost is None:
         return _Opened(source, index, state, left_out, tuple(warnings))
@@ -307,6 +313,7 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
     alone = len(found) == 1 and share is None
     readable = [item.index if alone else _readable(item.index) for item in found]
     distinct = readable if len(found) == 1 else _distinct(readable)
+    _note_twins(found, readable, distinct)
     total = sum(len(index) for index in distinct)
     start, stop = (0, total) if share is None else share_of(total, *share)
     before = 0
@@ -344,6 +351,21 @@ def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
     """Return the entries that have a shard; entries that RLinf counts but never wrote are not distributed."""
     lost = index.first + np.flatnonzero(index["shard"] < 0)
     return index.without(lost) if len(lost) else index
+
+
+def _note_twins(
+    found: Sequence[_Opened], readable: Sequence[TrajectoryIndex], distinct: Sequence[TrajectoryIndex]
+) -> None:
+    """Record in each store which of its trajectories another store shows: their late values count as well."""
+    if sum(map(len, readable)) == sum(map(len, distinct)):
+        return
+    uuids, ids = (np.concatenate([index[name] for index in distinct]) for name in ("uuid", "trajectory_id"))
+    shown = dict(zip(uuids.tolist(), ids.tolist(), strict=True))
+    for item, before, after in zip(found, readable, distinct, strict=True):
+        if isinstance(item.source, StoreSource):
+            hidden = ~np.isin(before["trajectory_id"], after["trajectory_id"])
+            there = [shown[uuid] for uuid in before["uuid"][hidden].tolist()]
+            item.source.twins = np.stack([own_id(before["trajectory_id"][hidden]), np.array(there, np.int64)], axis=1)
 
 
 def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:

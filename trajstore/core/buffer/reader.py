@@ -176,7 +176,8 @@ class Reader(Closing):
 
             def choose(contents: Contents) -> tuple[Drawn, RowPlan]:
                 drawn, positions = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
-                return drawn, contents.plan(positions, drawn.samples, contents.index.first, columns)
+                rows = contents.rows_of(positions, drawn.samples)
+                return drawn, contents.plan(positions, rows, contents.index.first, columns)
 
             drawn, plan = self.sampling.together(sampler, choose)
             return Batch(nest(plan.read(out)), drawn)
@@ -184,7 +185,8 @@ class Reader(Closing):
         def draw(contents: Contents) -> RowPlan:
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             samples = self._draws.samples(window, num_chunks)
-            positions, rows = contents.index.find_rows(samples, window.first, window.end)
+            positions, places = contents.index.find_rows(samples, window.first, window.end)
+            rows = contents.rows_of(positions, places) if contents.index.may_be_partial else places
             return contents.plan(positions, rows, window.first, columns)
 
         return nest(self.live.locked(draw).read(out))
@@ -419,7 +421,8 @@ class Reader(Closing):
         """Save the trajectories shown now to their own directory; adding may go on meanwhile.
 
         Files are hard-linked where the file system supports it, else copied; the directory appears atomically.
-        Trajectories of a buffer in memory that have left it are not saved.
+        Trajectories of a buffer in memory that have left it are not saved. Late values that another process has put
+        into a store's inbox are saved by the buffer that writes the store, and by ``trajstore copy``.
 
         Args:
             save_path: directory or URL; absent, empty, or an earlier checkpoint, which is replaced.
@@ -516,6 +519,7 @@ class Reader(Closing):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Send the reader to another process, which opens the same path (made absolute).
 
+        Its draws there differ from those here, see :class:`~trajstore.core.sampling.draws.Draws`.
         Unpickling raises StoreNotFoundError if another store is at the path by then.
         """
         options = self.sample_window_size, self.live.verify_shards, True, self._storage_options
@@ -548,7 +552,7 @@ def load_reader(
     state = reader.state_dict()
     reader._load(request)
     if seed is not None:
-        reader.load_state_dict(state)
+        reader._draws.take_up(**state)
     return reader
 
 
@@ -577,7 +581,8 @@ def unpickled(
                 f"{request.directory.url}: the buffer that was sent reads the store {listed(sorted(gone))}, which does "
                 f"not lie there now; what does is {listed(sorted(reader.store_ids)) or 'no store'}"
             )
-    reader.load_state_dict(pickle.loads(state))
+    reader._draws.take_up(**pickle.loads(state))
+    reader._draws.copied()
     return reader
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+
+import numpy as np
 
 from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.files.parallel import in_order
 from trajstore.core.store.index import TrajectoryEntry
+from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.rlinf_layout import (
     INDEX_NAMES,
     RLinfEntry,
@@ -17,6 +21,8 @@ from trajstore.core.store.rlinf_layout import (
     metadata_json,
 )
 from trajstore.core.store.sealed import METADATA_NAME
+
+logger = logging.getLogger(__name__)
 
 _GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
 """Bytes and files written at a time."""
@@ -31,12 +37,19 @@ def write_rlinf(
 ) -> None:
     """Write a directory that RLinf reads; formats that RLinf does not know are written as ``pt``.
 
+    RLinf has no field ``valid``: it is left out, with a warning where steps are invalid.
+
     Raises:
         ConfigurationError: there is an agent trajectory.
     """
     suffix = "pkl" if trajectory_format == "pkl" else "pt"
 
+    invalid: dict[int, int] = {}
+
     def write(group: list[tuple[TrajectoryEntry, FlatTrajectory]]) -> list[RLinfEntry]:
+        for known, flat in group:
+            if flat.num_samples < flat.extent.steps * flat.extent.batch and flat.schema.kind == "step":
+                invalid[known.trajectory_id] = flat.extent.steps * flat.extent.batch - flat.num_samples
         encoded = [encode_trajectory(flat, known.trajectory_id, suffix) for known, flat in group]
         target.publish([file for _, file in encoded])  # the folder is synced once for all of them
         return [entry for entry, _ in encoded]
@@ -45,5 +58,12 @@ def write_rlinf(
         group for group, _ in portions(trajectories, _GROUP_BYTES, lambda item: item[1].nbytes, most=_GROUP_FILES)
     )
     entries = [entry for group in in_order(write, groups) for entry in group]
+    if invalid:
+        logger.warning(
+            "layout 'rlinf': RLinf has no field valid; %d invalid steps of %d trajectories (%s) are drawn by it",
+            sum(invalid.values()),
+            len(invalid),
+            ids_in_words(np.array(list(invalid))),
+        )
     target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
     target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])

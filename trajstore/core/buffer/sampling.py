@@ -23,9 +23,9 @@ from trajstore.core.buffer.following import Following, claim
 from trajstore.core.buffer.positions import Positions
 from trajstore.core.buffer.view import View
 from trajstore.core.columns.fields import nest
+from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.plan import RowPlan
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler
 from trajstore.core.sampling.draws import Draws, Window
@@ -105,6 +105,10 @@ class Sampling:
         """Generator of all draws; part of ``state_dict``."""
         return self._draws.generator
 
+    def continue_draws(self) -> None:
+        """Continue the draws of the process that this buffer comes from; see :meth:`Draws.continue_here`."""
+        self._draws.continue_here()
+
     def draw(self, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None) -> Drawn:
         """Draw rows of the window, only those that fit; a sampler decides which and how many.
 
@@ -156,10 +160,10 @@ class Sampling:
             narrowed = len(window) < len(contents.index)
             first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
             if fits is None:  # custom samplers may lack the argument
-                drawn = sampler.draw(count, self._draws.generator, first)
+                drawn = sampler.draw(count, self._draws.generator_for(sampler), first)
             else:
                 _check_fits(sampler)
-                drawn = sampler.draw(count, self._draws.generator, first, fits=fits)
+                drawn = sampler.draw(count, self._draws.generator_for(sampler), first, fits=fits)
             positions = self.rows(contents, drawn)
         names = self._view.names_at(contents, positions)
         return replace(drawn, buffer=self.names()[0], names=names), positions
@@ -200,7 +204,7 @@ class Sampling:
                 f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, and another one has its id since a "
                 "load; draw again"
             )
-        return contents.plan(positions, drawn.samples, contents.index.first, columns)
+        return contents.plan(positions, contents.rows_of(positions, drawn.samples), contents.index.first, columns)
 
     def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the drawn rows whose id names another trajectory since contents were replaced."""
@@ -219,7 +223,7 @@ class Sampling:
         self,
         known: Positions,
         positions: IntArray,
-        rows: IntArray,
+        places: IntArray,
         *,
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
@@ -229,7 +233,7 @@ class Sampling:
         Args:
             known: result of :meth:`locate`.
             positions: of the rows' trajectories, ``[n]``.
-            rows: within their trajectories, ``[n]``.
+            places: of the rows among the valid ones of their trajectories, ``[n]``.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name.
 
@@ -240,10 +244,20 @@ class Sampling:
 
         def plan(contents: Contents) -> RowPlan | None:
             index = contents.index
-            return contents.plan(positions, rows, index.first, columns) if known.hold(index) else None
+            if not known.hold(index):
+                return None
+            return contents.plan(positions, contents.rows_of(positions, places), index.first, columns)
 
         values = self._view.locked(plan)
         return None if values is None else nest(values.read(out))
+
+    def rows_of(self, drawn: Drawn) -> IntArray:
+        """Return the row ``t * B + b`` of each drawn row: ``drawn.samples`` without a field ``valid``.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted since.
+        """
+        return self._view.locked(lambda contents: contents.rows_of(self.rows(contents, drawn), drawn.samples))
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable.

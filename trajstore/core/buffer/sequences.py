@@ -12,10 +12,10 @@ import torch
 from trajstore.core.base.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
-from trajstore.core.columns.fields import nest
+from trajstore.core.columns.fields import nest, resolved
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler, uniform
-from trajstore.core.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
+from trajstore.core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_after, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
 _IN_VAIN = 1000
@@ -60,7 +60,8 @@ def sample_sequences(
     Returns:
         A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for valid
         steps. Padded, it has no more sequences than the window has steps.
-        An episode never continues in another trajectory: the data does not say in which.
+        An episode never continues in another trajectory, because no field identifies it, and continues in another
+        rollout epoch only if the next ``curr_obs`` equals the last ``next_obs``.
 
     Raises:
         EmptyBufferError: there is nothing to draw from, or hardly a start with ``length`` steps after it.
@@ -75,7 +76,7 @@ def sample_sequences(
     def sample(contents: Contents) -> Batch:
         fits = None if pad else _has_whole(buffer, contents, count, length, ends)
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
-        spans = _spans(contents, positions, first.samples, length, ends)
+        spans = _spans(contents, positions, contents.rows_of(positions, first.samples), length, ends)
         values = _read(contents, positions, spans.rows, columns)
         return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, first)
 
@@ -126,10 +127,11 @@ def sample_n_step(
 
     def sample(contents: Contents) -> Batch:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        spans = _spans(contents, positions, first.samples, n, ends)
+        starts = contents.rows_of(positions, first.samples)
+        spans = _spans(contents, positions, starts, n, ends)
         last = last_of(spans.mask)
         end = spans.rows[np.arange(len(last)), last]
-        values = _read(contents, positions, first.samples, columns)
+        values = _read(contents, positions, starts, columns)
         after = [name for name in values if name.startswith("next_obs.")]
         if after:
             values |= _read(contents, positions, end, after)
@@ -196,17 +198,19 @@ def sample_hindsight(
     text("goal", goal), text("achieved", achieved)
     check_instance("reward", reward, Callable, "a function of achieved and goal")
 
-    def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], IntArray, torch.Tensor]:
+    def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], list[str], IntArray, torch.Tensor]:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        values = _read(contents, positions, first.samples, columns)
-        for name in (goal, achieved, "rewards"):
+        starts = contents.rows_of(positions, first.samples)
+        values = _read(contents, positions, starts, columns)
+        names = [resolved(name, values) for name in (goal, achieved, "rewards")]
+        for name in names:
             if name not in values:
                 raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
         chance = uniform(2 * len(first), buffer.sampling.generator)
         chosen = np.flatnonzero(chance[: len(first)] < share)
         if not len(chosen):
-            return first, values, chosen, torch.empty(0)
-        positions, samples = positions[chosen], first.samples[chosen]
+            return first, values, names, chosen, torch.empty(0)
+        positions, samples = positions[chosen], starts[chosen]
         steps, batch = contents.index.at("steps", positions), contents.index.at("batch", positions)
         longest = int((steps - samples // batch).max())
         if longest > horizon:
@@ -216,9 +220,9 @@ def sample_hindsight(
         later = chance[len(first) :][chosen] * (last + 1)
         pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
         rows = spans.rows[np.arange(len(pick)), pick]
-        return first, values, chosen, _read(contents, positions, rows, [achieved])[achieved]
+        return first, values, names, chosen, _read(contents, positions, rows, names[1:2])[names[1]]
 
-    first, values, chosen, goals = buffer.sampling.together(sampler, sample)
+    first, values, (goal, achieved, _), chosen, goals = buffer.sampling.together(sampler, sample)
     relabelled = torch.zeros(len(first), dtype=torch.bool)
     if len(chosen):
         where = torch.from_numpy(chosen)
@@ -252,9 +256,44 @@ def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: i
     """Return the spans from these samples of trajectories; with the lock of the contents held."""
     steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
     rows, inside = rows_after(samples, steps, batch, length)
-    mask = within_episode(inside, _any(contents, positions, rows, ends))
+    ended = _any(contents, positions, rows, ends)
+    if contents.index.may_be_partial:
+        valid = contents.are_valid(np.repeat(positions, length), rows.reshape(-1))
+        inside &= True if valid is None else np.logical_and.accumulate(valid.reshape(rows.shape), axis=1)
+    mask = within_episode(inside, ended)
+    if not ends:
+        contents.schemas(positions)  # notes the epochs, which RLinf's index lacks
+    epochs = contents.index.at("extra", positions).astype(np.int64)
+    span, step = np.nonzero(mask & epoch_starts(samples, steps, batch, epochs, length))
+    if len(span):
+        broken = ~_continues(contents, positions[span], rows[span, step - 1], rows[span, step])
+        ended[span[broken], step[broken] - 1] = True
+        mask = within_episode(inside, ended)
     last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
     return _Spans(np.where(mask, rows, last), mask)
+
+
+def _continues(contents: Contents, positions: IntArray, before: IntArray, after: IntArray) -> Mask:
+    """Return, for pairs of rows, whether the next observation of one equals the observation of the other, all ``[n]``.
+
+    All observations that both have are compared, byte by byte; without any, the answer is False.
+    """
+    pairs, of_each = np.unique(np.stack([positions, before, after]), axis=1, return_inverse=True)
+    same: Mask = np.zeros(pairs.shape[1], np.bool_)
+    schemas = contents.schemas(pairs[0])
+    for schema in dict.fromkeys(schemas):
+        at = np.flatnonzero([other == schema for other in schemas])
+        for name in schema.observed_twice:
+            if not len(at):
+                break
+            last, first = (
+                _read(contents, pairs[0, at], rows[at], [f"{field}.{name}"])[f"{field}.{name}"].reshape(len(at), -1)
+                for field, rows in (("next_obs", pairs[1]), ("curr_obs", pairs[2]))
+            )
+            equal = (last.view(torch.uint8) == first.view(torch.uint8)).all(dim=1).numpy()
+            at = at[equal]
+        same[at] = bool(schema.observed_twice)
+    return same[of_each.reshape(-1)]
 
 
 def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends: Ends) -> Fits:
@@ -264,7 +303,8 @@ def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends
     def fits(ids: IntArray, samples: IntArray) -> Mask:
         nonlocal in_vain
         positions = buffer.sampling.rows(contents, Drawn(ids, samples))
-        good: Mask = np.asarray(_spans(contents, positions, samples, length, ends).mask.all(axis=1), np.bool_)
+        starts = contents.rows_of(positions, samples)
+        good: Mask = np.asarray(_spans(contents, positions, starts, length, ends).mask.all(axis=1), np.bool_)
         in_vain = 0 if good.any() else in_vain + len(ids)
         if in_vain >= max(_IN_VAIN, count):
             raise EmptyBufferError(

@@ -10,18 +10,16 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
-from trajstore.core.buffer.column_watch import ColumnWatch
-from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch
 from trajstore.core.buffer.retention import Retention
-from trajstore.core.buffer.view import View, ViewListener
-from trajstore.core.columns.flat import Block, FlatTrajectory
+from trajstore.core.buffer.view import View
+from trajstore.core.columns.flat import Block, FlatTrajectory, copied
 from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.owned import copied
 from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat
@@ -77,7 +75,9 @@ class Sink:
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
-        return self._add_watched(self._content.flatten(trajectories), None)
+        flats = self._content.flatten(trajectories)
+        self._watch.look(flats)
+        return self._add(flats, None) if flats else []
 
     def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
         """Add trajectories that another process has checked and flattened into columns; return their ids.
@@ -92,9 +92,6 @@ class Sink:
         """
         if len(uuids) != 16 * len(flats):
             raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
-        return self._add_watched(flats, uuids)
-
-    def _add_watched(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         self._watch.look(flats)
         return self._add(flats, uuids) if flats else []
 
@@ -237,15 +234,16 @@ class StoreSink(Sink):
         target = None if mirroring is None else mirroring.mirror_directory(mirror, directory)
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before any write there, even of the lock
-        view.on_commit = on_commit
-        listener = ViewListener(view, draws)
-        callback = None if on_commit is None else listener.on_commit
-        self.writer = StoreWriter(directory, trajectory_format, options, listener, callback)
+        self._on_commit = on_commit
+        format_name = trajectory_format.name
+
+        def metadata() -> Mapping[str, Any]:
+            return {"trajectory_format": format_name, "seed": draws.seed}
+
+        callback = None if on_commit is None else partial(_call_on_commit, weakref.ref(self))
+        self.writer = StoreWriter(directory, trajectory_format, options, metadata, view, callback)
         if mirroring is not None:
-            format_name = trajectory_format.name
-            self.mirror = mirroring.StoreMirror(
-                self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **listener.metadata()}
-            )
+            self.mirror = mirroring.StoreMirror(self.writer.log, mirror, target, metadata)
         # Releases the lock after an interrupt at any point, unless the writer is closed first.
         self._finalizer = weakref.finalize(self, _close_quietly, self.mirror, self.writer)
         self._finalizer.atexit = False  # too late for zarr; see trajstore.core.base.exits
@@ -259,8 +257,7 @@ class StoreSink(Sink):
         if len(catalog.index):
             newest = int(catalog.index["shard"][-1])
             self._watch.begin(catalog.shards.schema(newest))
-            _tell_format(directory, catalog.shards.manifest(newest).format, trajectory_format.name)
-        listener.opened(catalog.next_id - 1)
+            _tell_format(directory, catalog.shards.manifest(newest).format, format_name)
         self.retain()
         self.counter = catalog.next_id
         self._shard_bytes = options.shard_bytes
@@ -424,6 +421,15 @@ class StoreSink(Sink):
             if self.writer.closed:  # else interrupted: it is closed in the background, or at exit
                 self._finalizer.detach()
                 forget(self.writer)
+
+
+def _call_on_commit(owner: weakref.ref[StoreSink], ids: Sequence[int]) -> None:
+    """Call the user's commit callback, holding no lock; it may refer to the buffer, so only the buffer keeps it."""
+    sink = owner()
+    call = None if sink is None else sink._on_commit
+    del sink
+    if call is not None:
+        call(ids)
 
 
 def _tell_format(directory: Directory, before: str, now: str) -> None:

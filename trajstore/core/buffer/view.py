@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,6 @@ from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.places import is_of_rank, rank_number, ranks_of
 from trajstore.core.reading.sources import Source, StoreSource
-from trajstore.core.sampling.draws import Draws
 from trajstore.core.sampling.states import names_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.committed import change_in_run
@@ -28,7 +26,7 @@ from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.run_ids import ALONE, ID_LIMIT
-from trajstore.core.writing.commits import Commit, CommitListener
+from trajstore.core.writing.commits import Columns, CommitListener
 from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -43,8 +41,8 @@ OWN_SOURCE = 0
 """Index of the buffer's own store among the sources: it is attached first."""
 
 
-class View:
-    """The contents of a buffer: its own store and loaded directories.
+class View(CommitListener):
+    """The contents of a buffer: its own store, whose commits and evictions it applies, and loaded directories.
 
     Args:
         cache_bounds: most trajectories and most bytes in the cache; None = no cache.
@@ -70,9 +68,9 @@ class View:
         self._leases: list[ReaderLease] = []
         self.released = False
         """Whether the buffer was closed."""
-        self.on_commit: Callable[[Sequence[int]], None] | None = None
-        """The user's commit callback. It may hold the buffer, so only the buffer may hold it."""
-        self.out_of_step: Exception | None = None
+        self._committed = -1
+        """Highest committed id of the buffer's own store."""
+        self._missed: Exception | None = None
         """The error of a failed update from the buffer's own store, after which the contents may be stale."""
         self._half_followed = False
         """Whether following loaded directories was interrupted."""
@@ -102,11 +100,11 @@ class View:
             StoreError: an earlier update from the buffer's own store failed.
         """
         while True:
-            if self.out_of_step is not None:
+            if self._missed is not None:
                 raise StoreError(
                     f"this buffer may show other trajectories than its store has, because showing a change failed "
-                    f"({self.out_of_step!r}); the store is right: close the buffer and open it again"
-                ) from self.out_of_step
+                    f"({self._missed!r}); the store is right: close the buffer and open it again"
+                ) from self._missed
             contents = self.contents
             try:
                 with contents.lock:
@@ -168,19 +166,10 @@ class View:
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the buffer's own store; called before any load."""
         self._own = catalog
+        self._committed = catalog.next_id - 1
         with self.contents.lock:
             self.contents.attach(StoreSource(catalog, self.verify_shards))
             self._show_own(self.contents)
-
-    def show_own_again(self) -> None:
-        """Show the present state of the buffer's own store; not to be called during additions or loads.
-
-        Called with ``CommitLog._lock`` held, which keeps the store unchanged.
-        """
-        contents = self._empty()
-        self._show_own(contents)
-        with self.contents.lock:
-            self.contents = contents
 
     def _show_own(self, contents: Contents) -> None:
         source = contents.sources[OWN_SOURCE]
@@ -276,7 +265,7 @@ class View:
             return None
         if self._half_followed or len(self._ranks or ()) > 1 or self._has_joined():
             return None
-        if not isinstance(source, StoreSource):
+        if not isinstance(source, StoreSource) or source.has_pending:
             return None
         catalog, (rank,) = source.catalog, self._loaded_by_rank()
         for lease in self._leases:
@@ -315,13 +304,40 @@ class View:
             lease.release()
         self._leases = []
 
+    # -- changes of the buffer's own store, made with CommitLog._lock held -------------------------
+
+    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+        """Reserve memory for entries of these ids in the store's index, shared with the view's where they agree."""
+        contents = self.contents
+        with contents.lock:
+            index.borrow(contents.index, ids)
+
+    def committed(self, commits: Sequence[Columns]) -> None:
+        self._committed = int(commits[-1]["trajectory_id"][-1])
+        try:
+            for columns in commits:
+                self.contents.committed(OWN_SOURCE, columns)
+        except Exception:  # they can still be read from memory
+            logger.exception("a commit that is on disk could not be shown")
+
+    def to_evict(self) -> Sequence[int]:
+        return self.expire(self._committed)
+
     def moved(self, moved: Moved) -> None:
-        """Read trajectories of the buffer's own store from their new shard from now on."""
         self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
 
     def noted(self, noted: Noted) -> None:
-        """Show late values of trajectories of the buffer's own store."""
         self.locked(lambda contents: contents.noted(OWN_SOURCE, noted, self.own_first))
+
+    def replaced(self) -> None:
+        """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""
+        contents = self._empty()
+        self._show_own(contents)
+        with self.contents.lock:
+            self.contents = contents
+
+    def missed(self, error: Exception) -> None:
+        self._missed = error
 
     # -- leaving ----------------------------------------------------------------------------------
 
@@ -388,77 +404,3 @@ class View:
             return [number for number in ids if self.is_own(number) and not contents.is_pending(number)]
 
         return self.locked(to_evict)
-
-
-class ViewListener(CommitListener):
-    """Applies commits and evictions of the buffer's own store to its view, which it references weakly.
-
-    Each method is called with ``CommitLog._lock`` held; ``Contents.lock`` is taken under it.
-
-    Args:
-        view: the view. Only the buffer holds it, so that an unclosed buffer can be garbage-collected.
-        draws: its seed goes into the store's metadata.
-    """
-
-    def __init__(self, view: View, draws: Draws) -> None:
-        self._view = weakref.ref(view)
-        self._draws = draws
-        self._committed = -1
-
-    def metadata(self) -> Mapping[str, Any]:
-        return {"seed": self._draws.seed}
-
-    def opened(self, newest: int) -> None:
-        """Record that everything up to this id is committed."""
-        self._committed = newest
-
-    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
-        """Reserve memory for index entries, in the view's index if it shows the store's entries."""
-        if (view := self._view()) is None:
-            index.reserve(len(ids))
-        else:
-            contents = view.contents
-            with contents.lock:
-                index.borrow(contents.index, ids)
-
-    def committed(self, commits: Sequence[Commit]) -> None:
-        self._committed = max(commit.ids[-1] for commit in commits)
-        if (view := self._view()) is not None:
-            for commit in commits:
-                view.contents.committed(OWN_SOURCE, commit.row, commit.ids, commit.columns)
-
-    def rejected(self, ids: Sequence[int]) -> None:
-        self.evicted(ids)
-
-    def to_evict(self) -> Sequence[int]:
-        """Return the ids that the store must delete; loaded trajectories are only hidden."""
-        view = self._view()
-        return () if view is None else view.expire(self._committed)
-
-    def evicted(self, ids: Sequence[int]) -> None:
-        if (view := self._view()) is not None:
-            view.forget(ids)
-
-    def moved(self, moved: Moved) -> None:
-        if (view := self._view()) is not None:
-            view.moved(moved)
-
-    def noted(self, noted: Noted) -> None:
-        if (view := self._view()) is not None:
-            view.noted(noted)
-
-    def replaced(self) -> None:
-        if (view := self._view()) is not None:
-            view.show_own_again()
-
-    def out_of_step(self, error: Exception) -> None:
-        if (view := self._view()) is not None:
-            view.out_of_step = error
-
-    def on_commit(self, ids: Sequence[int]) -> None:
-        """Call the user's commit callback with the ids, holding no lock of the buffer."""
-        view = self._view()
-        call = None if view is None else view.on_commit
-        del view
-        if call is not None:
-            call(ids)

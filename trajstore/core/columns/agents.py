@@ -59,7 +59,9 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
         tuple(tensors),
         num_samples=1,
         max_episode_length=0,
-        model_weights_id=plain_name("metadata.model_weights_id", trajectory.metadata.get("model_weights_id", "")),
+        model_weights_id=plain_name(
+            "metadata.model_weights_id", (trajectory.metadata or {}).get("model_weights_id", "")
+        ),
         versions=None if version is None else (version, version),
         facts=facts_of(document),
     )
@@ -73,10 +75,10 @@ def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None
         document: the known fields that are not tensors; changed.
     """
     for name in _TEXTS:
-        if type(values[name]) is not str and not isinstance(values[name], str):
+        if type(values[name]) is not str and not isinstance(values[name], str | None):
             raise _wrong_type(name, values[name], "a string")
-    metadata, messages, reward = values["metadata"], values["messages"], values["reward"]
-    if not isinstance(metadata, dict):
+    metadata, messages, reward = values["metadata"], values["messages"] or [], values["reward"]
+    if not isinstance(metadata, dict | None):
         raise _wrong_type("metadata", metadata, "a dict")
     if not isinstance(messages, list):
         raise _wrong_type("messages", messages, "a list of dicts")
@@ -90,26 +92,33 @@ def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None
         document["response_start"] = whole_number("response_start", start, 0, MAX_STEPS)
     if (version := values["policy_version"]) is not None:
         document["policy_version"] = version_number("policy_version", version)
-    _check_real("entropy", values["entropy"])
+    if values["entropy"] is not None:
+        document["entropy"] = _real("entropy", values["entropy"])
     if reward is None:
         return
     if not isinstance(reward, Reward):
         hint = f"; write Reward(outcome={shown(reward)})" if isinstance(reward, int | float) else ""
         raise _wrong_type("reward", reward, f"a Reward or None{hint}")
-    _check_real("reward.outcome", reward.outcome)
-    _check_real("reward.success_rate", reward.success_rate)
-    if not isinstance(reward.description, str):
+    if not isinstance(reward.description, str | None):
         raise _wrong_type("reward.description", reward.description, "a string")
-    if not isinstance(reward.metadata, dict):
+    if not isinstance(reward.metadata, dict | None):
         raise _wrong_type("reward.metadata", reward.metadata, "a dict")
-    document["reward"] = vars(reward)
+    document["reward"] = {
+        "outcome": _real("reward.outcome", reward.outcome),
+        "success_rate": _real("reward.success_rate", reward.success_rate),
+        "description": reward.description or "",
+        "metadata": {} if reward.metadata is None else reward.metadata,
+    }
 
 
-def _check_real(field: str, value: Any) -> None:
+def _real(field: str, value: Any) -> Any:
+    """Return a number or None; bools as floats."""
     if value is None or (type(value) is float and isfinite(value)):
-        return
+        return value
+    if isinstance(value, bool | np.bool_):
+        return float(value)
     if isinstance(value, int | np.integer) or (isinstance(value, float | np.floating) and isfinite(value)):
-        return  # an int of more than 64 bits is refused with the document
+        return value  # an int of more than 64 bits is refused with the document
     raise InvalidTrajectoryError(
         f"field {field}: {shown(value)} is a {type(value).__name__}, must be a finite number or None"
     )

@@ -11,9 +11,9 @@ from trajstore.core.columns.agents import agent_trajectory, flatten_agent
 from trajstore.core.columns.document import decode_document
 from trajstore.core.columns.fields import Axis, nest
 from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.columns.leaves import leaves_of
 from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
 from trajstore.core.columns.steps import flatten_step
+from trajstore.core.columns.values import leaves_of
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 

@@ -6,29 +6,69 @@ A store keeps such a rollout, which may be the only result of an expensive gener
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
 
 from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.schema import Schema
 
 _HALF = (torch.bfloat16, torch.float16)
 _COMPARED = (*_HALF, torch.float32, torch.float64)  # torch has no minimum for some of the other dtypes
 
+_LOG_PROBS = ("old_log_probs", "rollout_log_probs")
+_CHECKED = frozenset(("input_ids", "response_mask", "loss_mask", *_LOG_PROBS))
 
-def doubts(rollout: FlatTrajectory, response_start: int | None) -> Iterator[str]:
-    """Yield each certain problem of a rollout that can be stored, as the end of "rollouts with ..."."""
-    columns = dict(zip((column.name for column in rollout.schema.columns), rollout.tensors, strict=True))
+_TOGETHER = 1 << 16
+"""Mean bytes of rollouts up to which they are checked together: joining them costs less than a check for each."""
+
+
+def doubts(rollouts: Sequence[FlatTrajectory], starts: Sequence[int | None]) -> list[list[str]]:
+    """Return the certain problems of each of some rollouts that can be stored, as ends of "rollouts with ...".
+
+    Args:
+        rollouts: the rollouts.
+        starts: ``response_start`` of each.
+    """
+    if len(rollouts) > 1 and None not in starts:
+        schema = rollouts[0].schema
+        small = sum([rollout.nbytes for rollout in rollouts]) <= _TOGETHER * len(rollouts)
+        if small and {id(rollout.schema) for rollout in rollouts} == {id(schema)}:
+            joined = {
+                name: torch.cat(
+                    [rollout.tensors[at] for rollout in rollouts]
+                    if name != "loss_mask"
+                    else [rollout.tensors[at][start:] for rollout, start in zip(rollouts, starts, strict=True)]
+                )
+                for name, at in _places(schema).items()
+            }
+            if not any(_problems(joined, True)):
+                return [[] for _ in rollouts]
+    return [_problems_of(rollout, start) for rollout, start in zip(rollouts, starts, strict=True)]
+
+
+def _problems_of(rollout: FlatTrajectory, start: int | None) -> list[str]:
+    columns = {name: rollout.tensors[at] for name, at in _places(rollout.schema).items()}
+    if start and "loss_mask" in columns:
+        columns["loss_mask"] = columns["loss_mask"][start:]
+    return [*_problems(columns, start is not None)]
+
+
+def _places(schema: Schema) -> dict[str, int]:
+    """Return the positions of the checked columns."""
+    return {column.name: at for at, column in enumerate(schema.columns) if column.name in _CHECKED}
+
+
+def _problems(columns: Mapping[str, torch.Tensor], cut: bool) -> Iterator[str]:
+    """Yield the problems of a rollout, or of several that are joined; ``cut``: the loss mask is the response's."""
     ids, mask, written = columns.get("input_ids"), columns.get("response_mask"), columns.get("loss_mask")
     if ids is not None and ids.shape[0] and ids.dtype.is_signed and ids.min().item() < 0:
         yield "negative token ids in input_ids"
-    if written is not None and response_start is not None:
-        written = written[response_start:]
-        if mask is not None and not _equal_masks(written, mask):
-            yield "a response_mask that is not loss_mask[response_start:]"
+    if written is not None and mask is not None and cut and not _equal_masks(written, mask):
+        yield "a response_mask that is not loss_mask[response_start:]"
     on_model = written if mask is None else mask
-    for name in ("old_log_probs", "rollout_log_probs"):
+    for name in _LOG_PROBS:
         log_probs = columns.get(name)
         if log_probs is None or _possible(log_probs):
             continue

@@ -14,13 +14,13 @@ Sampling skips these rows, files keep them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from trajstore.core.columns.limits import MOST_NESTED
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError, SchemaMismatchError, listed
 
 TENSOR_FIELDS = (
     "actions",
@@ -32,8 +32,12 @@ TENSOR_FIELDS = (
     "prev_logprobs",
     "prev_values",
     "versions",
+    "valid",
 )
 """Tensor fields of a step trajectory, in the order of batches."""
+
+VALID = "valid"
+"""The field that says which steps count; no batch has it, because its rows are all valid."""
 
 DICT_FIELDS = ("curr_obs", "next_obs", "forward_inputs")
 """Fields that hold (nested) dicts of tensors, in the order of batches."""
@@ -87,6 +91,23 @@ def split_name(name: str) -> tuple[str, ...]:
         else:
             parts[-1] += char
     return tuple(parts)
+
+
+def resolved(name: str, known: Iterable[str]) -> str:
+    """Return the column that a dotted name means: its dots may be those of keys, if only one column fits.
+
+    A name that fits no column is returned as it is.
+
+    Raises:
+        SchemaMismatchError: several columns fit.
+    """
+    names, plain = list(known), ".".join(split_name(name))
+    fitting = [name] if name in names else [other for other in names if ".".join(split_name(other)) == plain]
+    if len(fitting) > 1:
+        raise SchemaMismatchError(
+            f"columns: {name} may be any of {listed(fitting)}; write a dot inside a key with a backslash before it"
+        )
+    return fitting[0] if fitting else name
 
 
 def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.memory import Lease
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.memory import ALIGNMENT, Arena, Lease
+from trajstore.core.columns.portions import portions
 from trajstore.core.columns.schema import Extent, Schema
 
 
@@ -100,6 +104,7 @@ class FlatTrajectory:
     extent: Extent
     tensors: Sequence[torch.Tensor]
     num_samples: int
+    """Valid transitions of a step trajectory; 1 for a rollout."""
     max_episode_length: int
     model_weights_id: str
     versions: tuple[int, int] | None
@@ -142,3 +147,34 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     data: Any = flat.view(torch.uint8).numpy()
     return memoryview(data)
+
+
+_FEW_BYTES = 4 << 20
+
+_BLOCK_BYTES = 1 << 20
+"""Size limit of a block of several trajectories: it stays as long as one of them is needed."""
+
+
+def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[Block]:
+    """Copy trajectories to memory of the arena, in blocks of consecutive ones.
+
+    The caller may then change or free their tensors.
+    """
+    return [
+        _block_of(portion, arena)
+        for _, run in groupby(flats, attrgetter("schema"))
+        for portion, _ in portions(run, _BLOCK_BYTES, attrgetter("nbytes"))
+    ]
+
+
+def _block_of(flats: Sequence[FlatTrajectory], arena: Arena) -> Block:
+    schema = flats[0].schema
+    extents = np.array([flat.extent for flat in flats], np.int64)
+    sources = np.array([flat.addresses for flat in flats], np.int64)
+    sizes, targets = np.empty_like(sources), np.empty_like(sources)
+    nbytes = kernels.lay_out(extents, *schema.layout, sizes, targets, ALIGNMENT)
+    lease, offset = arena.take(nbytes)
+    targets += lease.address + offset
+    copy = kernels.copy_few_blocks if nbytes <= _FEW_BYTES else kernels.copy_blocks
+    copy(targets.reshape(-1), sources.reshape(-1), sizes.reshape(-1))
+    return Block(schema, lease, targets, sizes)

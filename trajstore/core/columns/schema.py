@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.fields import VALID, Axis
 from trajstore.core.columns.limits import plain_name, shown
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 
@@ -101,6 +101,23 @@ class Schema:
         for column, width in zip(self.columns, self.row_nbytes, strict=True):
             total[column.axis] += width
         return tuple(total)
+
+    @cached_property
+    def has_valid(self) -> bool:
+        """Whether these are step trajectories with a field ``valid``."""
+        return self.kind == "step" and any(column.name == VALID for column in self.columns)
+
+    @cached_property
+    def observed_twice(self) -> tuple[str, ...]:
+        """Names that observations before and after a step share (without ``curr_obs.``), smallest rows first."""
+        after = {(c.name, c.dtype, c.row_shape) for c in self.columns if c.name.startswith("next_obs.")}
+        both = [
+            (column.row_nbytes, name.removeprefix("curr_obs."))
+            for column in self.columns
+            if (name := column.name).startswith("curr_obs.")
+            and (name.replace("curr_obs.", "next_obs.", 1), column.dtype, column.row_shape) in after
+        ]
+        return tuple(name for nbytes, name in sorted(both) if nbytes)
 
     @cached_property
     def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, walk
+from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, Axis, axis_of, join_name, walk
 from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.columns.leaves import document_of
 from trajstore.core.columns.limits import (
     MAX_SAMPLES,
     MAX_STEPS,
@@ -21,13 +20,17 @@ from trajstore.core.columns.limits import (
     whole_number,
 )
 from trajstore.core.columns.schema import Extent, dtypes, intern_schema
-from trajstore.core.columns.values import NewColumn, as_tensor, document_column
+from trajstore.core.columns.values import NewColumn, as_tensor, document_column, document_of
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import get_model_weights_id
 
 
 class NothingToStoreError(InvalidTrajectoryError):
     """A trajectory has no fields, or no samples."""
+
+
+def _or_0(value: Any) -> Any:
+    return 0 if value is None else value
 
 
 def _leading_shape(trajectory: Any) -> tuple[int, int]:
@@ -72,7 +75,7 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
     steps, batch = _leading_shape(trajectory)
     if not 0 < steps * batch <= MAX_STEPS:  # one comparison for the usual case
         _check_extent(steps, batch)
-    extra = 0
+    extra, samples = 0, steps * batch
     extra_field = ""
     columns: list[NewColumn] = []
     tensors: list[torch.Tensor] = []
@@ -84,6 +87,8 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
         shape = tuple(tensor.shape)
         if len(shape) < 2 or shape[1] != batch:
             raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...] with B = {batch}")
+        if name == VALID:
+            samples = _valid_samples(tensor, steps, batch)
         axis, extra, extra_field = _axis_among(name, shape[0], steps, extra, extra_field)
         columns.append((name, tensor.dtype, shape[2:], axis))
         tensors.append(tensor)
@@ -123,13 +128,26 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
         intern_schema("step", columns),
         Extent(steps, batch, extra, size),
         tuple(tensors),
-        num_samples=steps * batch,
+        num_samples=samples,
         max_episode_length=whole_number(
-            "max_episode_length", trajectory.max_episode_length, *RANGES["max_episode_length"]
+            "max_episode_length", _or_0(trajectory.max_episode_length), *RANGES["max_episode_length"]
         ),
         model_weights_id=plain_name("model_weights_id", weights),
         versions=known,
     )
+
+
+def _valid_samples(valid: torch.Tensor, steps: int, batch: int) -> int:
+    """Return the number of valid steps.
+
+    Raises:
+        InvalidTrajectoryError: the field is not bool, or not ``[T, B]``.
+    """
+    if valid.dtype != torch.bool or tuple(valid.shape) != (steps, batch):
+        raise InvalidTrajectoryError(
+            f"field {VALID}: {valid.dtype} {list(valid.shape)}, must be torch.bool [T, B] = [{steps}, {batch}]"
+        )
+    return int(np.count_nonzero(valid.numpy()))
 
 
 def _axis_among(name: str, rows: int, steps: int, extra: int, extra_field: str) -> tuple[Axis, int, str]:
@@ -158,7 +176,7 @@ def acting_rows(versions: torch.Tensor | None, steps: int) -> torch.Tensor | Non
 def versions_of(flat: FlatTrajectory) -> tuple[int, int] | None:
     """Return the lowest and highest policy version in that column; None if unknown."""
     for spec, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
-        if spec.name == "versions" and flat.num_samples:
+        if spec.name == "versions" and flat.extent.steps * flat.extent.batch:
             rows = tensor.reshape(-1, flat.extent.batch, *spec.row_shape)
             try:
                 return version_range(acting_rows(rows, flat.extent.steps))

@@ -1,18 +1,26 @@
-"""Converts field values to contiguous CPU tensors, and other values to one document column. Pure."""
+"""Converts field values to contiguous CPU tensors, and other values to one document column. Pure.
+
+Leaves without a row per step and environment are kept in the document: JSON values unchanged, tensors (scalars, one
+dimension) as dtype, shape and bytes. They are returned and never sampled.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import torch
 
-from trajstore.core.columns.document import encode_document
+from trajstore.core.columns.document import LEAVES, encode_document
 from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.schema import DOCUMENT, dtypes
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 
 NewColumn = tuple[str, torch.dtype, tuple[int, ...], Axis]
 """Name, dtype, row shape and axis of a new column."""
@@ -78,3 +86,55 @@ def document_column(
     columns.append((DOCUMENT, torch.uint8, (), Axis.DOCUMENT))
     tensors.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     return len(text)
+
+
+_VALUES, _TENSORS = LEAVES, "tensors"
+
+
+def document_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document of a step trajectory's leaves that are not columns; empty if there are none.
+
+    Args:
+        leaves: JSON values and CPU tensors, by dotted name.
+    """
+    document: dict[str, Any] = {}
+    for name, value in leaves.items():
+        if isinstance(value, torch.Tensor):
+            data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+            described = [str(value.dtype).removeprefix("torch."), list(value.shape), base64.b64encode(data).decode()]
+            document.setdefault(_TENSORS, {})[name] = described
+        else:
+            document.setdefault(_VALUES, {})[name] = value
+    return document
+
+
+def leaves_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a document by dotted name; inverse of :func:`document_of`.
+
+    Raises:
+        CorruptStoreError: the document does not describe leaves.
+    """
+    leaves = document.get(_VALUES, {})
+    tensors = document.get(_TENSORS, {})
+    if not isinstance(leaves, dict) or not isinstance(tensors, dict):
+        raise CorruptStoreError(f"column {DOCUMENT}: leaves and tensors must be objects")
+    return {**leaves, **{name: _tensor_of(name, described) for name, described in tensors.items()}}
+
+
+def _tensor_of(name: str, described: Any) -> torch.Tensor:
+    try:
+        dtype, shape, text = described
+        data = bytearray(base64.b64decode(text, validate=True))
+        if not data:
+            return torch.empty(shape, dtype=dtypes()[dtype])
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtypes()[dtype]).reshape(shape)
+    except (KeyError, TypeError, ValueError, RuntimeError, binascii.Error) as error:
+        raise CorruptStoreError(f"column {DOCUMENT}: {name} does not describe a tensor: {error}") from error
+
+
+def is_json(value: Any) -> bool:
+    """Return whether a value round-trips through JSON unchanged."""
+    try:
+        return bool(orjson.loads(orjson.dumps(value)) == value)
+    except (TypeError, ValueError, RuntimeError):  # not JSON, or with a tensor that cannot be compared
+        return False

@@ -14,6 +14,7 @@ from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.feeding.loader import ReplayLoader
 from trajstore.core.feeding.options import BatchOptions
 from trajstore.core.feeding.source import BatchSource
+from trajstore.core.feeding.workers import Workers
 from trajstore.errors import StoreClosedError
 
 _LOOK_AGAIN = 0.01
@@ -27,7 +28,8 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
     """Endless batches, drawn on demand: half replay and half demonstrations, if given.
 
     Batches have the columns common to both buffers. Attributes may be set at any time, as RLinf's workers do; the next
-    batch uses them.
+    batch uses them. In a DataLoader with n workers, each worker reads every n-th batch; a second epoch needs
+    ``persistent_workers=True``.
 
     Args:
         replay_buffer: buffer of rollouts.
@@ -52,6 +54,9 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
 
     def __post_init__(self) -> None:
         self._closed = False
+        self._workers = Workers()
+        self._number = 0
+        """Number of batches drawn, by all workers together."""
         self._made_of: tuple[Any, ...] = ()
         self._up_to_date()
 
@@ -87,13 +92,19 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
 
         Raises:
             StoreClosedError: a buffer was closed.
+            ConfigurationError: DataLoader workers of an earlier epoch have read these batches.
         """
         while not self._closed:
             self._up_to_date()
+            self._workers.begin()
+            self._source.continue_draws()
             if self._source.closed:
                 raise StoreClosedError("the buffer of this dataset was closed")
             if self._source.ready():
-                yield self._source.read(self._source.draw())
+                drawn = self._source.draw()
+                self._number += 1
+                if self._workers.reads(self._number - 1):
+                    yield self._source.read(drawn)
             else:
                 time.sleep(_LOOK_AGAIN)
 
@@ -106,6 +117,7 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         """Load a :meth:`state_dict`."""
         self._up_to_date()
         self._draws.load_state_dict(state)
+        self._workers.restart()
 
     def close(self) -> None:
         """Stop yielding; the buffers stay open."""

@@ -21,6 +21,7 @@ from trajstore.core.feeding.options import BatchOptions, LoaderOptions, Replay, 
 from trajstore.core.feeding.prefetch import Prefetcher
 from trajstore.core.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore.core.feeding.tokens import TokenSource
+from trajstore.core.feeding.workers import Workers
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.states import check_state
 from trajstore.core.sampling.weighted import WeightedSampler
@@ -35,7 +36,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     The sequence of batches depends on the draws alone: prefetching, reused memory and ranks change when and where a
     batch is read, never its content. Iterate it in the training process; a DataLoader is unnecessary. In a DataLoader
-    with ``batch_size=None`` and n workers, each worker reads every n-th batch of the same sequence.
+    with ``batch_size=None`` and n workers, each worker reads every n-th batch of the same sequence. A second epoch
+    needs ``persistent_workers=True``, or is refused, since new workers would repeat the first.
     """
 
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
@@ -60,6 +62,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         """Stops the thread once this loader is unreferenced."""
         self._pid = 0
         self._state: Mapping[str, Any] | None = None
+        self._workers = Workers()
         self._closed = False
 
     def _memory(self) -> Memory:
@@ -83,6 +86,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 read-only, and in DataLoader workers. Otherwise the loader waits.
             StoreClosedError: the loader or a buffer was closed; ready batches are discarded.
             StoreError: reading failed; every further call raises the same error.
+            ConfigurationError: DataLoader workers of an earlier epoch have read these batches.
         """
         running = self._start()
         try:
@@ -97,7 +101,9 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         if self._closed:
             raise StoreClosedError("the loader was closed")
         running = self._mine()
+        self._workers.begin()
         if running is None:
+            self._source.continue_draws()
             running = self._prefetcher()
             if self._state is not None:
                 running.load_state_dict(self._state)
@@ -131,10 +137,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def _prefetcher(self) -> Prefetcher[D, Ready | None]:
         memory, source = self._memory(), self._source  # not ``self``: the thread must not keep it alive
-        worker = get_worker_info()
+        worker, reads = get_worker_info(), self._workers.reads
 
         def make(drawn: D, number: int) -> tuple[Ready | None, int]:
-            if worker is not None and number % worker.num_workers != worker.id:
+            if not reads(number):
                 return None, 0
             ready = memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
             return ready, nbytes_of(ready.values)
@@ -195,6 +201,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._end()
         self._running = None
         self._state = state
+        self._workers.restart()
 
     def figures(self) -> dict[str, float]:
         """Return flat numbers for metrics.
@@ -228,8 +235,9 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 class ReplayLoader(Loader[DrawnBatch, Batch]):
     """An iterator of transition batches from a replay buffer, optionally mixed with demonstrations.
 
-    A batch is a nested dict of tensors ``[n, ...]``. ``batch.drawn`` has its rows of ``replay`` (which precede the
-    demonstrations), and ``batch.weights`` their weights, if the sampler has any.
+    A batch is a nested dict of tensors ``[n, ...]``: rows of ``replay``, then demonstrations. ``batch.drawn`` and
+    ``batch.weights`` have an element for each row. Demonstrations have the id -1, which ``update_priorities`` ignores,
+    and weight 1 if their sampler gives none; ``weights`` is None if neither sampler gives any.
 
     Args:
         replay: buffer of rollouts.
@@ -246,7 +254,7 @@ class ReplayLoader(Loader[DrawnBatch, Batch]):
         super().__init__(self._batches, options, reuse=options.get("reuse", False), even=True)
 
     def _batch(self, values: Any, drawn: DrawnBatch) -> Batch:
-        return Batch(values, self._batches.part(drawn).replay)
+        return Batch(values, self._batches.part(drawn).together)
 
 
 class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):

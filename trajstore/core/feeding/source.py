@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, Unpack
 
 import numpy as np
@@ -28,7 +28,7 @@ from trajstore.core.feeding.options import (
     check_sampler,
     share_of_batch,
 )
-from trajstore.core.sampling.base import Drawn, Sampler
+from trajstore.core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
 from trajstore.core.sampling.states import check_state
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
@@ -49,6 +49,10 @@ class Source(ABC, Generic[D]):
     @abstractmethod
     def grows(self) -> bool:
         """True if a buffer may still receive trajectories."""
+
+    @abstractmethod
+    def continue_draws(self) -> None:
+        """Continue the generators' draws in this process, see :class:`~trajstore.core.sampling.draws.Draws`."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -142,6 +146,22 @@ class DrawnBatch:
     def __len__(self) -> int:
         return len(self.replay) + (0 if self.demos is None else len(self.demos))
 
+    @property
+    def together(self) -> Drawn:
+        """All rows, in the order of the batch; demonstrations have no id, and weight 1 if their sampler gives none."""
+        if self.demos is None:
+            return self.replay
+        count, parts = len(self.demos), (self.replay, self.demos)
+        given = [np.ones(len(part), np.float32) if part.weights is None else part.weights for part in parts]
+        weighted = any(part.weights is not None for part in parts)
+        return replace(
+            self.replay,
+            ids=np.append(self.replay.ids, np.full(count, NO_TRAJECTORY)),
+            samples=np.append(self.replay.samples, self.demos.samples),
+            weights=np.concatenate(given) if weighted else None,
+            names=None if self.replay.names is None else np.append(self.replay.names, np.zeros(count, np.int64)),
+        )
+
 
 class BatchSource(Source[DrawnBatch]):
     """Draws transitions.
@@ -199,6 +219,11 @@ class BatchSource(Source[DrawnBatch]):
     @property
     def grows(self) -> bool:
         return self.replay.grows or (self.demos is not None and self.demos.grows)
+
+    def continue_draws(self) -> None:
+        for buffer in (self.replay, self.demos):
+            if buffer is not None:
+                buffer.sampling.continue_draws()
 
     def ready(self) -> bool:
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))

@@ -107,6 +107,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def grows(self) -> bool:
         return self._buffer.grows
 
+    def continue_draws(self) -> None:
+        self._buffer.sampling.continue_draws()
+
     def ready(self) -> bool:
         return self._buffer.is_ready(self._min_size)
 
@@ -165,7 +168,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             in_vain = 0 if any(good) else in_vain + len(good)
             if in_vain >= _IN_VAIN:
                 raise ConfigurationError(
-                    f"tokens: {self._tokens}, and none of {in_vain} drawn trajectories is as short; allow more"
+                    f"tokens: {self._tokens}, and none of {in_vain} drawn trajectories has tokens and is as short"
                 )
 
     def _is_fit(self, number: int, length: int) -> bool:
@@ -178,9 +181,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             return True
         problem = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
         if self._long != "skip":
+            more, alone = ("allow more tokens, ", " or long='alone'") if length else ("", "")
             raise ConfigurationError(
-                f"trajectory {shown_id(number)}: {problem}; allow more tokens, evict it, or say long='skip'"
-                + (" or long='alone'" if length else "")
+                f"trajectory {shown_id(number)}: {problem}; {more}evict it, or say long='skip'{alone}"
             )
         if not self._skipped:
             logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), problem)

@@ -25,12 +25,12 @@ from trajstore.core.files.base import (
     WriterLock,
     check_name,
 )
+from trajstore.core.files.descriptors import write_all
 from trajstore.core.files.filemap import FileMap
 from trajstore.core.files.held import HeldFolder
 from trajstore.core.files.holder import LOCK_NAME, may_live
 from trajstore.core.files.leases import READERS_FOLDER
 from trajstore.core.files.local_locks import LocalReaderLease, LocalWriterLock, read_lease
-from trajstore.core.files.vectored import write_all
 from trajstore.errors import CorruptStoreError
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.core.columns.fields import resolved
 from trajstore.core.columns.schema import ColumnSpec
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.run_ids import shown_id
@@ -24,7 +25,8 @@ def agree(
 
     Args:
         kinds: columns of each kind.
-        names: of the columns to take; None takes all, which must then be the same.
+        names: of the columns to take, as :func:`~trajstore.core.columns.fields.resolved` reads them; None takes all,
+            which must then be the same.
         who: returns the names of the trajectories of some kinds, for messages.
         where: description of the trajectories, for messages.
         remedy: suggested action, for messages.
@@ -33,11 +35,13 @@ def agree(
         SchemaMismatchError: a column is absent or has another shape in some trajectories; names them.
     """
     places = [{spec.name: place for place, spec in enumerate(kind)} for kind in kinds]
-    taken = list(dict.fromkeys(name for kind in places for name in kind)) if names is None else list(names)
+    known = dict.fromkeys(name for kind in places for name in kind)
+    taken = list(known if names is None else dict.fromkeys(resolved(name, known) for name in names))
     nowhere = [name for name in taken if not any(name in kind for kind in places)]
     if nowhere and kinds:
-        available = sorted({name for kind in places for name in kind})
-        raise SchemaMismatchError(f"columns: no trajectory has {listed(nowhere)}; there are {listed(available, 30)}")
+        raise SchemaMismatchError(
+            f"columns: no trajectory has {listed(nowhere)}; there are {listed(sorted(known), 30)}"
+        )
     wrong: list[str] = []
     for name in taken:
         lacking = [at for at, kind in enumerate(places) if name not in kind]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.fields import VALID, Axis
 from trajstore.core.columns.schema import ColumnSpec, Kind, Schema
 
 _ANY_AXIS = 0
 
 
 def can_be_sampled(column: ColumnSpec) -> bool:
-    """Return whether a column has a row for each sample."""
-    return column.axis <= Axis.LAST_EXTRA
+    """Return whether a column has a row for each sample, and belongs to batches."""
+    return column.axis <= Axis.LAST_EXTRA and column.name != VALID
 
 
 class ColumnSet:

@@ -7,7 +7,7 @@ without it, on addresses that stay valid until they end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -21,9 +21,10 @@ from trajstore.core.base import locks
 from trajstore.core.base.clock import microseconds
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import trajectory_of
+from trajstore.core.columns.fields import VALID
 from trajstore.core.columns.flat import Block, FlatTrajectory
 from trajstore.core.columns.schema import Extent, Schema
-from trajstore.core.reading.address_table import AddressTable, MappedShard
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.forks import stop_at_forks
 from trajstore.core.reading.late import COLUMNS, with_notes, without_notes
@@ -32,13 +33,13 @@ from trajstore.core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot, snapshot_of
 from trajstore.core.reading.runs import plan_runs
 from trajstore.core.reading.shard_access import rows_of
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.reading.sources import Source
+from trajstore.core.reading.valid_rows import Flags, Valid, ValidRows
+from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.committed import Change, Evicted
 from trajstore.core.store.facts import NOTE_ROWS
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.moves import Moved
-from trajstore.core.store.new_entries import NewEntries, starts_of
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.core.store.run_ids import shown_id
@@ -75,6 +76,7 @@ class Contents:
         """Disk slots, by id, of trajectories that are also in memory; after an interrupt, also of some evicted ones."""
         self._decoded: list[int] = []
         self._columns = BatchColumns(self.addresses)
+        self._valid_rows = ValidRows()
         stop_at_forks(self)
 
     # -- taking in --------------------------------------------------------------------------------
@@ -120,10 +122,7 @@ class Contents:
             self.noted(number, change, 0)
             return
         columns = dict(change.columns)
-        rows, inverse, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
-        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
-        slots = np.array([self.addresses.add_shard(number, row, count) for row, count in pairs], np.int32)
-        columns["slot"] = slots[inverse]
+        columns["slot"] = self._slots_of(number, columns.pop("shard"))
         self._append(self.index.translated(columns, change.texts))
 
     def moved(self, source: int, moved: Moved, first_id: int) -> None:
@@ -156,26 +155,6 @@ class Contents:
         self.index.note(noted.ids[mine], columns, noted.texts)
         for slots in left:
             self.addresses.leave(slots[slots != UNAVAILABLE])
-
-    def forget_rows(self, damaged: Collection[tuple[str, str]]) -> None:
-        """Remove the per-row values of damaged shards.
-
-        Args:
-            damaged: directory URL and shard name of each.
-        """
-        with self.lock:
-            for name in self.index.row_notes:
-                slots = self.index[NOTE_ROWS + name]
-                bad = np.zeros(len(slots), np.bool_)
-                for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
-                    number, row = self.addresses.shard_of(slot)
-                    source = self.sources[number]
-                    if (source.directory.url, source.manifest(row).name) in damaged:
-                        bad |= slots == slot
-                of_bad, left = self.index["trajectory_id"][bad], slots[bad].copy()
-                none = {NOTE_ROWS + name: np.full(len(of_bad), UNAVAILABLE, np.int32)}
-                self.index.note(of_bad, none, self.index.texts)
-                self.addresses.leave(left)
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return slots for shards of a source, reference-counted by occurrence; -1 stays -1."""
@@ -246,19 +225,28 @@ class Contents:
                 for number in ids:
                     self.cache.discard(number)
 
-    def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
-        """Record that pending trajectories are on disk now, in this row of a source."""
+    def committed(self, source: int, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Record that pending trajectories are on disk now.
+
+        Args:
+            source: number of the source.
+            columns: index columns of the trajectories of a commit; ``shard`` is a row of the source.
+        """
         with self.lock:
-            here = np.array([number in self._pending for number in ids])
+            ids = columns["trajectory_id"].tolist()
+            here = np.fromiter(map(self._pending.__contains__, ids), np.bool_, len(ids))
             if not here.any():
                 return
-            numbers, positions = np.array(ids)[here].tolist(), self.index.find_many(ids)[here]
+            positions = self.index.find_many(columns["trajectory_id"][here])
             self.index.note_committed(positions, columns["committed"][here])
-            slot = self.addresses.add_shard(source, row, len(numbers))
-            locations = np.stack([np.full(len(numbers), slot), *(columns[name][here] for name in STARTS)], axis=1)
-            kept = np.array([self.cache is not None and number in self.cache for number in numbers])
-            for at in np.flatnonzero(kept).tolist():
-                self._on_disk[numbers[at]] = RowLocation(*locations[at].tolist())
+            slots = self._slots_of(source, columns["shard"][here])
+            locations = np.stack([slots, *[columns[name][here] for name in STARTS]], axis=1)
+            numbers, kept = columns["trajectory_id"][here].tolist(), np.zeros(len(positions), np.bool_)
+            if self.cache is not None:
+                for at, number in enumerate(numbers):
+                    if number in self.cache:
+                        kept[at] = True
+                        self._on_disk[number] = RowLocation(*locations[at].tolist())
             self._point(positions[~kept], locations[~kept])
             self._pending.difference_update(numbers)
 
@@ -361,6 +349,59 @@ class Contents:
             self.forget_decoded()
         return plan
 
+    def rows_of(self, positions: IntArray, places: IntArray) -> IntArray:
+        """Return the rows ``t * B + b`` of places among the valid rows of trajectories, all ``[n]``.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        if not self.index.may_be_partial:
+            return places
+        partial_ones, which, valid = self._valid(positions)
+        if valid is None:
+            return places
+        rows = places.copy()
+        rows[partial_ones] = valid.at(which, places[partial_ones])
+        return rows
+
+    def are_valid(self, positions: IntArray, rows: IntArray) -> Flags | None:
+        """Return whether rows of trajectories, both ``[n]``, are valid; None if all are.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        partial_ones, which, valid = self._valid(positions)
+        if valid is None:
+            return None
+        good = np.ones(len(rows), np.bool_)
+        good[partial_ones] = valid.has(which, rows[partial_ones])
+        return good
+
+    def _valid(self, positions: IntArray) -> tuple[Flags, IntArray, Valid | None]:
+        """Return a mask of the positions with invalid rows, the number of each trajectory, and their valid rows."""
+        index = self.index
+        samples, steps, batch = (index.at(name, positions) for name in ("num_samples", "steps", "batch"))
+        partial_ones = samples < steps.astype(np.int64) * batch
+        distinct, which = np.unique(positions[partial_ones], return_inverse=True)
+        of_agents = np.array([schema.kind == "agent" for schema in self.schemas(distinct)], np.bool_)
+        if of_agents.any():  # their samples are not rows
+            partial_ones[partial_ones] = ~of_agents[which]
+            distinct, which = np.unique(positions[partial_ones], return_inverse=True)
+        if not len(distinct):
+            return partial_ones, which, None
+
+        def read(at: IntArray) -> list[Flags]:
+            slots = self.make_resident(distinct[at])
+            plan = plan_runs(self.addresses, index, distinct[at], slots, [VALID])
+            self.forget_decoded()
+            run = plan.columns[VALID]
+            ends, pieces = np.cumsum(run.counts), plan.pieces()
+            with plan.fetched(lambda: pieces):
+                flags = run.copy(ends - run.counts, int(ends[-1])).numpy()
+            plan.end()
+            return np.split(flags, ends[:-1])
+
+        ids, counts = (index.at(name, distinct) for name in ("trajectory_id", "num_samples"))
+        return partial_ones, which, self._valid_rows.of(ids, counts, read)
+
     def make_resident(self, positions: IntArray, *, cached: bool = True) -> IntArray:
         """Make trajectories readable in place and return their slots; then call :meth:`forget_decoded`.
 
@@ -386,6 +427,15 @@ class Contents:
             undecoded = table.ensure(slots, partial(self._note_extent, positions, slots))
             if undecoded:
                 self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
+
+    def schemas(self, positions: IntArray) -> list[Schema]:
+        """Return the columns of the trajectory at each position, and note extents that the index lacks.
+
+        Needs ``lock``; raises the errors of :meth:`make_resident`.
+        """
+        schemas = [self.addresses.schema(slot) for slot in self.make_resident(positions).tolist()]
+        self.forget_decoded()
+        return schemas
 
     def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
         """Record the extent of the single trajectory in a slot."""

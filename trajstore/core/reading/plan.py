@@ -23,10 +23,9 @@ from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.limits import shown
 from trajstore.core.columns.schema import ColumnSpec
 from trajstore.core.files.partial import fetched
-from trajstore.core.reading.address_table import AddressTable
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable
 from trajstore.core.reading.agreement import agree, in_words
 from trajstore.core.reading.column_interner import ColumnSet
-from trajstore.core.reading.slots import UNAVAILABLE
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 

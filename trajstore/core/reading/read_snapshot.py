@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.flat import Block
-from trajstore.core.reading.address_table import AddressTable
-from trajstore.core.reading.slots import UNAVAILABLE
-from trajstore.core.reading.sources import Source
-from trajstore.core.store.facts import NOTE_ROWS
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable
+from trajstore.core.reading.sources import Source, StoreSource
+from trajstore.core.store.facts import is_note
 from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.notes import StoreNotes
 from trajstore.core.store.row_location import STARTS, RowLocation
 
 
@@ -26,14 +26,14 @@ class ReadSnapshot:
         shards: per entry, (source, row) on disk, or None if it is in ``memory``.
         memory: blocks of trajectories that are in memory only, by position in ``index``, which has their place in it.
         sources: sources referred to by ``shards``.
-        values: (source, row) of the shards of per-row values; the index refers to positions in this list.
+        late: late values of the entries, by store.
     """
 
     index: TrajectoryIndex
     shards: list[tuple[int, int] | None]
     memory: dict[int, Block]
     sources: list[Source]
-    values: list[tuple[int, int]]
+    late: list[StoreNotes]
 
     def only(self, entries: npt.NDArray[np.intp]) -> ReadSnapshot:
         """Return a snapshot of some of the entries, in their order."""
@@ -42,7 +42,8 @@ class ReadSnapshot:
         index.append(self.index.take(self.index.first + entries))
         kept = entries.tolist()
         memory = {at: self.memory[entry] for at, entry in enumerate(kept) if entry in self.memory}
-        return ReadSnapshot(index, [self.shards[entry] for entry in kept], memory, self.sources, self.values)
+        shards = [self.shards[entry] for entry in kept]
+        return ReadSnapshot(index, shards, memory, self.sources, self.late)
 
 
 def snapshot_of(
@@ -80,10 +81,9 @@ def snapshot_of(
     snapshot = TrajectoryIndex()
     snapshot.texts = index.texts.copy()
     rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
-    values: dict[int, int] = {}
-    for name in index.row_notes:
-        tables = columns[NOTE_ROWS + name]
-        numbers = [values.setdefault(slot, len(values)) if slot >= 0 else UNAVAILABLE for slot in tables.tolist()]
-        columns[NOTE_ROWS + name] = np.array(numbers, np.int32)
-    snapshot.append({name: array[kept] for name, array in columns.items()} | {"shard": rows})
-    return ReadSnapshot(snapshot, shards, memory, list(sources), [addresses.shard_of(slot) for slot in values])
+    columns = {name: array[kept] for name, array in columns.items() if not is_note(name)}
+    snapshot.append(columns | {"shard": rows})
+    homes = np.array([UNAVAILABLE if shard is None else shard[0] for shard in shards], np.int32)
+    stores = {number: source for number, source in enumerate(sources) if isinstance(source, StoreSource)}
+    late = [source.notes_for(number, snapshot["trajectory_id"][homes == number]) for number, source in stores.items()]
+    return ReadSnapshot(snapshot, shards, memory, list(sources), late)

@@ -24,10 +24,10 @@ from trajstore.core.reading.rlinf_contents import RLinfContents, read_contents
 from trajstore.core.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.core.reading.shard_access import flat_of
 from trajstore.core.reading.sources import Source
+from trajstore.core.store.additions import columns_of
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.lost_records import Damage
-from trajstore.core.store.new_entries import columns_of
 from trajstore.core.store.rlinf_layout import RLinfEntry
 from trajstore.core.store.row_location import STARTS, RowLocation
 from trajstore.errors import (

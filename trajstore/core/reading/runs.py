@@ -147,8 +147,8 @@ def plan_runs(
 
     plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
     asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
-    agree(plain, asked, who, "", "name the columns to read")
-    taken = [column.name for column in plain[0]] if asked is None and plain else list(asked or ())
+    agreed = agree(plain, asked, who, "", "name the columns to read")
+    taken = [plain[0][place].name for place in agreed[0]] if plain else []
     if names is None or DOCUMENT in names:
         taken.append(DOCUMENT)
     for name in taken if kinds else ():

@@ -22,6 +22,8 @@ from trajstore.core.reading.shard_access import damage_of, reader_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import ids_in_words
+from trajstore.core.store.notes import StoreNotes
+from trajstore.core.store.run_ids import own_id
 from trajstore.errors import CorruptStoreError, listed
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,15 @@ class StoreSource(Source):
 
     linkable = True
 
+    has_pending = False
+    """Whether the catalog has late values from the store's inbox, which the log lacks."""
+
+    lost_rows: frozenset[int] = frozenset()
+    """Numbers of the shards whose late values by row are damaged; a copy leaves them out."""
+
+    twins: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
+    """Trajectories that are shown as another store's: their ids here, and there."""
+
     def __init__(self, catalog: Catalog, checked: bool = False) -> None:
         self.checked = checked
         self._sound: set[str] = set()
@@ -122,6 +133,18 @@ class StoreSource(Source):
 
     def changed(self) -> bool:
         return self.catalog.behind()
+
+    def notes_for(self, number: int, ids: npt.NDArray[np.int64]) -> StoreNotes:
+        """Return the late values of shown trajectories of this source, and of its twins.
+
+        Args:
+            number: number of the source.
+            ids: shown ids.
+        """
+        count = self.shards
+        lost = np.isin(self.catalog.shards.numbers()[:count], list(self.lost_rows))
+        own, shown = np.concatenate([own_id(ids), self.twins[:, 0]]), np.concatenate([ids, self.twins[:, 1]])
+        return StoreNotes(self.name, number, self.catalog.notes.frozen(), own, shown, count, lost)
 
     def lost(self, index: TrajectoryIndex) -> Lost | None:
         """Return entries whose shard has missing or wrongly sized files; None if all are intact.

@@ -17,6 +17,9 @@ IntArray = npt.NDArray[np.int64]
 Unit = Literal["sample", "trajectory"]
 """Unit of sampling: transitions (one step of one environment), or whole trajectories."""
 
+NO_TRAJECTORY = -1
+"""Id of a batch's rows that are not of the buffer drawn from: demonstrations."""
+
 Fits = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
 """Returns a mask of the rows that may be drawn, given trajectory ids and places."""
 
@@ -27,7 +30,7 @@ class Additions:
 
     Attributes:
         ids: trajectory ids, ``[n]``.
-        samples: transitions per trajectory (T·B; 1 for an agent trajectory), ``[n]``.
+        samples: valid transitions per trajectory (1 for an agent trajectory), ``[n]``.
         versions: newest policy version per trajectory, ``[n]``; ``limits.UNKNOWN_VERSION`` if unknown.
         tasks: task per trajectory; empty if unnamed, as for all but agent trajectories. None if not requested.
         names: first half of each UUID, ``[n]``, 0 if not valid across processes; None = unknown.
@@ -48,8 +51,9 @@ class Drawn:
     """A sampler's draw of ``n`` rows.
 
     Attributes:
-        ids: trajectory id of each row, ``[n]``.
-        samples: row within the trajectory (``t * B + b``), ``[n]``; zeros for whole trajectories.
+        ids: trajectory id of each row, ``[n]``; :data:`NO_TRAJECTORY` for demonstrations in a loader's batch.
+        samples: place of each row among the valid ones of its trajectory, ``[n]``: ``t * B + b``, unless the trajectory
+            has a field ``valid``; zeros for whole trajectories.
         weights: importance weights, float32 ``[n]``, at most 1 in each batch; None for unweighted draws.
         buffer: the name of a buffer with these trajectories; None if unknown.
         names: first half of the UUID of each row's trajectory, ``[n]``, 0 if not valid across processes; None =
@@ -80,10 +84,12 @@ class Sampler(ABC):
     Attributes:
         unit: what each row is.
         needs_tasks: whether :attr:`Additions.tasks` is required.
+        remembers: whether draws or updates change later draws; DataLoader workers cannot draw by copies of such a one.
     """
 
     unit: Unit = "sample"
     needs_tasks: bool = False
+    remembers: bool = False
 
     @property
     @abstractmethod

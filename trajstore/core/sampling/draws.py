@@ -6,6 +6,8 @@ A buffer draws with ``Contents.lock`` held.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import get_worker_info
 
 from trajstore.core.base.arguments import whole_or_none
+from trajstore.core.sampling.base import Sampler
 from trajstore.core.sampling.states import check_state
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.errors import ConfigurationError, EmptyBufferError
@@ -41,7 +45,7 @@ class Window:
         end: position after the newest.
         before: samples (T·B) of the trajectories before the gap.
         skipped: samples in the gap.
-        samples: samples of the window.
+        samples: valid samples of the window.
     """
 
     first: int
@@ -81,6 +85,11 @@ class Window:
 class Draws:
     """A buffer's generator; equal seeds and windows give the same draws as RLinf's buffer.
 
+    A copy in another process (forked, or unpickled) and one made in a DataLoader worker are reseeded at the first draw:
+    from their state and the worker's seed, which differs per worker and epoch, or else the host's name and the
+    process id. So copies never repeat each other's draws, unless :meth:`continue_here` or :meth:`load_state_dict` asks
+    for it.
+
     Args:
         seed: seed of the generator; None takes one from the system.
     """
@@ -88,6 +97,10 @@ class Draws:
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
         self._generator = _seeded(seed)
+        self._pid = os.getpid() if get_worker_info() is None else None
+        """The process that continues the generator's draws; None if every process reseeds it."""
+        self._workers = 1
+        """Number of DataLoader workers with a copy that draws independently."""
         self._clamp_told = False
 
     def samples(self, window: Window, count: int) -> npt.NDArray[np.int64]:
@@ -105,7 +118,7 @@ class Draws:
         if count > total and not self._clamp_told:
             self._clamp_told = True
             logger.warning("%d samples asked for: the window has %d only, so that many are drawn", count, total)
-        drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self._generator).numpy()
+        drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self.generator).numpy()
         if window.skipped:
             drawn[drawn >= window.before] += window.skipped
         return drawn
@@ -118,7 +131,7 @@ class Draws:
         """
         if len(window) == 0:
             raise _empty(window)
-        drawn = torch.randperm(len(window), generator=self._generator)[:count]
+        drawn = torch.randperm(len(window), generator=self.generator)[:count]
         older = window.gap.start - window.first
         return [window.first + at + (len(window.gap) if at >= older else 0) for at in drawn.tolist()]
 
@@ -147,8 +160,40 @@ class Draws:
 
     @property
     def generator(self) -> torch.Generator:
-        """The generator, shared with samplers."""
+        """The generator, shared with samplers; reseeded if it was inherited."""
+        if self._pid != os.getpid():
+            worker = get_worker_info()
+            here = [*socket.gethostname().encode(), os.getpid()] if worker is None else [worker.seed]
+            inherited = int(torch.randint(0, 1 << 62, (), generator=self._generator))
+            self._generator.manual_seed(int(np.random.SeedSequence([inherited, *here]).generate_state(1, np.uint64)[0]))
+            self._workers = 1 if worker is None else worker.num_workers
+            self._pid = os.getpid()
         return self._generator
+
+    def generator_for(self, sampler: Sampler) -> torch.Generator:
+        """Return the generator for a draw of a sampler.
+
+        Raises:
+            ConfigurationError: several DataLoader workers have copies of the sampler, and its draws depend on earlier
+                ones, of which each copy knows only its own.
+        """
+        generator = self.generator
+        if self._workers > 1 and sampler.remembers:
+            raise ConfigurationError(
+                f"sampler: {type(sampler).__name__} depends on earlier draws, and each of the {self._workers} "
+                "DataLoader workers has a copy that knows only its own; iterate a ReplayLoader or TokenLoader, whose "
+                "workers share one sequence of draws, or use one worker"
+            )
+        return generator
+
+    def continue_here(self) -> None:
+        """Continue the inherited draws in this process, as another process may do too."""
+        self._pid = os.getpid()
+        self._workers = 1
+
+    def copied(self) -> None:
+        """Mark the generator as a copy of another process's, to be reseeded at the next draw."""
+        self._pid = None
 
     @property
     def rng_state(self) -> torch.Tensor:
@@ -172,9 +217,12 @@ class Draws:
         except (TypeError, RuntimeError) as error:
             raise ConfigurationError(f"state: rng_state is not that of a generator ({error})") from error
         self.seed = seed
+        self.continue_here()
 
 
 def _empty(window: Window) -> EmptyBufferError:
+    if len(window):
+        return EmptyBufferError("cannot sample: no step of the window is valid")
     if not window.gap:
         return EmptyBufferError("cannot sample from an empty buffer")
     return EmptyBufferError(

@@ -43,6 +43,8 @@ class EpochSampler(Sampler):
             :class:`EpochsEndedError`. None = no end.
     """
 
+    remembers = True
+
     def __init__(self, *, unit: Unit = "sample", epochs: int | None = None) -> None:
         one_of("unit", unit, get_args(Unit))
         self.unit = unit

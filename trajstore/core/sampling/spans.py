@@ -34,6 +34,22 @@ def rows_after(samples: IntArray, steps: IntArray, batch: IntArray, length: int)
     return rows, inside
 
 
+def epoch_starts(samples: IntArray, steps: IntArray, batch: IntArray, epochs: IntArray, length: int) -> Mask:
+    """Return a mask of the steps after the first that begin a rollout epoch, ``[n, length]``.
+
+    Args:
+        samples: first row of each span within its trajectory, ``[n]``.
+        steps: T of each trajectory, ``[n]``.
+        batch: B of each trajectory, ``[n]``.
+        epochs: E of each trajectory, ``[n]``; 0 counts as 1.
+        length: number of steps in a span.
+    """
+    each = steps // np.maximum(epochs, 1)
+    starts: Mask = ((samples // batch)[:, None] + np.arange(length)) % each[:, None] == 0
+    starts[:, 0] = False
+    return starts
+
+
 def within_episode(inside: Mask, ends: Mask) -> Mask:
     """Return a mask of the steps in the same episode as their span's first step.
 

@@ -6,7 +6,7 @@ Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -15,8 +15,18 @@ import torch
 
 from trajstore.core.base.arguments import check_kind, finite, numbers, one_of, whole, whole_numbers
 from trajstore.core.columns.limits import shown
-from trajstore.core.sampling.base import Additions, Drawn, Fits, FloatArray, IntArray, Sampler, Unit, uniform
-from trajstore.core.sampling.factors import Factor
+from trajstore.core.sampling.base import (
+    NO_TRAJECTORY,
+    Additions,
+    Drawn,
+    Fits,
+    FloatArray,
+    IntArray,
+    Sampler,
+    Unit,
+    uniform,
+)
+from trajstore.core.sampling.factors import Factor, UseLimit
 from trajstore.core.sampling.roster import Growing, Roster
 from trajstore.core.sampling.states import (
     OF_WHOM,
@@ -117,6 +127,7 @@ class WeightedSampler(Sampler):
         self.priorities = priorities
         self.factors = tuple(factors)
         self.needs_tasks = any(factor.needs_tasks for factor in factors)
+        self.remembers = priorities is not None or any(isinstance(factor, UseLimit) for factor in factors)
         self._by_sample = priorities is not None and priorities.per == "sample"
         self._roster = Roster()
         self._samples = Growing(np.int64)
@@ -124,6 +135,24 @@ class WeightedSampler(Sampler):
         """``(priority + eps) ** alpha`` of each leaf, without its trajectory's weight; empty without priorities."""
         self._largest = 1.0
         self._tree = SumTree(_LEAST_CAPACITY)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights of later draws; may be set between draws, to anneal it.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or the value is negative or not finite.
+        """
+        return self._of_priorities("beta").beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self.priorities = replace(self._of_priorities("beta"), beta=value)
+
+    def _of_priorities(self, what: str) -> Priorities:
+        if self.priorities is None:
+            raise ConfigurationError(f"{what}: this sampler has no priorities; give it priorities=Priorities(...)")
+        return self.priorities
 
     # -- trajectories -----------------------------------------------------------------------------
 
@@ -275,7 +304,7 @@ class WeightedSampler(Sampler):
         """Set the priorities of drawn rows; return the number of rows no longer present.
 
         Args:
-            ids: trajectory ids, ``[n]``.
+            ids: trajectory ids, ``[n]``; rows of :data:`~trajstore.core.sampling.base.NO_TRAJECTORY` are ignored.
             samples: places within their trajectories, ``[n]``; ignored with priorities per trajectory, where the
                 largest counts.
             priorities: ``[n]``, at least 0, usually the absolute TD error.
@@ -283,15 +312,14 @@ class WeightedSampler(Sampler):
         Raises:
             ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing changed.
         """
-        if self.priorities is None:
-            raise ConfigurationError("this sampler has no priorities to update; give it priorities=Priorities(...)")
+        of = self._of_priorities("update_priorities")
         given = numbers("priorities", priorities)
         ids, samples = whole_numbers("ids", ids), whole_numbers("samples", samples)
         if given.shape != ids.shape or samples.shape != ids.shape:
             raise ConfigurationError(f"priorities {list(given.shape)}: must be one for each of {len(ids)} rows")
         if not np.all((given >= 0) & (given < np.inf)):
             raise ConfigurationError("priorities must be finite numbers, at least 0")
-        powers = self.priorities.powers(given)
+        powers = of.powers(given)
         entries = self._roster.find(ids)
         alive = entries >= 0
         entries, given, samples, powers = entries[alive], given[alive], samples[alive], powers[alive]
@@ -308,7 +336,7 @@ class WeightedSampler(Sampler):
         different, of_each = np.unique(entries, return_inverse=True)
         # The same product as elsewhere, so that a weight does not depend on the order of changes.
         self._tree.set(leaves, self._shares(different)[of_each] * powers)
-        return int(np.count_nonzero(~alive))
+        return int(np.count_nonzero(~alive & (ids != NO_TRAJECTORY)))
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from trajstore.core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore.core.columns.schema import Extent, Kind, Schema
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.additions import AddedShard, added_in, entries_from_json
+from trajstore.core.store.additions import AddedShard, added_in, entries_from_json, starts_of
 from trajstore.core.store.entry_checks import (
     Columns,
     EntryGate,
@@ -31,10 +31,8 @@ from trajstore.core.store.entry_checks import (
 from trajstore.core.store.given import Said
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.index_file import index_to_json
-from trajstore.core.store.lifetimes import Lifetimes
 from trajstore.core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore.core.store.moves import Moved, check_moved, move_entries, move_from_json
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.notes import Noted, Notes
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.pin_names import STEP
@@ -49,7 +47,7 @@ from trajstore.core.store.sealed import (
     metadata_json,
     seal,
 )
-from trajstore.core.store.shard_table import ShardTable
+from trajstore.core.store.shard_table import Lifetimes, ShardTable
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
@@ -147,10 +145,11 @@ class Committed:
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries with rows outside their shard, which would be read out of bounds."""
         columns = index.unpacked(slice(index.first, index.end))
-        of_steps, limits = self.shards.of_steps(), [self.shards.rows_on(axes) for axes in _AXES]
+        kinds = np.stack([self.shards.of_steps(), self.shards.with_valid()])
+        limits = [self.shards.rows_on(axes) for axes in _AXES]
         try:
             sound = self._gate.admit(
-                columns, in_blocks(columns, lambda block: shape_faults(block, of_steps[block["shard"]]))
+                columns, in_blocks(columns, lambda block: shape_faults(block, *kinds[:, block["shard"]]))
             )
             sound = self._gate.admit(sound, in_blocks(sound, lambda block: _row_faults(block, limits)))
             if len(sound["trajectory_id"]) < len(index):
@@ -216,14 +215,14 @@ class Committed:
         ids = columns["trajectory_id"]
         check_lengths(columns)
         columns = self._gate.admit(columns, range_faults(columns, len(self.shards) + len(added), len(self.index.texts)))
-        steps = np.array([shard.manifest.schema.kind == "step" for shard in added], np.bool_)
-        columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
+        schemas_added = [shard.manifest.schema for shard in added]
+        kinds = np.array([[schema.kind == "step", schema.has_valid] for schema in schemas_added], np.bool_).T
+        columns = self._gate.admit(columns, shape_faults(columns, *kinds[:, columns["shard"] - len(self.shards)]))
         if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
         self._schemas = schemas
         for new in added:
-            self.lifetimes.add(self.shards.add(new.number, new.manifest), new.generation)
-            self.next_shard = max(self.next_shard, new.number + 1)
+            self._add_shard(new.number, new.manifest, new.generation)
         self.index.append(columns)
         self.next_id = int(ids[-1]) + 1
         return columns
@@ -266,10 +265,16 @@ class Committed:
     def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
         """Add the shards of a commit (number and manifest) and its entries, by ascending id."""
         for number, manifest in shards:
-            self.lifetimes.add(self.shards.add(number, manifest), self.generation + 1)
-            self.next_shard = max(self.next_shard, number + 1)
+            self._add_shard(number, manifest, self.generation + 1)
         self.index.append(columns)
         self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
+
+    def _add_shard(self, number: int, manifest: ShardManifest, generation: int) -> int:
+        """Add the shard of a commit of this generation; return its row."""
+        row = self.shards.add(number, manifest)
+        self.lifetimes.add(row, generation)
+        self.next_shard = max(self.next_shard, number + 1)
+        return row
 
     def evict(self, ranges: npt.NDArray[np.int64]) -> int:
         """Evict live entries in inclusive id ranges ``[n, 2]``; return their bytes.
@@ -296,9 +301,8 @@ class Committed:
         self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
     ) -> Moved:
         """Add a shard with trajectories of other shards, which are read from it from now on."""
-        moved = Moved(self.shards.add(number, manifest), ids, starts_of(extents, manifest.schema.kind))
-        self.lifetimes.add(moved.row, self.generation + 1)
-        self.next_shard = max(self.next_shard, number + 1)
+        row = self._add_shard(number, manifest, self.generation + 1)
+        moved = Moved(row, ids, starts_of(extents, manifest.schema.kind))
         for index in (self.index, self.pinned):
             move_entries(index, moved)
         return moved
@@ -312,8 +316,7 @@ class Committed:
         row = len(self.shards)
         noted = self.notes.add(said, generation, row)
         if said.rows is not None:
-            self.lifetimes.add(self.shards.add(said.rows.number, said.rows.manifest), generation)
-            self.next_shard = max(self.next_shard, said.rows.number + 1)
+            self._add_shard(said.rows.number, said.rows.manifest, generation)
         self.index.note(noted.ids, noted.columns, noted.texts)
         return noted
 
@@ -340,8 +343,10 @@ class Committed:
             TrajectoryUnavailableError: names the others.
         """
         if unknown := self.unknown(ids):
+            kept = [number for number in sorted(unknown) if self.pinned.find(number) is not None]
+            why = f" ({ids_in_words(kept)}: evicted, only in snapshots, which never change)" if kept else ""
             raise TrajectoryUnavailableError(
-                f"no trajectory has the id {ids_in_words(sorted(unknown))}; nothing was changed"
+                f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}; nothing was changed"
             )
 
     # -- snapshots --------------------------------------------------------------------------------
@@ -368,12 +373,11 @@ class Committed:
         ]
 
     def points(self) -> list[Snapshot]:
-        """Return the saved points of the current line, lowest step first."""
-        latest: dict[int, Snapshot] = {}
-        for head in sorted(self.pins.heads.values(), key=lambda head: head.visit):
-            if head.step is not None and (head.visit == self.visit or head.name in self.line):
-                latest[head.step] = head
-        return [latest[step] for step in sorted(latest)]
+        """Return the saved points of the current line, lowest step first: the newest of this visit, and its line."""
+        heads = self.pins.heads
+        saved = [head for head in heads.values() if head.step is not None and head.visit == self.visit]
+        line = max(saved, key=lambda head: head.step or 0).whole_line if saved else self.line
+        return sorted([heads[name] for name in line if name in heads], key=lambda head: head.step or 0)
 
     def present_line(self, head: Snapshot) -> tuple[str, ...]:
         """Return the names of the existing saved points that led to a snapshot, including itself."""

@@ -113,19 +113,21 @@ def out_of_range(columns: Columns, ranges: Mapping[str, tuple[int, int]]) -> Ite
             yield f"index column {name} holds a value out of range", (array < low) | (array > high)
 
 
-def shape_faults(columns: Columns, of_steps: npt.ArrayLike) -> Iterator[Fault]:
+def shape_faults(columns: Columns, of_steps: npt.ArrayLike, with_valid: npt.ArrayLike = False) -> Iterator[Fault]:
     """Yield entries with inconsistent sizes, for which sampling would compute rows outside the shard.
 
     Args:
         columns: of the entries; none is out of range.
         of_steps: per entry, or for all of them, whether they are step trajectories.
+        with_valid: likewise, whether they have a field ``valid``, and so perhaps fewer samples than T·B.
     """
     kind = np.asarray(of_steps)
     steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
     wrong = kind & (extra > 0) & ((steps == 0) | (steps % np.maximum(extra, 1) != 0))
     if wrong.any():
         yield "the steps of a trajectory cannot be split into its epochs", wrong
-    wrong = columns["num_samples"] != np.where(kind, steps * batch, 1)
+    samples, most = columns["num_samples"], np.where(kind, steps * batch, 1)
+    wrong = np.where(with_valid, samples > most, samples != most)
     if wrong.any():
         yield "a trajectory has another number of samples than its steps say", wrong
     wrong = ~kind & (batch != 1)

@@ -29,6 +29,10 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _EXACT = 1 << 53  # largest range of integers that floats represent exactly
 
 
+INBOX_FOLDER = "inbox"
+"""Late values of other processes, which the store's writer records."""
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """Values for several trajectories.

@@ -68,8 +68,8 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
 }
 """Arrays of every index, as stored in a directory; facts (:mod:`trajstore.core.store.facts`) are additional.
 
-``nbytes`` counts the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` if unknown), ``shard`` is a row of
-the shard table, and ``start_*`` are first rows within it.
+``num_samples`` counts valid steps (1 for a rollout), ``nbytes`` the bytes of the columns; ``committed`` is in µs since
+1970 (``UNKNOWN_TIME`` if unknown), ``shard`` is a row of the shard table, and ``start_*`` are first rows within it.
 """
 
 Table = Literal["shard", "slot"]
@@ -132,6 +132,8 @@ class TrajectoryIndex:
         self.noted = 0
         """Increases whenever facts of remaining entries change."""
         self._order: npt.NDArray[np.intp] | None = None
+        self.may_be_partial = False
+        """False if every trajectory has T·B samples: no field ``valid``, and no rollouts."""
         self._ascending = True
         self._lent = _Lent()
         self._borrowed = frozenset[str]()
@@ -219,6 +221,7 @@ class TrajectoryIndex:
         waiting = {name: column.followed_by(_rows(name, columns, count)) for name, column in self._waiting.items()}
         before = self.samples_before(self.end)
         self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
+        self.may_be_partial = self.may_be_partial or _are_partial(columns)
         ids = self._arrays["trajectory_id"]
         later = ids[max(new.start - 1, self.first) : new.stop]
         self._ascending = self._ascending and bool(np.all(later[1:] > later[:-1]))
@@ -519,7 +522,7 @@ class TrajectoryIndex:
         """Replace all entries by these; the texts stay."""
         self.revision += 1
         self.first = self.end = 0
-        self._ascending = True
+        self._ascending, self.may_be_partial = True, False
         self._arrays, self._waiting = self._empty(), {}
         self._borrowed, self._lender_ids = frozenset(), None
         self.ends = np.zeros(0, np.int64)
@@ -539,7 +542,7 @@ class TrajectoryIndex:
         part.ends = self.ends[low:high] - before if before else self.ends[low:high]
         part.texts, part._texts_kept = self.texts, self._texts_kept
         part.end = high - low
-        part._ascending, part._lent = self._ascending, self._lent
+        part._ascending, part._lent, part.may_be_partial = self._ascending, self._lent, self.may_be_partial
         return part
 
     def entry(self, position: int) -> TrajectoryEntry:
@@ -575,6 +578,7 @@ class TrajectoryIndex:
         self._arrays, self._waiting = dict(columns), {}
         self._borrowed, self._lender_ids = frozenset(), None
         self.first, self.end = 0, len(columns["trajectory_id"])
+        self.may_be_partial = _are_partial(columns)
         self.ends = np.cumsum(columns["num_samples"])
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
@@ -587,6 +591,12 @@ def renumbered(
     """Return columns with text numbers of ``source`` translated to ``target``, which receives the texts."""
     numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
     return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
+
+
+def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:
+    """Return whether an entry has fewer samples than T·B."""
+    samples, steps, batch = (np.asarray(columns[name]).astype(np.int64) for name in ("num_samples", "steps", "batch"))
+    return bool(np.sum(samples) != np.vdot(steps, batch))  # none has more
 
 
 def _may_be_lent(name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.schema import ColumnSpec
-from trajstore.core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT, is_text
+from trajstore.core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT
 from trajstore.core.store.given import (
     MOST_NAMES,
     NAME,
@@ -33,10 +33,8 @@ from trajstore.core.store.row_notes import (
     column_of_kind,
     is_kind_of_rows,
     is_rows,
-    kind_of_rows,
     rows_in_words,
 )
-from trajstore.core.store.shard_table import ShardTable
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
 _NO_TEXT = -1
@@ -90,6 +88,39 @@ class Noted:
     texts: StringTable
 
 
+@dataclass(frozen=True, slots=True)
+class StoreNotes:
+    """The late values of one store, for :meth:`Notes.combined`.
+
+    Attributes:
+        name: of the store; breaks ties of time.
+        source: number of the store.
+        notes: its values.
+        own: ids in the store, of the trajectories whose values are wanted.
+        ids: ids that these get.
+        shards: number of its shards when the ids were taken; values in later shards are not acknowledged yet.
+        lost: rows of the shard table that are damaged; their values become None.
+    """
+
+    name: str
+    source: int
+    notes: Notes
+    own: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+    shards: int
+    lost: npt.NDArray[np.bool_]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the values of the wanted trajectories, with their new ids."""
+        columns = self.notes._all()
+        wanted = np.isin(columns["ids"], self.own) & (columns["shards"] < self.shards)
+        columns = {name: column[wanted] for name, column in columns.items()}
+        columns["ids"] = _renumbered(columns["ids"], self.own, self.ids)
+        gone = np.isin(columns["shards"], np.flatnonzero(self.lost))
+        columns["shards"][gone], columns["numbers"][gone] = _NO_SHARD, np.nan
+        return columns
+
+
 class Notes:
     """All late values of a store's trajectories, in the order of the commits."""
 
@@ -111,35 +142,73 @@ class Notes:
         return self._kinds
 
     @classmethod
-    def of(cls, index: TrajectoryIndex, shards: ShardTable, time: int) -> Notes:
-        """Return the latest values in an index as the first values of a new store.
+    def combined(cls, parts: Iterable[StoreNotes]) -> tuple[Notes, list[tuple[int, int]]]:
+        """Return the late values of several stores as those of one, ordered by time, each once.
 
-        Args:
-            index: has them.
-            shards: that hold values by row.
-            time: of them, in µs since 1970.
+        A store's own order is kept, whatever its clocks. The order of ``parts`` has no effect. Names whose values are
+        all taken back are left out: they may get another kind.
+
+        Returns:
+            The values, and the (source, row) of the shards with values by row; ``shards`` are positions in this list.
 
         Raises:
-            ConfigurationError: a name has values of two kinds, which merging two stores can cause.
+            ConfigurationError: a name has values in force of two kinds.
         """
-        notes = cls()
-        for column in index.notes:
-            values, name = index[column], column.removeprefix(NOTE_TEXT).removeprefix(NOTE)
-            known = values >= 0 if is_text(column) else ~np.isnan(values)
-            given = [index.texts[number] for number in values[known]] if is_text(column) else values[known].tolist()
-            if len(given):
-                notes._have_kind(name, "text" if is_text(column) else "number")
-                notes.add(Said(tuple(index["trajectory_id"][known].tolist()), {name: given}, "", time), 0)
-        for name in index.row_notes:
-            tables = index[NOTE_ROWS + name]
-            known = tables >= 0
-            if known.any():
-                for table in np.unique(tables[known]).tolist():
-                    columns = {column.name: column for column in shards.schema(table).columns}
-                    notes._have_kind(name, kind_of_rows(columns[name]))
-                said = Said(tuple(index["trajectory_id"][known].tolist()), {}, "", time)
-                notes._append(said, name, 0, shards=tables[known], starts=index[NOTE_START + name][known])
-        return notes
+        result = cls()
+        taken = [(part, part.columns()) for part in parts]
+        for part, columns in taken:
+            for name in part.notes._in_force(columns):
+                result._have_kind(name, part.notes._kinds[name])
+        taken.sort(key=lambda item: item[0].name)
+        joined: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*_COLUMNS, "source", "order")}
+        for number, (part, columns) in enumerate(taken):
+            columns |= {
+                "source": np.full(len(columns["ids"]), number),
+                "order": np.maximum.accumulate(columns["times"]),
+            }
+            for name, column in result._translated(part.notes, columns).items():
+                joined[name].append(column)
+        values = {name: np.concatenate(arrays or [np.zeros(0, np.int64)]) for name, arrays in joined.items()}
+        order = np.argsort(values.pop("order"), kind="stable")
+        values = {name: column[order] for name, column in values.items()}
+        if len(taken) > 1:
+            fresh = result._firsts(values)
+            values = {name: column[fresh] for name, column in values.items()}
+        commits = np.stack([values["source"], values["generations"]])
+        values["generations"] = np.cumsum((np.diff(commits, prepend=-1) != 0).any(axis=0))
+        stored = values["shards"] >= 0
+        pairs = np.stack([values["source"], values["shards"]])[:, stored]
+        shards, positions = np.unique(pairs, axis=1, return_inverse=True)
+        values["shards"][stored] = positions.reshape(-1)
+        result._parts = [{name: values[name].astype(dtype) for name, dtype in _COLUMNS.items()}]
+        return result, [(taken[at][0].source, row) for at, row in shards.T.tolist()]
+
+    def _in_force(self, columns: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+        """Return the names with a value that is neither replaced nor taken back."""
+        last = _lasts(columns["ids"], columns["names"])
+        given = ~np.isnan(columns["numbers"][last]) | (columns["texts"][last] >= 0)
+        names = list(self._kinds)
+        return [names[number] for number in np.unique(columns["names"][last][given]).tolist()]
+
+    def _translated(self, other: Notes, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return columns of other notes with the numbers of names and texts here, without names of other kinds."""
+        names = list(self._kinds)
+        numbers = [names.index(name) if self._kinds.get(name) == kind else -1 for name, kind in other._kinds.items()]
+        columns = {**columns, "names": np.array(numbers, np.int64)[columns["names"]]}
+        kept = columns["names"] >= 0
+        columns = {name: column[kept] for name, column in columns.items()}
+        return {**columns, **{name: self._words.extend(other._words, columns[name]) for name in ("texts", "who")}}
+
+    def _firsts(self, values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+        """Return a mask without the values that an earlier one of another source repeats."""
+        first: dict[str, int] = {}
+        words = np.array([first.setdefault(word, at) for at, word in enumerate(self._words.texts())], np.int64)
+        texts = np.where(values["texts"] >= 0, words[values["texts"]] if len(words) else 0, _NO_TEXT)
+        keys = [values["ids"], values["names"], values["times"], texts, values["numbers"].view(np.int64)]
+        keys.append(words[values["who"]] if len(words) else values["who"])
+        _, begin, inverse = np.unique(np.stack(keys), axis=1, return_index=True, return_inverse=True)
+        fresh: npt.NDArray[np.bool_] = values["source"][begin[inverse.reshape(-1)]] == values["source"]
+        return fresh
 
     def _have_kind(self, name: str, kind: str) -> None:
         known = self._kinds.setdefault(name, kind)
@@ -149,6 +218,8 @@ class Notes:
                 "store cannot have both: take them back in one (annotate with None, --set NAME=null), and give them "
                 "another name"
             )
+        if len(self._kinds) > MOST_NAMES:
+            raise ConfigurationError(f"the stores have more than {MOST_NAMES} names of values, the most that can be")
 
     def check(self, said: Said) -> None:
         """Refuse values that contradict existing ones, see :func:`check_given`."""
@@ -254,15 +325,18 @@ class Notes:
             return needed
         columns = self._all()
         given = np.flatnonzero(np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names()))
-        keys = np.stack([columns["ids"][given], columns["names"][given]])[:, ::-1]
-        _, last = np.unique(keys, axis=1, return_index=True)
-        needed[given[len(given) - 1 - last]] = True
+        needed[given[_lasts(columns["ids"][given], columns["names"][given])]] = True
         return needed & (columns["shards"] >= 0)
 
     @property
     def has_rows(self) -> bool:
         """Whether a name has values by row."""
         return bool(self._row_names())
+
+    def names_by_row(self) -> list[str]:
+        """Return the names with a value by row that is stored."""
+        columns, names = self._all(), list(self._kinds)
+        return [names[number] for number in np.unique(columns["names"][columns["shards"] >= 0]).tolist()]
 
     def ids(self) -> npt.NDArray[np.int64]:
         """Return the trajectory of each value."""
@@ -290,10 +364,18 @@ class Notes:
             homes = (columns[name][inside] for name in ("ids", "shards", "starts"))
             yield column_of_kind(*names[number]), *homes
 
-    def kept(self, ids: npt.NDArray[np.int64]) -> Notes:
-        """Return a copy with the values of these trajectories only."""
+    def frozen(self) -> Notes:
+        """Return the present values, which later additions do not change; another thread may add meanwhile."""
+        other = Notes()
+        other._parts, other._kinds, other._words = self._parts[:], dict(self._kinds), self._words
+        return other
+
+    def kept(self, ids: npt.NDArray[np.int64], new_ids: npt.NDArray[np.int64] | None = None) -> Notes:
+        """Return a copy with the values of these trajectories only, with ``new_ids`` if given."""
         columns, other = self._all(), Notes()
         inside = np.isin(columns["ids"], ids)
+        if new_ids is not None:
+            columns["ids"] = _renumbered(columns["ids"], ids, new_ids)
         other._words, other._kinds, other.sources = self._words.copy(), dict(self._kinds), set(self.sources)
         other._parts = [{name: column[inside] for name, column in columns.items()}]
         return other
@@ -309,6 +391,11 @@ class Notes:
         columns, numbers = self._all(), np.array([names.index(name) for name in self._kinds], np.int64)
         parts = (columns["generations"], columns["ids"], numbers[columns["names"]])
         return np.rec.fromarrays(parts)
+
+    @property
+    def newest_generation(self) -> int:
+        """Highest generation of a value; 0 if there are none."""
+        return int(self._all()["generations"].max(initial=0))
 
     def in_table(self, rows: npt.NDArray[np.int32]) -> Notes:
         """Return these notes with shards renumbered to rows of a shard table.
@@ -397,3 +484,20 @@ class Notes:
             raise CorruptStoreError(f"not values of trajectories: {error}") from error
         notes._kinds, notes.sources, notes._parts = kinds, set(sources), [columns]
         return notes
+
+
+def _lasts(ids: npt.NDArray[np.int64], names: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+    """Return the positions of the latest value of each name and trajectory."""
+    _, last = np.unique(np.stack([ids, names])[:, ::-1], axis=1, return_index=True)
+    return len(ids) - 1 - last
+
+
+def _renumbered(
+    ids: npt.NDArray[np.int64], old: npt.NDArray[np.int64], new: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return ids with each of ``old`` replaced by its counterpart in ``new``; others are arbitrary."""
+    if not len(old):
+        return ids
+    order = np.argsort(old)
+    at = np.minimum(np.searchsorted(old, ids, sorter=order), len(old) - 1)
+    return new[order[at]]

@@ -16,11 +16,11 @@ import torch
 
 from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.document import decode_document
-from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
+from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, Axis, axis_of, join_name, nest, walk
 from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
-from trajstore.core.columns.leaves import document_of, is_json
 from trajstore.core.columns.limits import MAX_STEPS
 from trajstore.core.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
+from trajstore.core.columns.values import document_of, is_json
 from trajstore.core.files.base import EncodedFile, check_name
 from trajstore.core.formats.torch_zip import TensorPlace, TensorSlot, write_torch_zip
 from trajstore.core.store.sealed import FROM_A_COPY
@@ -173,7 +173,7 @@ def columns_of_file(content: Any, source: str, read: Callable[[TensorPlace], tor
                 raise InvalidTrajectoryError("")
         except InvalidTrajectoryError:
             others[name] = leaf
-            if len(shape) >= 2 or name in TENSOR_FIELDS:
+            if len(shape) >= 2 or name in RLINF_FIELDS:
                 kept[name] = f"shape {list(shape)} does not begin with [T, B] = [{steps}, {batch}]"
             continue
         extra = more or extra
@@ -195,7 +195,10 @@ def columns_of_file(content: Any, source: str, read: Callable[[TensorPlace], tor
     return FileContent(Schema("step", tuple(columns)), Extent(steps, batch, extra, len(text)), leaves, kept, left_out)
 
 
-_FILE_FIELDS = frozenset({*TENSOR_FIELDS, *DICT_FIELDS, "max_episode_length", "model_weights_id"})
+RLINF_FIELDS = tuple(name for name in TENSOR_FIELDS if name != VALID)
+"""Tensor fields that RLinf's trajectories have."""
+
+_FILE_FIELDS = frozenset({*RLINF_FIELDS, *DICT_FIELDS, "max_episode_length", "model_weights_id"})
 
 
 def fields_of_file(content: Any) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def fields_of_file(content: Any) -> dict[str, Any]:
 
 def _items(content: Mapping[Any, Any], left_out: dict[str, str]) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an untrusted trajectory by dotted name; invalid fields are added to ``left_out``."""
-    for field in TENSOR_FIELDS:
+    for field in RLINF_FIELDS:
         if isinstance(content.get(field), Mapping):
             left_out[field] = "a dict, must be a tensor"
         elif content.get(field) is not None:
@@ -264,23 +267,24 @@ def encode_trajectory(flat: FlatTrajectory, trajectory_id: int, suffix: str) -> 
         )
     values: dict[str, Any] = {}
     for column, tensor in zip(schema.columns, flat.tensors, strict=True):
-        if column.name != DOCUMENT:
+        if column.name not in (DOCUMENT, VALID):
             rows = extent.rows(column.axis)
             values[column.name] = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
     leaves = trajectory_of(schema, extent, flat.tensors) if extent.document else Trajectory()
-    for path, leaf in walk({name: getattr(leaves, name) for name in (*TENSOR_FIELDS, *DICT_FIELDS)}):
-        if len(path) > 1 or (leaf is not None and path[0] in TENSOR_FIELDS):
+    for path, leaf in walk({name: getattr(leaves, name) for name in (*RLINF_FIELDS, *DICT_FIELDS)}):
+        if len(path) > 1 or (leaf is not None and path[0] in RLINF_FIELDS):
             values.setdefault(join_name(path), leaf)
     nested = nest(values)
     content: dict[str, Any] = {
         "max_episode_length": flat.max_episode_length,
         "model_weights_id": flat.model_weights_id,
-        **{name: nested[name] for name in TENSOR_FIELDS if name in nested},
+        **{name: nested[name] for name in RLINF_FIELDS if name in nested},
         # RLinf always has these, even if empty, in this order
         **{name: nested.get(name, {}) for name in ("forward_inputs", "curr_obs", "next_obs")},
     }
     shape = tuple(content["prev_logprobs" if "prev_logprobs" in content else "rewards"].shape)
-    entry = RLinfEntry(trajectory_id, flat.num_samples, shape, flat.max_episode_length, flat.model_weights_id)
+    samples = extent.steps * extent.batch
+    entry = RLinfEntry(trajectory_id, samples, shape, flat.max_episode_length, flat.model_weights_id)
     if suffix == "pkl":
         pieces: Sequence[Any] = [pickle.dumps(_changed(content, lambda t: t.clone()))]
     else:

@@ -19,8 +19,8 @@ from trajstore.core.columns.flat import raw_bytes
 from trajstore.core.columns.limits import MAX_ID
 from trajstore.core.columns.schema import ColumnSpec, Extent, Kind, Schema, dtypes, intern_schema
 from trajstore.core.formats.base import ShardContent, ShardManifest
+from trajstore.core.store.additions import starts_of
 from trajstore.core.store.log_records import manifest_from_json, manifest_to_json, natural
-from trajstore.core.store.new_entries import starts_of
 from trajstore.core.store.row_location import START_OF
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, CorruptStoreError

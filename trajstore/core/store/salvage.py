@@ -54,6 +54,7 @@ class SalvagedCatalog(Catalog):
         self._gate = EntryGate(lenient=True)
         self.damage: list[Damage] = []
         self._lost = LostRecords()
+        self._index_lost = False
         self._last_refused: _Refused | None = None
 
     @property
@@ -97,6 +98,8 @@ class SalvagedCatalog(Catalog):
                 if not catalog.damage:  # else a consequence of that damage
                     catalog._lost.missing(catalog._warn(without_advice(str(error))))
         catalog._settle()
+        if catalog._index_lost:
+            catalog._settle_line()
         return catalog
 
     def _settle(self) -> None:
@@ -104,6 +107,14 @@ class SalvagedCatalog(Catalog):
         present = [index["trajectory_id"] for index in (self.index, self.pinned)]
         named = [int(head.ids.max()) + 1 for head in self.pins.heads.values() if len(head.ids)]
         self._lost.settle(np.concatenate(present), max([self.told_ids, *named]))
+
+    def _settle_line(self) -> None:
+        """Determine the visit and its line from the snapshots; the log does not record them."""
+        heads = self.pins.heads
+        left = {head.visit + 1: head for head in heads.values() if head.left_for and head.generation < self.generation}
+        self.visit = max([self.visit, *left, *(head.visit for head in heads.values())])
+        if self.visit in left and (target := heads.get(str(left[self.visit].left_for))) is not None:
+            self.line = self.present_line(target)
 
     def _warn(self, text: str) -> Damage:
         for damage in self.damage:
@@ -158,6 +169,7 @@ class SalvagedCatalog(Catalog):
             fresh.damage = self.damage
             self.__dict__.update(fresh.__dict__)
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
+            self._index_lost = True
             self._warn(f"{reason}: worked out again from the log, which has every commit")
 
     def _has_first_commits(self, segments: Sequence[tuple[int, str]]) -> bool:

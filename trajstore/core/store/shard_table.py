@@ -2,7 +2,8 @@
 
 Shards of one format and schema differ only in numbers (file sizes, offsets, checksums). These are stored as arrays per
 *family*, and a manifest is built only when a shard is opened. A hundred thousand shards take a few megabytes this way.
-Guarded like the catalog it belongs to.
+``Lifetimes`` has the generations in which shards are visible, and so which readers need their files. Both are
+guarded like the catalog they belong to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.schema import Schema
-from trajstore.core.files.base import check_name
+from trajstore.core.files.base import Reader, check_name
 from trajstore.core.formats.base import SHARDS_FOLDER, ColumnPlace, ShardManifest, StoredFile
 from trajstore.core.store.packing import declared_rows, pack, unpack
 from trajstore.errors import CorruptStoreError
@@ -78,9 +79,15 @@ class ShardTable:
     def __len__(self) -> int:
         return self._count
 
-    def schema_number(self, schema: Schema) -> int | None:
-        """Return a schema's number, None if it has none."""
-        return self._schema_numbers.get(schema)
+    def next_number_of(self, schema: Schema, new: dict[Schema, int]) -> int:
+        """Return the number of a schema in the next record.
+
+        Args:
+            schema: of a shard that the record adds.
+            new: schemas of the record and those before it that are not in the table yet; may receive this one.
+        """
+        number = self._schema_numbers.get(schema)
+        return new.setdefault(schema, len(self.schemas) + len(new)) if number is None else number
 
     def number_of_schema(self, schema: Schema) -> int:
         """Return a schema's number, assigning one if it is new."""
@@ -143,6 +150,10 @@ class ShardTable:
     def of_steps(self) -> npt.NDArray[np.bool_]:
         """Return, per row, whether the shard holds step trajectories."""
         return self._by_schema([schema.kind == "step" for schema in self.schemas])
+
+    def with_valid(self) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard's trajectories have a field ``valid``."""
+        return self._by_schema([schema.has_valid for schema in self.schemas])
 
     def with_axis(self, axis: Axis) -> npt.NDArray[np.bool_]:
         """Return, per row, whether the shard has columns along an axis; without one the index counts no rows of it."""
@@ -337,3 +348,52 @@ class ShardTable:
             raise CorruptStoreError("shard table: a family that is not there")
         if np.any(self._row >= counts[self._family]) or self._numbers.min() < 0:
             raise CorruptStoreError("shard table: a row that is not there")
+
+
+NEEDED = np.iinfo(np.int64).max
+"""Value for shards that are still needed."""
+
+
+class Lifetimes:
+    """Per shard (row of the shard table): the generation that added it, and the first that does not need it.
+
+    A reader at generation g sees the shards added at or before g and still needed at g. Shards older than this object
+    count as always present; shards unneeded at its creation, as unneeded from that generation on.
+    """
+
+    def __init__(self) -> None:
+        self._born: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._unneeded: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._removed: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def add(self, row: int, generation: int) -> None:
+        """Set the generation that added a shard."""
+        self._reach(row + 1)
+        self._born[row] = generation
+
+    def note(self, needed: npt.NDArray[np.bool_], generation: int) -> None:
+        """Set the needed shards; others count as unneeded from this generation on."""
+        self._reach(len(needed))
+        self._unneeded[np.flatnonzero(~needed & (self._unneeded[: len(needed)] == NEEDED))] = generation
+
+    def waiting(self) -> npt.NDArray[np.intp]:
+        """Return the unneeded shards that were not removed."""
+        return np.flatnonzero((self._unneeded != NEEDED) & ~self._removed)
+
+    def held(self, rows: npt.NDArray[np.intp], reader: Reader) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a reader may see it."""
+        after = self._unneeded[rows] > reader.generation
+        return after & (self._born[rows] <= reader.generation) if reader.settled else after
+
+    def remove(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> None:
+        """Mark the files of shards as deleted."""
+        self._removed[rows] = True
+
+    def _reach(self, count: int) -> None:
+        have = len(self._born)
+        if count <= have:
+            return
+        more = max(count, 2 * have, 64) - have
+        self._born = np.concatenate([self._born, np.zeros(more, np.int64)])
+        self._unneeded = np.concatenate([self._unneeded, np.full(more, NEEDED)])
+        self._removed = np.concatenate([self._removed, np.zeros(more, np.bool_)])

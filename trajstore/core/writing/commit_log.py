@@ -8,37 +8,35 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from trajstore.core.base import locks
 from trajstore.core.base.clock import microseconds
 from trajstore.core.columns.schema import Extent
-from trajstore.core.files.base import Directory
+from trajstore.core.files.base import FULL, Directory
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import Said
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.log_records import ranges_of
+from trajstore.core.store.log_records import ranges_of, segment_name
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.saved_points import pin_name
 from trajstore.core.writing.commits import (
-    AddLines,
     CommitListener,
     add_lines,
     annotate_line,
     evict_line,
     rewrite_line,
 )
+from trajstore.core.writing.fencing import step_over
 from trajstore.core.writing.groups import ShardDraft
-from trajstore.core.writing.log_end import LogEnd, TakeIn
+from trajstore.core.writing.maintenance import Snapshots
 from trajstore.core.writing.opening import open_store
-from trajstore.core.writing.snapshots import Snapshots
 from trajstore.errors import (
     StoreClosedError,
     StoreLockedError,
@@ -56,17 +54,11 @@ _MAX_RECORDS = 20_000
 """The index is written whole after this many log records, or after a sixteenth of the entries if that is more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Operations for a thread that has exclusive access to the store, see :meth:`CommitLog.turn`.
+Show = Callable[[], None]
+"""Notifies the listener of a change."""
 
-    Attributes:
-        commit: see :meth:`CommitLog._commit`.
-        keep_house: see :meth:`CommitLog.keep_house`.
-    """
-
-    commit: Callable[[Sequence[Sequence[ShardDraft]]], None]
-    keep_house: Callable[[], None]
+Apply = Callable[[], Show]
+"""Applies logged lines to the catalog; returns the notification of the listener."""
 
 
 class CommitLog:
@@ -76,8 +68,8 @@ class CommitLog:
 
     Args:
         directory: created if absent, continued if it holds a store.
-        format_name: format of new shards, for ``metadata.json``.
         snapshot_bytes: a snapshot is due when the log has grown by this, or by twice the last snapshot if that is more.
+        metadata: returns further values of ``metadata.json``.
         listener: receives each commit and eviction.
 
     Raises:
@@ -85,13 +77,19 @@ class CommitLog:
         CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
-    def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        snapshot_bytes: int,
+        metadata: Callable[[], Mapping[str, Any]],
+        listener: CommitListener | None = None,
+    ) -> None:
         self.directory = directory
         self._lock = locks.lock("CommitLog._lock")
         self.must_keep_house = False
         """Whether ``keep_house`` must be called: the log may end in half a record, or the last call failed."""
         self._snapshot_bytes = snapshot_bytes
-        self._listener = listener
+        self._listener = listener or CommitListener()
         self.evicted_bytes = 0
         """Bytes of all trajectories evicted or released from a pin by this log."""
         self._out_of_step: Exception | None = None
@@ -99,9 +97,9 @@ class CommitLog:
         self._closed = False
         self._taken_in: set[int] = set()
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
-        self._snapshots = Snapshots(directory, format_name, listener)
-        self.catalog, self.garbage, segment = open_store(directory, self._snapshots)
-        self._end = LogEnd(directory, self.catalog, segment)
+        self._snapshots = Snapshots(directory, metadata)
+        self.catalog, self.garbage, self._segment = open_store(directory, self._snapshots)
+        self._unanswered: list[tuple[bytes, Apply]] = []
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -117,12 +115,6 @@ class CommitLog:
         with self._lock:
             yield self.catalog
 
-    @contextmanager
-    def turn(self) -> Iterator[Turn]:
-        """Give one thread exclusive access to select, commit and report groups."""
-        with self._lock:
-            yield Turn(self._commit, self._keep_house)
-
     def check_open(self) -> None:
         """Raise if the writer is closed; within :meth:`changing`, or while selecting files to read.
 
@@ -137,10 +129,107 @@ class CommitLog:
         with self._lock:
             self._closed = True
 
+    # -- appending --------------------------------------------------------------------------------
+
+    def _append(self, make: Callable[[], tuple[bytes, Apply]]) -> None:
+        """Append lines to the log, apply them to the catalog and notify the listener; with the lock held.
+
+        In an object store a response may be lost: lines whose append was reported as failed may exist, or appear
+        late. A segment can be created only once, so nothing else can take its place: before the next commit, an
+        existing segment is read and applied.
+
+        Args:
+            make: returns the lines for the generation that is next when it is called; no lines if all are written.
+
+        Raises:
+            StoreWriteError: the log could not be written.
+        """
+        try:
+            while True:
+                self._check_in_step()
+                data, apply = make()
+                if not data:
+                    return
+                try:
+                    self.directory.append(self._segment, data)
+                    break
+                except WriterFencedError:
+                    raise
+                except OSError as error:
+                    if isinstance(error, FileExistsError) and (self._settle() or self._step_over()):
+                        continue
+                    if not self.directory.can_append:  # elsewhere a failed append leaves no data
+                        self._unanswered.append((data, apply))
+                    remedy = "free space and" if error.errno in FULL else "then"
+                    raise StoreWriteError(
+                        f"{error}: the commit log could not be written; {remedy} flush() again"
+                    ) from error
+        except StoreWriteError:
+            self.must_keep_house = True
+            raise
+        self._unanswered.clear()
+        self._apply(data, apply)
+
+    def _apply(self, data: bytes, apply: Apply) -> None:
+        """Apply durable lines; if that fails, all further writes are refused, and if showing fails, all reads."""
+        catalog = self.catalog
+        catalog.log_bytes += len(data)
+        if not self.directory.can_append:
+            self._segment = segment_name(catalog.generation + 1 + data.count(b"\n"))
+        try:
+            show = apply()
+        except Exception as error:  # a bug, or out of memory; the files on disk are correct
+            logger.exception("%s: what was committed could not be taken in", self.directory.url)
+            self._out_of_step = error
+        else:
+            self._show(show)
+
+    def _show(self, show: Show) -> None:
+        try:
+            show()
+        except Exception as error:  # the change is durable regardless
+            logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
+            self._listener.missed(error)
+
+    def _check_in_step(self) -> None:
+        if self._out_of_step is not None:
+            raise StoreWriteError(
+                f"{self.directory.url}: holds more than this writer knows ({self._out_of_step!r}); open it again"
+            ) from self._out_of_step
+
+    def _settle(self) -> bool:
+        """Apply lines of a failed append that were written after all; return whether there were any.
+
+        Raises:
+            StoreWriteError: the store cannot be read.
+        """
+        if not self._unanswered:
+            return False
+        try:
+            content = self.directory.read(self._segment)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StoreWriteError(f"{error}: cannot be looked at, and may have been written; flush() again") from error
+        for data, apply in self._unanswered:
+            if data == content:
+                self._unanswered.clear()
+                logger.warning("%s/%s: is committed; its answer was lost", self.directory.url, self._segment)
+                self._apply(data, apply)
+                self.garbage.collect(self.catalog)
+                return True
+        return False
+
+    def _step_over(self) -> bool:
+        if not step_over(self.directory, self.catalog):
+            return False
+        self._segment = segment_name(self.catalog.generation + 1)
+        return True
+
     # -- commits ----------------------------------------------------------------------------------
 
-    def _commit(self, commits: Sequence[Sequence[ShardDraft]]) -> None:
-        """Append commits to the log in one write, apply them to the catalog and notify the listener.
+    def commit(self, commits: Sequence[Sequence[ShardDraft]]) -> None:
+        """Append commits to the log in one write; within :meth:`standing_still`.
 
         All errors caused by the shards occur before the append; a durable commit never fails afterwards.
 
@@ -150,55 +239,25 @@ class CommitLog:
         Raises:
             StoreWriteError: the log could not be written; nothing was committed.
         """
-        if not commits:
-            return
-        catalog = self.catalog
+        if commits:
+            self._append(partial(self._addition, commits))
+            self._taken_in.difference_update(shards[0].number for shards in commits)
 
-        def make() -> tuple[bytes, TakeIn]:
-            left = [shards for shards in commits if shards[0].number not in self._taken_in]
-            lines = add_lines(catalog, left, microseconds())
-            if lines.entries:
-                self._listener.make_room(catalog.index, np.concatenate([e["trajectory_id"] for e in lines.entries]))
-            return lines.data, partial(self._take_in, left, lines)
+    def _addition(self, commits: Sequence[Sequence[ShardDraft]]) -> tuple[bytes, Apply]:
+        catalog, listener = self.catalog, self._listener
+        commits = [shards for shards in commits if shards[0].number not in self._taken_in]
+        lines, entries = add_lines(catalog, commits, microseconds())
+        if entries:
+            listener.make_room(catalog.index, np.concatenate([columns["trajectory_id"] for columns in entries]))
 
-        self._append(make)
-        self._taken_in.difference_update(shards[0].number for shards in commits)
-
-    def _take_in(self, commits: Sequence[Sequence[ShardDraft]], lines: AddLines) -> None:
-        catalog = self.catalog
-        with self._durable():
-            for shards, entries in zip(commits, lines.entries, strict=True):
-                catalog.add([(shard.number, shard.manifest) for shard in shards], entries)
+        def apply() -> Show:
+            for shards, columns in zip(commits, entries, strict=True):
+                catalog.add([(shard.number, shard.manifest) for shard in shards], columns)
                 catalog.generation += 1
-        self._taken_in.update(shards[0].number for shards in commits)
-        self._tell(lambda: self._listener.committed(lines.told), adds=True)
+                self._taken_in.add(shards[0].number)
+            return partial(listener.committed, entries)
 
-    @contextmanager
-    def _durable(self) -> Iterator[None]:
-        """Apply logged changes to the catalog; after a failure all further writes are refused."""
-        try:
-            yield
-        except Exception as error:  # a bug, or out of memory; the files on disk are correct
-            logger.exception("%s: what was committed could not be taken in", self.directory.url)
-            self._out_of_step = error
-
-    def _check_in_step(self) -> None:
-        if self._out_of_step is not None:
-            raise StoreWriteError(
-                f"{self.directory.url}: holds more than this writer knows ({self._out_of_step!r}); open it again"
-            ) from self._out_of_step
-
-    def _tell(self, call: Callable[[], None], *, adds: bool = False) -> None:
-        """Notify the listener; mark it as out of step if it fails.
-
-        A failure on additions is only logged: they remain readable from memory.
-        """
-        try:
-            call()
-        except Exception as error:  # the change is durable regardless
-            logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
-            if not adds:
-                self._listener.out_of_step(error)
+        return lines, apply
 
     def keep_house(self) -> None:
         """Apply retention, and write the index if the log has grown enough.
@@ -206,39 +265,24 @@ class CommitLog:
         Raises:
             StoreWriteError: writing failed; nothing changed.
         """
-        with self.turn() as turn:
-            turn.keep_house()
+        with self._lock:
+            self.keep_house_now()
 
-    def _keep_house(self) -> None:
-        """Run :meth:`keep_house` with the lock held.
-
-        Raises:
-            StoreWriteError: writing failed; nothing changed.
-        """
+    def keep_house_now(self) -> None:
+        """Do as :meth:`keep_house`, within :meth:`standing_still`."""
         self.must_keep_house = True
         with written(": a record that was not committed could not be cut off"):
             self.directory.clear_failed_appends()
-        self._end.settle()
-        self._evict(self._listener.to_evict())
+        if self._unanswered:
+            self._settle()
+        if ids := self._listener.to_evict():
+            self._evict(ids)
         catalog = self.catalog
         records = catalog.generation - catalog.snapshot_generation
         long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
         if long or catalog.log_bytes > max(self._snapshot_bytes, 2 * catalog.snapshot_bytes):
             self._begin_segment()
         self.must_keep_house = False
-
-    def _append(self, make: Callable[[], tuple[bytes, TakeIn]]) -> None:
-        """Append lines to the log and apply them, see :meth:`LogEnd.append`."""
-
-        def checked() -> tuple[bytes, TakeIn]:
-            self._check_in_step()
-            return make()
-
-        try:
-            self._end.append(checked)
-        except StoreWriteError:
-            self.must_keep_house = True
-            raise
 
     # -- eviction, moving, pins -------------------------------------------------------------------
 
@@ -258,14 +302,13 @@ class CommitLog:
         catalog = self.catalog
         ranges = ranges_of(sorted(ids))
 
-        def take_in() -> None:
-            with self._durable():
-                self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
-                catalog.generation += 1
-            self._tell(lambda: self._listener.evicted(ids))
-            self.garbage.collect(catalog)
+        def apply() -> Show:
+            self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
+            catalog.generation += 1
+            return partial(self._listener.forget, ids)
 
-        self._append(lambda: (evict_line(catalog, ranges), take_in))
+        self._append(lambda: (evict_line(catalog, ranges), apply))
+        self.garbage.collect(catalog)
 
     def annotate(self, said: Said) -> None:
         """Add late values to trajectories, durably.
@@ -281,15 +324,14 @@ class CommitLog:
             catalog.notes.check(said)
             catalog.check_known(said.ids)
 
-            def take_in() -> None:
-                with self._durable():
-                    noted = catalog.annotate(said, catalog.generation + 1)
-                    catalog.generation += 1
-                    self._tell(lambda: self._listener.noted(noted))
-                if catalog.notes.has_rows:
-                    self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
+            def apply() -> Show:
+                noted = catalog.annotate(said, catalog.generation + 1)
+                catalog.generation += 1
+                return partial(self._listener.noted, noted)
 
-            self._append(lambda: (annotate_line(catalog, said), take_in))
+            self._append(lambda: (annotate_line(catalog, said), apply))
+            if catalog.notes.has_rows:
+                self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
         """Return the ids without a trajectory in the store."""
@@ -317,13 +359,12 @@ class CommitLog:
         with self.changing():
             catalog = self.catalog
 
-            def take_in() -> None:
-                with self._durable():
-                    moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
-                    catalog.generation += 1
-                    self._tell(lambda: self._listener.moved(moved))
+            def apply() -> Show:
+                moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
+                catalog.generation += 1
+                return partial(self._listener.moved, moved)
 
-            self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), take_in))
+            self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), apply))
 
     @contextmanager
     def recording(self, manifest: ShardManifest) -> Iterator[None]:
@@ -367,7 +408,7 @@ class CommitLog:
                 the state before or the one after.
         """
         self._check_in_step()
-        if self._end.settle():
+        if self._settle():
             raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
         changed = copy.copy(self.catalog)
         changed.index, changed.pinned, changed.notes = index, pinned, notes
@@ -380,8 +421,9 @@ class CommitLog:
             self._out_of_step = error if isinstance(error, Exception) else StoreWriteError("interrupted")
             raise
         self.catalog.__dict__.update(changed.__dict__)
-        self._end.begin_segment()
-        self._tell(self._listener.replaced)
+        self._segment = segment_name(self.catalog.generation + 1)
+        self._show(self._listener.replaced)
+        self.garbage.collect(self.catalog)  # only now: until it is shown, replaced contents are read
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
@@ -420,20 +462,22 @@ class CommitLog:
         with self._lock:
             if self.catalog.generation > self.catalog.snapshot_generation:
                 self._write_snapshot(self.catalog)
-                self._end.begin_segment()
+                self._segment = segment_name(self.catalog.generation + 1)
+                self.garbage.collect(self.catalog)
 
     def _begin_segment(self) -> None:
         """Write the index whole; keep the previous segment, which followers are often still reading."""
         earlier = self.catalog.snapshot_generation if self.directory.can_append else None
         self._write_snapshot(self.catalog, earlier)
-        self._end.begin_segment()
+        self.garbage.collect(self.catalog)
+        self._segment = segment_name(self.catalog.generation + 1)
         if self.directory.can_append:
             with suppress(OSError):  # the next commit creates it
-                self.directory.append(self._end.segment, b"")
+                self.directory.append(self._segment, b"")
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
-        self._snapshots.write(catalog, self.garbage, keep_after)
+        self._snapshots.write(catalog, keep_after)
 
     @property
     def renewal_due(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from trajstore.core.columns.flat import Block
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.additions import NewEntries
 
 
 def random_uuids(count: int) -> bytes:
@@ -111,14 +111,12 @@ class ShardDraft:
         runs: the trajectories.
         manifest: set when the files are durable.
         record: the part of the log record on the trajectories, as JSON; set with the manifest.
-        is_published: True once the files are durable.
     """
 
     number: int
     runs: list[Run]
     manifest: ShardManifest = field(init=False)
     record: bytes = b""
-    is_published: bool = False
     _entries: NewEntries | None = None
 
     @property
@@ -161,6 +159,7 @@ class Group:
         nbytes: bytes of all its trajectories.
         last: highest of its ids.
         failures: number of failed attempts.
+        is_published: True once the files of all shards are durable.
     """
 
     ticket: int
@@ -169,11 +168,7 @@ class Group:
     nbytes: int = 0
     last: int = -1
     failures: int = 0
-
-    @property
-    def is_published(self) -> bool:
-        """True once the files of all shards are durable."""
-        return all(part.is_published for part in self.parts)
+    is_published: bool = False
 
     @property
     def ids(self) -> list[int]:

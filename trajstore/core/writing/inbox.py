@@ -19,18 +19,21 @@ from trajstore.core.base import locks
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.given import Said
+from trajstore.core.store.given import INBOX_FOLDER, Said
 from trajstore.core.store.log_records import decode_lines, encode_line, ids_in_words
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreClosedError, StoreError, listed
 
 logger = logging.getLogger(__name__)
 
-INBOX_FOLDER = "inbox"
+GIVE_ANEW = "give its values anew with `trajstore annotate`, then delete the file"
+"""What to do about a damaged inbox file."""
 
 _WAITS, _REFUSED = ".json", ".refused"
 
 _STAMPED = re.compile(rf"{INBOX_FOLDER}/([0-9]{{20}})-[0-9a-f]{{32}}{_WAITS}")
+
+_ATTEMPTS = 3
 
 _SECONDS, _SECONDS_REMOTE = 1.0, 10.0
 """Polling intervals; on an object store each poll is a request."""
@@ -44,7 +47,14 @@ def put(directory: Directory, store_id: str, said: Said) -> str:
     """
     stamps = [int(match[1]) for name in waiting(directory) if (match := _STAMPED.fullmatch(name))]
     name = f"{INBOX_FOLDER}/{max([said.time, *(stamp + 1 for stamp in stamps)]):020d}-{uuid.uuid4().hex}{_WAITS}"
-    directory.publish([EncodedFile(name, [encode_line({"store_id": store_id, **said.to_json()})])])
+    file = EncodedFile(name, [encode_line({"store_id": store_id, **said.to_json()})])
+    for attempt in range(_ATTEMPTS):
+        try:
+            directory.publish([file])
+            break
+        except FileNotFoundError:  # a writer opened just now and deleted the unfinished file as a leftover
+            if attempt == _ATTEMPTS - 1:
+                raise
     return name
 
 
@@ -74,8 +84,13 @@ def said_in(directory: Directory, name: str, store_id: str) -> Said:
         CorruptStoreError: the file is damaged, or is for another store.
         FileNotFoundError: the file was deleted.
     """
+    return _said_of(directory.read(name), directory, name, store_id)
+
+
+def _said_of(data: bytes, directory: Directory, name: str, store_id: str) -> Said:
+    """Return the values in the content of an inbox file; raises the :class:`CorruptStoreError` of :func:`said_in`."""
     source = f"{directory.url}/{name}"
-    records = decode_lines(directory.read(name), source).records
+    records = decode_lines(data, source).records
     if len(records) != 1:
         raise CorruptStoreError(f"{source}: is damaged")
     if records[0].get("store_id") != store_id:
@@ -106,12 +121,61 @@ def kinds_to_come(catalog: Catalog, names: Collection[str]) -> Mapping[str, str]
     """
     if catalog.notes.kinds.keys() >= set(names):
         return catalog.notes.kinds
-    pending = InboxView(catalog.directory).look(catalog.store_id)
-    catalog = Catalog.open(
-        catalog.directory
-    )  # opened after the inbox was read, so nothing recorded in between is missed
-    known = [said.without(catalog.unknown(said.ids)) for said in pending if not said.refused]
-    return catalog.notes.foreseen(said for said in known if said.ids)[0]
+    pending = Pending(catalog.directory)
+    catalog = Catalog.open(catalog.directory)
+    pending.add_to(catalog)
+    return catalog.notes.kinds
+
+
+class Pending:
+    """The values pending in a store's inbox, for a reader that shows or copies them before a writer records them.
+
+    Create it before the catalog is opened: a value that the writer records in between is in both, and added once.
+
+    Args:
+        directory: of the store.
+
+    Raises:
+        OSError: the inbox cannot be read.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._files: dict[str, bytes | CorruptStoreError] = {}
+        for name in waiting(directory):
+            try:
+                self._files[name] = directory.read(name)
+            except FileNotFoundError:
+                continue  # recorded since the listing
+            except CorruptStoreError as error:
+                self._files[name] = error
+
+    def add_to(self, catalog: Catalog) -> tuple[int, list[str], list[CorruptStoreError]]:
+        """Add the values that a catalog lacks; nothing is written.
+
+        Returns:
+            The number of files added, a sentence on each whose values contradict the store, and the errors of damaged
+            ones; the values of both are left out.
+        """
+        added, refused, damaged = 0, [], []
+        for name, data in self._files.items():
+            if name in catalog.notes.sources:
+                continue
+            try:
+                if isinstance(data, CorruptStoreError):
+                    raise data
+                said = _said_of(data, catalog.directory, name, catalog.store_id)
+            except CorruptStoreError as error:
+                damaged.append(CorruptStoreError(f"{error}; its values reach no trajectory: {GIVE_ANEW}"))
+                continue
+            said = said.without(catalog.unknown(said.ids))
+            try:
+                catalog.notes.check(said)
+                if said.ids:
+                    catalog.annotate(said, catalog.generation + 1)
+                    added += 1
+            except ConfigurationError as error:
+                refused.append(f"{catalog.directory.url}/{name}: {refused_in_words(replace(said, refused=str(error)))}")
+        return added, refused, damaged
 
 
 class InboxView:

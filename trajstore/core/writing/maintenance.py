@@ -1,4 +1,4 @@
-"""Deletes unneeded files: leftovers of a crash, evicted shards, log segments older than the snapshot.
+"""Writes the index file and ``metadata.json``; deletes leftovers of a crash, evicted shards and older log segments.
 
 Called with ``CommitLog._lock`` held, or before the writer starts a second thread.
 """
@@ -6,7 +6,8 @@ Called with ``CommitLog._lock`` held, or before the writer starts a second threa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,11 +17,12 @@ from trajstore.core.files.base import Directory, EncodedFile, Reader
 from trajstore.core.files.local import TEMPORARY_SUFFIX
 from trajstore.core.formats.base import SHARDS_FOLDER
 from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.given import INBOX_FOLDER
 from trajstore.core.store.log_records import LOG_FOLDER, segment_generation
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
 from trajstore.core.store.shard_table import shard_number
-from trajstore.errors import CorruptStoreError, listed
+from trajstore.errors import CorruptStoreError, listed, written
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class Garbage:
         # No commit names later numbers; in an object store another writer may own them.
         names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
         unfinished = [name for name in self._directory.names() if name.endswith(TEMPORARY_SUFFIX)]
-        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER)]
+        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER, INBOX_FOLDER)]
         if names:
             self._tell_of_leftovers(names)
             _remove(self._directory, names)
@@ -151,7 +153,8 @@ class Garbage:
             return
         self._told.update(reader.process for reader in fresh)
         logger.warning(
-            "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
+            "%s: %d bytes stay on disk that the store does not need (evicted trajectories, files replaced by "
+            "compaction), %d are live: readers still show them (%s); "
             "a reader lets go of them when it calls refresh() or close()",
             self._directory.url,
             self.held_bytes,
@@ -214,3 +217,68 @@ def _remove(directory: Directory, names: list[Any]) -> None:
         directory.remove(names)
     except OSError as error:
         logger.warning("could not delete files of %s: %s", directory.url, error)
+
+
+_RENEWAL = 1.0
+"""Minimum seconds between two updates of ``metadata.json``."""
+
+
+class Snapshots:
+    """Writes the two files of a store.
+
+    Args:
+        directory: the store's.
+        metadata: returns the buffer's own values of ``metadata.json``.
+    """
+
+    def __init__(self, directory: Directory, metadata: Callable[[], Mapping[str, Any]]) -> None:
+        self._directory = directory
+        self._metadata = metadata
+        self.renewed = -1
+        """Generation described by ``metadata.json``."""
+        self._renew_at = 0.0
+
+    def write(self, catalog: Catalog, keep_after: int | None = None) -> None:
+        """Write both files of this state, the index before the metadata that refers to it.
+
+        Log segments that are no longer needed are then deleted; the caller collects garbage.
+
+        Args:
+            catalog: the state.
+            keep_after: segments that begin with a later generation are kept; None = the state's generation.
+
+        Raises:
+            StoreWriteError: writing failed; the log still has everything.
+        """
+        with written(": the index could not be written; the log still has everything"):
+            rlinf_files = files_of_rlinf(self._directory, catalog.snapshot_bytes)
+            if rlinf_files:
+                keep_files_of_rlinf(self._directory, rlinf_files)
+            index = catalog.snapshot_file()
+            self._directory.publish([index])
+            metadata = catalog.metadata_file(**self._metadata())
+            self._directory.publish([metadata])
+        catalog.snapshot_generation = self.renewed = catalog.generation
+        catalog.snapshot_bytes = index.nbytes
+        catalog.log_bytes = 0
+        remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
+
+    def renewal_due(self, catalog: Catalog) -> bool:
+        """Return whether ``metadata.json`` is due for an update."""
+        return self.renewed != catalog.generation and time.monotonic() >= self._renew_at
+
+    def renew(self, catalog: Catalog) -> bool:
+        """Update ``metadata.json`` to this state; return False, without writing, if RLinf has overwritten the files.
+
+        The stored generation stays that of the snapshot, which readers rely on.
+
+        Raises:
+            OSError: writing failed.
+        """
+        self._renew_at = time.monotonic() + _RENEWAL
+        if files_of_rlinf(self._directory, catalog.snapshot_bytes):
+            return False
+        values = {**self._metadata(), "generation": catalog.snapshot_generation}
+        self._directory.publish([catalog.metadata_file(**values)])
+        self.renewed = catalog.generation
+        return True

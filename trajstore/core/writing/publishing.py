@@ -1,21 +1,78 @@
-"""Makes the shards of a group durable, except unwritable trajectories."""
+"""Makes the shards of a group durable, except unwritable trajectories; small pieces of columns are joined."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.formats.base import TrajectoryFormat
+from trajstore.core.base.machine_code import kernels
+from trajstore.core.columns.schema import Extent
+from trajstore.core.files.base import Buffer, Directory, EncodedFile
+from trajstore.core.formats.base import ShardContent, TrajectoryFormat
 from trajstore.core.formats.checksums import encoded_shard
 from trajstore.core.store.additions import entries_to_json
 from trajstore.core.store.shard_table import shard_name
-from trajstore.core.writing.assembly import Scratch, content_of
-from trajstore.core.writing.groups import ShardDraft
+from trajstore.core.writing.groups import Run, ShardDraft
 from trajstore.errors import StoreLockedError
+
+_JOIN_BELOW = 16 << 10
+"""Pieces of a column that are smaller than this on average are joined, since each piece has a fixed cost."""
+
+
+class Scratch:
+    """Reusable memory of one writer thread."""
+
+    def __init__(self) -> None:
+        self._blocks: list[npt.NDArray[np.uint8]] = []
+        self._used = 0
+
+    def reset(self) -> None:
+        """Allow all blocks to be reused."""
+        self._used = 0
+
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return ``nbytes`` bytes, uninitialised, until the next :meth:`reset`."""
+        if self._used == len(self._blocks):
+            self._blocks.append(np.empty(0, np.uint8))
+        if len(self._blocks[self._used]) < nbytes:
+            self._blocks[self._used] = np.empty(nbytes, np.uint8)
+        self._used += 1
+        return self._blocks[self._used - 1][:nbytes]
+
+
+def content_of(runs: Sequence[Run], extents: npt.NDArray[np.int64], scratch: Scratch) -> ShardContent:
+    """Return the content of a shard, its small columns joined in ``scratch``.
+
+    Args:
+        runs: its trajectories.
+        extents: of all of them, ``[trajectories, 4]``.
+        scratch: memory for the joined pieces.
+    """
+    addresses = np.array([run.block.places[run.first] for run in runs])
+    sizes = np.array([run.block.sizes[run.first : run.first + len(run)].sum(axis=0) for run in runs])
+    totals = sizes.sum(axis=0)
+    small = (totals < len(runs) * _JOIN_BELOW) & (len(runs) > 1)
+    joined = scratch.take(int(totals[small].sum()))
+    sources, lengths = addresses.T[small].reshape(-1), sizes.T[small].reshape(-1)
+    kernels.copy_blocks(np.cumsum(lengths) - lengths + joined.ctypes.data, sources, lengths)
+    pieces: list[Sequence[Buffer]] = []
+    position = 0
+    view: Any = joined
+    for column, nbytes in enumerate(totals.tolist()):
+        if small[column]:
+            pieces.append([memoryview(view)[position : position + nbytes]])
+            position += nbytes
+        else:
+            starts, ends = addresses[:, column].tolist(), sizes[:, column].tolist()
+            pieces.append([run.block.bytes_at(*place) for run, *place in zip(runs, starts, ends, strict=True)])
+    return ShardContent(runs[0].block.schema, [Extent(*extent) for extent in extents.tolist()], pieces)
+
 
 _CONTENT = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 _ENVIRONMENT = (OSError, ImportError, StoreLockedError)
@@ -115,4 +172,4 @@ class Publisher:
             part.record = orjson.dumps(entries_to_json(part.entries))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
-            part.manifest, part.is_published = manifest, True
+            part.manifest = manifest

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from trajstore.core.base import locks
 from trajstore.core.base.interrupts import WaitList, seconds_until
 from trajstore.core.columns.flat import Block
-from trajstore.core.store.new_entries import NewEntries
+from trajstore.core.store.additions import NewEntries
 from trajstore.core.writing.groups import Batch, Group, fill, random_uuids, runs_of
 from trajstore.core.writing.options import WriterOptions
 from trajstore.errors import (
@@ -327,6 +327,7 @@ class WriteQueue:
     def published(self, group: Group) -> None:
         """Mark a group's files as durable."""
         with self._lock:
+            group.is_published = True
             self._ready[group.ticket] = group
 
     def take_ready(self) -> list[Group]:

@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trajstore.core.base import locks
 from trajstore.core.base.interrupts import start_thread, uninterrupted
@@ -24,10 +25,11 @@ from trajstore.core.store.given import Said
 from trajstore.core.store.row_notes import Rows, RowShard, content_of_rows
 from trajstore.core.store.shard_table import shard_name
 from trajstore.core.writing.callbacks import CommitCallbacks
-from trajstore.core.writing.commit_log import CommitLog, Turn, check_process
+from trajstore.core.writing.commit_log import CommitLog, check_process
 from trajstore.core.writing.commits import CommitListener
 from trajstore.core.writing.groups import Group
 from trajstore.core.writing.inbox import Inbox
+from trajstore.core.writing.opening import lock_store
 from trajstore.core.writing.options import WriterOptions
 from trajstore.core.writing.points import Points
 from trajstore.core.writing.publishing import Publisher, Unwritable
@@ -56,6 +58,7 @@ class StoreWriter:
         directory: created if absent, continued if it holds a store.
         trajectory_format: format of new shards.
         options: threads and memory.
+        metadata: returns further values of ``metadata.json``.
         listener: called by a pool thread for each commit and eviction, before ``flush`` returns.
         on_commit: called with the ids of each commit in a separate thread, possibly after ``flush`` has returned.
 
@@ -67,8 +70,7 @@ class StoreWriter:
         rewriter: frees the space of shards that are partly alive.
 
     Raises:
-        StoreLockedError: another writer has the directory open.
-        StoreWriteError: the directory cannot be written.
+        ConfigurationError, StoreLockedError, StoreWriteError: see :func:`lock_store`.
         CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
@@ -77,6 +79,7 @@ class StoreWriter:
         directory: Directory,
         trajectory_format: TrajectoryFormat,
         options: WriterOptions,
+        metadata: Callable[[], Mapping[str, Any]],
         listener: CommitListener,
         on_commit: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
@@ -84,10 +87,9 @@ class StoreWriter:
         self._listener = listener
         self._format = trajectory_format
         self._pid = os.getpid()
-        with written(": cannot be written; to read it use load_checkpoint"):
-            self._lock = directory.lock_writer()
+        self._lock = lock_store(directory)
         try:
-            self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
+            self.log = CommitLog(directory, options.snapshot_bytes, metadata, listener)
             self.inbox = Inbox(self.log)
             self.points = Points(self.log, self.inbox)
             self.inbox.look()
@@ -218,7 +220,10 @@ class StoreWriter:
             if group is None:
                 return
             try:
-                self._publish(group, publisher)
+                if not group.is_published:  # else only the log failed in an earlier attempt
+                    group.parts, unwritable = publisher.publish(group.parts, group.failures)
+                    if unwritable:
+                        self._set_aside(group, unwritable)
             except Exception as error:  # errors must reach the caller, not end the thread
                 self._fail([group], error)
             else:
@@ -227,16 +232,8 @@ class StoreWriter:
                 self.log.renew_metadata()
             del group  # free its memory while idle
 
-    def _publish(self, group: Group, publisher: Publisher) -> None:
-        """Make a group's files durable; unwritable trajectories leave the group."""
-        if group.is_published:
-            return  # only the log failed in an earlier attempt
-        group.parts, unwritable = publisher.publish(group.parts, group.failures)
-        self._set_aside(group, unwritable)
-
     def _set_aside(self, group: Group, unwritable: Sequence[Unwritable]) -> None:
-        if not unwritable:
-            return
+        """Remove unwritable trajectories from their group, with an error for the caller."""
         ids = [number for item in unwritable for number in item.ids]
         first = unwritable[0]
         error = UnwritableTrajectoryError(
@@ -248,21 +245,21 @@ class StoreWriter:
         logger.error("%s", error)
         self.queue.reject(group, error, sum(item.nbytes for item in unwritable))
         try:
-            self._listener.rejected(ids)
+            self._listener.forget(ids)
         except Exception:  # a listener's error must not stop the writer
             logger.exception("%s: trajectories %s are still shown", self.directory.url, ids)
 
     def _commit_ready(self) -> None:
         """Commit all groups that are ready; behind an unpublished one, its thread commits them later."""
-        with self.log.turn() as turn:
+        with self.log.standing_still():
             groups = self.queue.take_ready()
             while groups:
                 try:
-                    committed = self._commit(turn, groups)
+                    committed = self._commit(groups)
                 except Exception as error:  # as above
                     self._fail(groups, error)
                     return
-                failure = self._keep_house(turn)
+                failure = self._keep_house()
                 overcome = self.queue.finish(committed)
                 if overcome:
                     logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
@@ -275,7 +272,7 @@ class StoreWriter:
                             self._callbacks.put(tuple(group.ids))
                 groups = groups[len(committed) :]
 
-    def _commit(self, turn: Turn, groups: list[Group]) -> list[Group]:
+    def _commit(self, groups: list[Group]) -> list[Group]:
         """Commit at least the first group; return the finished groups.
 
         Raises:
@@ -283,24 +280,24 @@ class StoreWriter:
             MemoryError: out of memory.
         """
         try:
-            turn.commit([group.parts for group in groups if group.parts])
+            self.log.commit([group.parts for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
         except Exception as error:  # one bad group must not block the later ones
             if len(groups) > 1:
-                return self._commit(turn, groups[:1])
+                return self._commit(groups[:1])
             (group,) = groups
             self._set_aside(group, [Unwritable(group.ids, group.nbytes, error)])
             group.parts = []
         return groups
 
-    def _keep_house(self, turn: Turn) -> StoreWriteError | None:
+    def _keep_house(self) -> StoreWriteError | None:
         """Apply retention and write a due snapshot after a commit; return the error, if any.
 
         A failure is retried by ``flush`` and after the next commit; the commit stays valid.
         """
         try:
-            turn.keep_house()
+            self.log.keep_house_now()
         except StoreWriteError as error:
             logger.warning("%s", error)
             return error

@@ -99,7 +99,7 @@ def test_an_outcome_that_is_missing_is_told_once_and_counted(
     for step in (1, 2):
         rows = [fresh_row(f"u{step}", number, score=float("nan")) for number in range(N)]
         assert plane.train(session, rows, step)[1]["recording/without_outcome"] == N
-    warnings = [record.getMessage() for record in caplog.records if "no outcome" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "rollouts have no outcome" in record.getMessage()]
     assert len(warnings) == 1
     assert "4 of 4 rollouts have no outcome (u1_0_0 is the first): its score is nan" in warnings[0]
 
