@@ -42,7 +42,17 @@ PAGES = [
     "docs/tutorial.md",
     *(
         f"docs/howto/{name}.md"
-        for name in ("agents", "annotating", "asking", "copies", "damage", "feeding", "guided", "lost-node")
+        for name in (
+            "agents",
+            "annotating",
+            "asking",
+            "copies",
+            "damage",
+            "feeding",
+            "guided",
+            "gymnasium",
+            "lost-node",
+        )
     ),
     *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
 ]
@@ -85,9 +95,9 @@ def test_the_code_of_every_page_runs(project_root: Path, tmp_path: Path) -> None
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
     elsewhere = {
         "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto.py
-        "docs/howto/demonstrations.md",  # tests/experience/test_transcripts.py
+        "docs/howto/demonstrations.md",  # tests/replay/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
-        "docs/howto/object-store.md",  # tests/files/test_remote.py
+        "docs/howto/object-store.md",  # tests/remote/test_remote.py
         "docs/howto/verl.md",  # continues a run of verl
         "docs/format.md",  # tests/test_format_page.py
     }

@@ -73,6 +73,20 @@ class EmbodiedRolloutResult:
             return
         self._steps["intervene_flags"][-1] = self._expanded(intervene_flags)
 
+    def mark_last_step_truncated(self, mask: torch.Tensor) -> None:
+        """Mark the last step of some environments as truncated, unless it ended an episode; without steps, do nothing.
+
+        Args:
+            mask: ``[B]``.
+        """
+        if not self._steps["dones"]:
+            return
+        dones = self._steps["dones"][-1]
+        new = mask.reshape(-1, *[1] * (dones.dim() - 1)) & ~dones
+        for name in ("dones", "truncations"):
+            if self._steps[name]:
+                self._steps[name][-1] = self._steps[name][-1] | new
+
     def update_last_actions(self, intervene_actions: torch.Tensor, intervene_flags: torch.Tensor) -> None:
         """Replace the last step's actions with a human's where the flags are set, and mark them.
 

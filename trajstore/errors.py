@@ -191,6 +191,18 @@ def written(outcome: str) -> Iterator[None]:
         raise StoreWriteError(f"{error}{outcome}") from error
 
 
+def trajectories(count: int, one: str = "", many: str = "") -> str:
+    """Return a number of trajectories in words: ``"1 trajectory is"``, ``"5 trajectories are"``.
+
+    Args:
+        count: the number.
+        one: words that follow a single one.
+        many: words that follow any other number.
+    """
+    noun, rest = ("trajectory", one) if count == 1 else ("trajectories", many)
+    return f"{count:,} {noun} {rest}".rstrip()
+
+
 def listed(items: Iterable[str], limit: int = 10) -> str:
     """Join the first few of many names, for a message."""
     names = list(items)

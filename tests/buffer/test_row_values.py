@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mirroring.stores import level
+from tests.remote.stores import level
 from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.core.buffer.sequences import sample_sequences

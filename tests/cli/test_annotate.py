@@ -47,7 +47,7 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run
     assert [(note.name, note.value) for note in notes_of(store, 2)] == [("b", "x")]
     monkeypatch.setattr("sys.stdin", io.StringIO('{"trajectory_id": 0, "b": "y"}\n{"trajectory_id": 9, "a": 1}\n'))
     code, out, err = run("annotate", store, "--file", "-")
-    assert (code, "only the first 1 trajectories" in out, "id 9" in err) == (2, True, True)
+    assert (code, "only the first 1 trajectory" in out, "id 9" in err) == (2, True, True)
     monkeypatch.setattr("sys.stdin", io.StringIO('{"trajectory_id": 9, "a": 1}\n'))
     assert "none of the trajectories of - have their values" in run.out("annotate", store, "--file", "-", code=2)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.cli.stores import Run
-from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refused_to_all, writer_to
-from trajstore import Retention, TrajectoryReplayBuffer
+from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refused_to_all, stored, writer_to
+from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.buffer.runs import save_rank_point
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
@@ -226,3 +226,19 @@ def test_files_that_rlinf_left_of_an_earlier_run_are_named(run: Run, tmp_path: P
     assert "missing" in messages["trajectory_index.json"]
     assert run("repair", source, tmp_path / "new")[0] == 0
     assert keys_at(tmp_path / "new") == {0: 0, 1: 1}
+
+
+def test_a_copy_that_was_published_before_its_process_was_killed_is_completed_by_the_same_call(
+    run: Run, tmp_path: Path
+) -> None:
+    ranks = [stored(tmp_path / "run" / f"rank_{rank}", [witness(rank)]) for rank in range(2)]
+    annotate(ranks[1], 0, {"tag": "x"})
+    copy_store(ranks[0], tmp_path / "copy" / "rank_0")  # of the run, only this rank
+    out = run.out("copy", tmp_path / "run", tmp_path / "copy")
+    assert out.count("note: an earlier call has written everything already") == 1
+    assert run.out("copy", tmp_path / "run", tmp_path / "copy").count("everything already") == 2
+    annotate(ranks[1], 0, {"tag": "y"})
+    assert "rank_1: is not empty, and is no such copy" in run.err("copy", tmp_path / "run", tmp_path / "copy")
+    assert notes_of(tmp_path / "copy", "1/0")[-1].value == "x"
+    (tmp_path / "copy" / "notes.txt").write_text("mine")
+    assert "is not empty" in run.err("copy", tmp_path / "run", tmp_path / "copy")

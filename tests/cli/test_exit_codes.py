@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
-from tests.stores import flip
-from trajstore import TrajectoryReplayBuffer
+from tests.stores import flip, stored
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED, commands
 from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.errors import CorruptStoreError
@@ -73,6 +77,34 @@ def test_each_command_says_by_its_exit_code_what_it_found(
         )
     )
     assert exit_codes == codes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("export STORE OUT", "export STORE OUT --to parquet", "view STORE --bundle OUT"),
+        *("copy STORE OUT", "repair STORE OUT", "merge STORE STORE OUT", "split STORE OUT --count 1"),
+        "convert STORE OUT --format zarr",
+    ],
+)
+def test_a_full_disk_fails_each_command_that_writes_files_and_leaves_none(
+    words: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    rollouts = [AgentTrajectory(input_ids=torch.arange(4000) * 997 + number) for number in range(2)]
+    store, out = stored(tmp_path / "store", rollouts), tmp_path / "out"
+    monkeypatch.setattr("os.link", mock.Mock(side_effect=OSError(errno.EXDEV, "of another file system")))
+    line = [{"STORE": store, "OUT": out}.get(word, word) for word in words.split()]
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        error = run.err(*line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+    assert "File too large" in error
+    assert "was not written" in error, "a StoreWriteError"
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    run.out(*line)
 
 
 def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def store(tmp_path: Path) -> Path:
 
 def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(store), str(tmp_path / "out.jsonl")]) == 0
-    assert "1 step trajectories were left out" in capsys.readouterr().out
+    assert "1 trajectory of steps was left out" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["trajectory_id"] for line in lines] == [0, 2, 3, 4]
     for line in lines:
@@ -158,3 +158,12 @@ def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_complete
     assert target2.equals(pl.read_parquet(target))
     assert main(["export", str(store), str(tmp_path / "other" / ".." / "out"), "--to", "parquet"]) == 2
     assert len(TrajectoryReplayBuffer.open(store).query().where("kind = 'agent'").ids()) == len(target2)
+
+
+@pytest.mark.parametrize("words", ["export STORE OUT", "export STORE OUT --to parquet", "view STORE --bundle OUT"])
+def test_a_url_is_refused_with_what_to_do(words: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words.replace("STORE", str(store)).replace("OUT", "s3://bucket/out").split()
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "s3://bucket/out is a URL" in error
+    assert "then copy them there" in error

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from tests.stores import reader_of, stored
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.persistence import PoolContents, write_pool

@@ -84,7 +84,7 @@ def test_what_is_evicted_while_it_is_verified_is_no_damage(path: Path, live: Tra
     assert result.sound, result.problems
     kept = (path / "readers").is_dir()
     assert result.trajectories == (5 if kept else 3)
-    assert ("2 trajectories were evicted before they were checked" in result.notes) is not kept
+    assert ("2 trajectories were evicted before the check" in result.notes) is not kept
     assert not kept or not list((path / "readers").iterdir())
     live.evict([4])
     assert len(list((path / "shards").iterdir())) == 2, "nothing is kept for it any more"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.cli.stores import Run, write_store
-from tests.experience.conftest import build
-from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
+from tests.replay.conftest import build
+from tests.replay.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from tests.stores import files_of, stored
 from trainer_hooks.cli.pool import _LEFT, _REFUSED
 from trainer_hooks.replay import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules, Refusal

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cli.stores import Run, write_store
-from tests.querying.test_query import rollout
+from tests.query.test_query import rollout
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, annotate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.stores import write_store
-from tests.querying.test_query import rollout
+from tests.query.test_query import rollout
 from tests.stores import files_of, opened, stored
 from trajstore.cli import FAILED, main
 
@@ -60,6 +60,7 @@ WRONG = [
     ("tail store --every 0", ""),
     ("tail store --last -1", ""),
     ("tail store --where no", ""),
+    ("view store --bundle out --where ''", "--where is empty"),
     ("rollback store", "error:"),
     ("rollback store --step 7", "no saved point of step 7; there are: 750, 760"),
     ("rollback store --to aside-99", "no snapshot is called 'aside-99'"),

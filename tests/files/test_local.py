@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.files.test_remote import around
+from tests.remote.test_remote import around
 from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import open_directory

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.experience.conftest import view
 from tests.reference.runs import SORT, Train
 from tests.reference.test_hook import TASKS, N, do_step, hook, roll_out
+from tests.replay.conftest import view
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.reference.checkpoint import load_checkpoint, save_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experience.conftest import view
 from tests.reference.runs import HOUSEHOLD, SORT, Train
+from tests.replay.conftest import view
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig

@@ -86,7 +86,7 @@ def test_what_is_left_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: py
             assert state_files(tmp_path) == int(aside)
         [name] = names_in(tmp_path, "aside")
         deleted, kept = [record.getMessage() for record in caplog.records if "went to" in record.getMessage()]
-        assert "3 trajectories (288 bytes) are no longer shown; 1 saved points are on another line now" in deleted
+        assert "trajectories (288 bytes) no longer shown: 3; saved points on another line: 1" in deleted
         assert f"points.go_to({name!r}) undoes this, points.remove({name!r}) deletes what was left" in kept
         buffer.points.remove(name)
         assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.0.json"]

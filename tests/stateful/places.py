@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from trajstore.core.files.held import HeldFolder
 
-HELD = ("rename", "unlink", "remove_folder", "sync")
+HELD = ("rename", "unlink", "remove_folder")
 LEFT_OUT = ("readers", "writer.lock")
 
 
@@ -69,19 +69,19 @@ class Place:
 
     @contextmanager
     def moments(self, path: str) -> Iterator[list[dict[str, bytes]]]:
-        """Copy a store before each change of its files and at the end, without repeating identical copies."""
-        copies: list[dict[str, bytes]] = []
-        one = threading.RLock()
+        """Copy a store before each change of its files, and at the end.
 
-        def copy() -> None:
-            files = self.files(path)
-            if files not in copies[-1:]:
-                copies.append(files)
+        Changes by threads that run already are left out, so that each run has the same moments.
+        """
+        copies: list[dict[str, bytes]] = []
+        others = set(threading.enumerate()) - {threading.current_thread()}
+        one = threading.RLock()
 
         def copying(genuine: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
                 with one:
-                    copy()
+                    if threading.current_thread() not in others:
+                        copies.append(self.files(path))
                     return genuine(*arguments, **options)
 
             return call
@@ -92,7 +92,7 @@ class Place:
                 patch.setattr(kind, name, copying(getattr(kind, name)))
             yield copies
             with one:
-                copy()
+                copies.append(self.files(path))
 
 
 class Ranks:

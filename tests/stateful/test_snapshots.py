@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.mirroring.stores import level
+from tests.remote.stores import level
 from tests.stateful.machines import long, short
 from tests.stateful.places import Place, Ranks
 from tests.stores import writer_to
@@ -604,7 +604,7 @@ class Runs(RuleBasedStateMachine):
 
 
 EXAMPLES = int(os.environ.get("TRAJSTORE_SNAPSHOT_EXAMPLES", "200"))
-TestSnapshots = short(Snapshots, 8, 20)
+TestSnapshots = short(Snapshots, 6, 20)
 TestLongSnapshots = long(Snapshots, EXAMPLES)
-TestRuns = short(Runs, 3, 12)
+TestRuns = short(Runs, 2, 14)
 TestLongRuns = long(Runs, EXAMPLES // 3)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from trainer_hooks import guidance
 from trainer_hooks import replay as experience
 from trainer_hooks.advantages import compute_grpo_outcome_advantage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experience.transcripts import write
+from tests.replay.transcripts import write
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.transcripts import TranscriptReader, import_transcripts, load_tokenizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experience.foreign_pools import KnownRollout, of_conversations, of_messages
-from tests.experience.test_message_rows import HINT, without_ids
+from tests.replay.foreign_pools import KnownRollout, of_conversations, of_messages
+from tests.replay.test_message_rows import HINT, without_ids
 from trainer_hooks.replay.persistence import read_pool, write_pool
 from trajstore import AgentTrajectory, Reward
 from trajstore.cli import main

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, text_of
 from tests.view.test_bundle import bundled, files_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.stores import add_each, contents_of, keys_at, opened
-from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate, notes_of
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats import FORMATS
 from trajstore.errors import StoreError, StoreWriteError
@@ -184,7 +184,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
         buffer.add_trajectories([witness(0)])
-        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectories from id 0 on are not on disk"):
+        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectory from id 0 on not on disk"):
             buffer.wait([0])
         for key in range(1, 4):  # reported once, then there is room in memory
             buffer.add_trajectories([witness(key)])
@@ -223,7 +223,7 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
         with pytest.raises(StoreWriteError, match="No space left"):
             buffer.evict([1, 4])
         assert buffer.trajectory_ids.tolist() == [2, 3, 4]
-        with pytest.raises(StoreWriteError, match="1 trajectories from id 4 on are lost"):
+        with pytest.raises(StoreWriteError, match="loses 1 trajectory from id 4 on"):
             buffer.close()
         assert contents_of(tmp_path / "store") == [2, 3]
         with mock.patch("trajstore.core.files.local_locks.os.pwrite", side_effect=FULL):
@@ -277,3 +277,30 @@ def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Pa
         assert buffer.add_trajectories([witness(9)]) == [3]
     assert contents_of(store) == [0, 2, 9]
     assert verify(store).sound
+
+
+def test_values_given_on_a_full_disk_are_written_by_flush_in_their_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    with opened(tmp_path / "store") as buffer:
+        add_each(buffer, range(3))
+        with failing_disk(plan):
+            for value in (0.25, 0.5):
+                with pytest.raises(StoreWriteError, match=r"No space left.*free space and flush\(\) again"):
+                    annotate(buffer, [0, 1], {"judge": value})
+            with pytest.raises(StoreWriteError, match=r"nothing was given to the trajectories"):
+                annotate(buffer, [2], {"rows": [torch.zeros(6, 1)]})
+            with pytest.raises(StoreWriteError, match=r"free space and evict\(\) again"):
+                buffer.evict([1])
+            with pytest.raises(StoreWriteError, match="No space left"):
+                buffer.flush()
+            plan.heal()
+            buffer.evict([1])
+            buffer.flush()
+        assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5]
+        assert "trajectories 1 have left the store" in caplog.text
+        with failing_disk(FaultPlan(0, "ENOSPC")), pytest.raises(StoreWriteError):
+            annotate(buffer, 0, {"tag": "x"})
+    assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5, "x"]
+    assert verify(tmp_path / "store").sound

@@ -160,7 +160,7 @@ def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path)
     buffer.add_trajectories([witness(1)])
     with pytest.raises(StoreWriteError, match="open it again"):
         buffer.flush()
-    with pytest.raises(StoreWriteError, match="1 trajectories from id 1 on are lost"):
+    with pytest.raises(StoreWriteError, match="loses 1 trajectory from id 1 on"):
         buffer.close()
     assert contents_of(tmp_path / "store") == [0]
     with opened(tmp_path / "store") as buffer:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output
-from trajstore.errors import ConfigurationError, TrajstoreError
+from trajstore.errors import ConfigurationError, TrajstoreError, trajectories
 
 _TOGETHER = 10_000
 """Trajectories per commit."""
@@ -58,13 +58,13 @@ def _run(options: Namespace, out: Output) -> int:
                     annotate(options.path, ids, columns, who=options.who)
                     given += len(ids)
             except TrajstoreError:
-                done = f"only the first {given:,} trajectories" if given else "none of the trajectories"
+                done = f"only the first {trajectories(given)}" if given else "none of the trajectories"
                 out.line(f"{options.path}: {done} of {options.file} have their values")
                 raise
     if options.json:
         out.json({"path": options.path, "trajectories": given})
     else:
-        out.line(f"{options.path}: {given:,} trajectories have their values")
+        out.line(f"{options.path}: {trajectories(given, 'has its values', 'have their values')}")
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
+from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
     from trajstore.operations.copying import Copied
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=SOURCE)
-    add_target(parser, "DST", "where to; must be absent or empty")
+    add_target(parser, "DST", "where to; absent, empty, or what this command has made before")
 
 
 def _copy(options: Namespace, out: Output) -> int:
@@ -50,7 +51,7 @@ def _write_one(copied: Copied, out: Output) -> None:
     if lost := copied.lost_in_words:
         out.line(f"{copied.source}: lost: {lost}")
     size = format_bytes(copied.nbytes)
-    out.line(f"{copied.target}: {copied.trajectories:,} trajectories, {size}, verified")
+    out.line(f"{copied.target}: {trajectories(copied.trajectories)}, {size}, verified")
 
 
 COPY = Command(

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar
+from trajstore.errors import trajectories
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -31,10 +32,9 @@ def _run(options: Namespace, out: Output) -> int:
     above = f"{options.path}: "
     out.problems([f"{above}trajectory {name} was left out: {why}" for name, why in done.problems.items()], above)
     if done.steps:
-        out.line(
-            f"{options.path}: {done.steps:,} step trajectories were left out; they have neither messages nor tokens"
-        )
-    out.line(f"{done.target}: {done.rollouts:,} rollouts")
+        have = trajectories(done.steps, "of steps was left out; it has", "of steps were left out; they have")
+        out.line(f"{options.path}: {have} neither messages nor tokens")
+    out.line(f"{done.target}: {done.rollouts:,} rollout{'s' * (done.rollouts != 1)}")
     return int(bool(done.problems or done.damage))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
-from trajstore.errors import listed
+from trajstore.errors import listed, trajectories
 
 KINDS = {
     "store": "trajectory store",
@@ -251,7 +251,7 @@ def _mirror(mirror: dict[str, Any] | None) -> str:
     if mirror is None:
         return ""
     newest = f"has all up to id {mirror['newest_id']:,}" if mirror["newest_id"] >= 0 else "has nothing yet"
-    behind = f", {mirror['behind']:,} trajectories are not there" if mirror["behind"] else ""
+    behind = f", {trajectories(mirror['behind'], 'is', 'are')} not there" if mirror["behind"] else ""
     error = f"; the last attempt failed: {mirror['error']}" if mirror["error"] else ""
     return f"{mirror['url']} {newest}{behind}{error}"
 

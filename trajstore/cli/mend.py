@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, format_bytes
+from trajstore.errors import trajectories
 
 
 def _configure_prune(parser: ArgumentParser) -> None:
@@ -33,8 +34,9 @@ def _prune(options: Namespace, out: Output) -> int:
     if options.json:
         out.json({**pruned.to_json(), "dry_run": not options.yes})
         return int(pruned.damage is not None)
-    summary = f"{pruned.trajectories:,} trajectories ({format_bytes(pruned.nbytes)})"
-    would = "were evicted" if options.yes else "would be evicted"
+    summary = f"{trajectories(pruned.trajectories)} ({format_bytes(pruned.nbytes)})"
+    was = "was" if pruned.trajectories == 1 else "were"
+    would = f"{was} evicted" if options.yes else "would be evicted"
     out.line(f"{pruned.path}: {summary} {would}, {pruned.kept:,} stay")
     if not options.yes:
         out.line("  nothing was changed; --yes does it")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
+from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
     from trajstore.operations.copying import Copied
@@ -73,7 +74,7 @@ def _write(copied: Copied, options: Namespace, out: Output) -> int:
             out.line(f"{part.source}: note: {note}")
         if lost := part.lost_in_words:
             out.line(f"{part.source}: left out: {lost}")
-    out.line(f"{copied.target}: {copied.trajectories:,} trajectories, {format_bytes(copied.nbytes)}, verified")
+    out.line(f"{copied.target}: {trajectories(copied.trajectories)}, {format_bytes(copied.nbytes)}, verified")
     return int(not copied.is_whole)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, shortened
+from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -121,7 +122,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         end = passed + len(answer)
         which = f"{passed + 1:,} to {end:,}" if passed and len(answer) else f"{len(answer):,}"
         more = f", --offset {end} goes on" if end < total else ""
-        out.line(f"{which} of {total:,} trajectories; --limit 0 shows all{more}")
+        out.line(f"{which} of {trajectories(total)}; --limit 0 shows all{more}")
     return code
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
+from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
     from trajstore.remote.mirror.restoring import Restored
@@ -35,7 +36,7 @@ def _run(options: Namespace, out: Output) -> int:
 def _write(restored: Restored, out: Output) -> None:
     size, copied = format_bytes(restored.nbytes), format_bytes(restored.copied)
     newest = f", up to id {restored.newest_id:,}" if restored.newest_id >= 0 else ""
-    out.line(f"{restored.target}: {restored.trajectories:,} trajectories{newest}; {size}, of which {copied} copied now")
+    out.line(f"{restored.target}: {trajectories(restored.trajectories)}{newest}; {size}, of which {copied} copied now")
     out.line(f"  new ids begin at {restored.next_id:,}: the lost machine may have given out those between")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, format_bytes
+from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
     from trajstore.operations.points import WentTo
@@ -40,14 +41,16 @@ def _run(options: Namespace, out: Output) -> int:
 def _write(done: WentTo, options: Namespace, out: Output) -> None:
     would = "would go" if options.dry_run else "went"
     to = f"step {done.to}" if isinstance(done.to, int) else done.to
-    out.line(f"{done.path}: {would} to {to}, {done.trajectories:,} trajectories are live then")
+    out.line(f"{done.path}: {would} to {to}, {trajectories(done.trajectories, 'is', 'are')} live then")
     if done.leaving:
-        fate = " and are deleted" if options.delete else ""
-        out.line(f"  {done.leaving:,} trajectories ({format_bytes(done.leaving_bytes)}) are no longer live{fate}")
+        be = "is" if done.leaving == 1 else "are"
+        fate = f" and {be} deleted" if options.delete else ""
+        leaving = f"{trajectories(done.leaving)} ({format_bytes(done.leaving_bytes)})"
+        out.line(f"  {leaving} {be} no longer live{fate}")
     if done.returning:
-        out.line(f"  {done.returning:,} are live again")
+        out.line(f"  {trajectories(done.returning, 'is', 'are')} live again")
     if done.values or done.values_back:
-        out.line(f"  {done.values:,} late values do not count any more, {done.values_back:,} count again")
+        out.line(f"  late values that do not count any more: {done.values:,}; that count again: {done.values_back:,}")
     if done.later_steps:
         out.line(f"  saved points not on its line: {', '.join(map(str, done.later_steps))}")
     if done.aside is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
+from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
     from trajstore.operations.verification import Problem, Verification
@@ -49,7 +50,7 @@ def _write(result: Verification, out: Output) -> None:
     verdict = "sound" if result.sound else "DAMAGED"
     kept = f" ({result.pinned:,} of them evicted or set aside, kept by pins)" if result.pinned else ""
     checked = (
-        f"{result.trajectories:,} trajectories{kept}, {result.files:,} files, {format_bytes(result.nbytes)} checked"
+        f"{trajectories(result.trajectories)}{kept}, {result.files:,} files, {format_bytes(result.nbytes)} checked"
     )
     out.line(f"{result.path}: {verdict}: {checked}")
 

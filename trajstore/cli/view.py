@@ -8,7 +8,7 @@ from contextlib import closing
 
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, trajectories
 
 _HOST = "127.0.0.1"
 _PORT = 8421
@@ -43,7 +43,7 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(options: Namespace, out: Output) -> int:
     without = ("host", "port", "write", "who") if options.bundle is not None else ("where",)
     for name in without:
-        if getattr(options, name):
+        if getattr(options, name) not in (None, False):
             description = (
                 "with --bundle: nothing is served" if options.bundle is not None else "without --bundle: the page asks"
             )
@@ -56,6 +56,8 @@ def _bundle(options: Namespace, out: Output) -> int:
     from trajstore.view.living import Living
     from trajstore.view.shown import shown_at
 
+    if options.where is not None and not options.where.strip():
+        raise ConfigurationError("view: --where is empty; leave it out for all trajectories")
     with (
         closing(Living(shown_at(options.path, pin=options.pin, copied=True), tokenizer=options.tokenizer)) as living,
         ProgressBar("writing", sys.stderr) as bar,
@@ -66,7 +68,7 @@ def _bundle(options: Namespace, out: Output) -> int:
     above = f"{options.path}: "
     lines = [f"{above}trajectory {name} cannot be read: {problem}" for name, problem in done.problems.items()]
     out.problems(lines, above, "the page names them")
-    out.line(f"{done.target}: {done.trajectories:,} trajectories, {format_bytes(done.bytes)}")
+    out.line(f"{done.target}: {trajectories(done.trajectories)}, {format_bytes(done.bytes)}")
     return int(bool(done.problems or done.trouble))
 
 

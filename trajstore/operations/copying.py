@@ -7,23 +7,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from trajstore.core.buffer.checkpoint import renumbered
 from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore.core.buffer.reader import Reader, load_reader
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import nested, open_directory
 from trajstore.core.reading.places import Place, find_place, is_of_rank, mixed_sentence
+from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.reading.rlinf_source import RLinfSource
 from trajstore.core.reading.sources import StoreSource
 from trajstore.core.store.log_records import ranges_of
 from trajstore.core.store.lost_records import lost_in_words
 from trajstore.core.store.run_ids import ALONE
 from trajstore.core.store.saved_points import PINS_FOLDER
-from trajstore.core.store.sealed import without_advice
+from trajstore.core.store.sealed import METADATA_NAME, without_advice
 from trajstore.core.store.shard_table import shard_number
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed, trajectories
 from trajstore.operations.points import numbers_absent
 from trajstore.operations.verification import Problem, Progress, Verification
 from trajstore.operations.verify import verify, verify_place
+
+WRITTEN_ALREADY = "an earlier call has written everything already"
 
 
 @dataclass
@@ -90,12 +97,12 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
 
     Args:
         source: path or URL.
-        target: path or URL; must be absent or empty.
+        target: path or URL; absent, empty, or the result of an earlier call with the same trajectories.
         progress: called with (done, total) verified shards.
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: the source is not a store, or the target is not empty.
+        ConfigurationError: the source is not a store, or the target has other contents.
         CorruptStoreError: the source or the copy is damaged. ``repair_store`` copies the intact part.
         StoreWriteError: the target cannot be written.
     """
@@ -149,12 +156,13 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     if place.kind == "experience_pool":
         raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
     directory = open_directory(target)
-    if directory.exists() and directory.names():
-        raise ConfigurationError(f"{target}: is not empty; give the copy a directory of its own")
     if nested(open_directory(place.url), directory):
         raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
     if place.kind != "run":
         return copy(place, target)
+    files, folders = directory.listing()
+    if files or not {"own", *(part.name for part in place.parts)}.issuperset(folders):
+        raise _not_empty(target)
     ranks = [part.name for part in place.parts[1:]] if place.mixed else []
     if ranks and not lenient:
         raise StoreError(mixed_sentence(place.url, ranks))
@@ -186,6 +194,25 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         result.trajectories += copied.trajectories
         result.nbytes += copied.nbytes
     return result
+
+
+def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:
+    """Return whether a directory has exactly a snapshot's trajectories and late values, in this format if one is given.
+
+    Trajectories are compared by UUID.
+    """
+    try:
+        with Reader.open(url) as reader:
+            there, their_format = reader.live.locked(lambda contents: contents.snapshot()), reader.trajectory_format
+    except (CorruptStoreError, StoreNotFoundError):
+        return False
+    if trajectory_format not in (None, their_format) or not np.array_equal(there.index["uuid"], snapshot.index["uuid"]):
+        return False
+    return renumbered(there)[1].equals(renumbered(snapshot)[1])
+
+
+def _not_empty(target: str) -> ConfigurationError:
+    return ConfigurationError(f"{target}: is not empty, and is no such copy; give the copy a directory of its own")
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:
@@ -248,10 +275,18 @@ def _copy(
         before = reader.left_out
         reader.live.forget(lost)
         forget_rows(reader, {directory.url: damaged})
-        reader.save_checkpoint(target)
+        there = open_directory(target)
+        files, folders = there.listing()
+        done = bool(files or folders) and holds(target, reader.live.locked(lambda contents: contents.snapshot()))
+        if (files or folders) and not done and (isinstance(there, LocalDirectory) or METADATA_NAME in files):
+            raise _not_empty(target)
+        if not done:
+            reader.save_checkpoint(target)
     verification = verified(target, f"the copy of {source}", progress)
     copied = Copied(source, target, verification.trajectories, verification.nbytes, lost)
+    if done:
+        copied.notes.append(WRITTEN_ALREADY)
     if before > unwritten and not lost:
         copied.left_out = before - unwritten
-        copied.problems.append(f"{copied.left_out:,} trajectories were left out")
+        copied.problems.append(f"{trajectories(copied.left_out, 'was', 'were')} left out")
     return copied

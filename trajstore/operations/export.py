@@ -11,9 +11,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,10 +24,12 @@ import torch
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.portions import portions
+from trajstore.core.files.base import Buffer
+from trajstore.core.files.opening import local_target
 from trajstore.core.reading.late import COLUMNS
 from trajstore.core.store.facts import FACTS
 from trajstore.core.store.run_ids import ID_LIMIT, shown_id, written_id
-from trajstore.errors import ConfigurationError, TrajstoreError
+from trajstore.errors import ConfigurationError, TrajstoreError, written
 from trajstore.operations.opening import open_readable
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
@@ -100,12 +103,12 @@ def export_rollouts(
         progress: called with (done, total) rollouts.
 
     Raises:
-        ConfigurationError: the target exists, or the condition is wrong.
+        ConfigurationError: the target exists or is a URL, or the condition is wrong.
         MissingDependencyError: Polars is not installed (extra ``query``).
         TrajstoreError: the source cannot be opened.
-        OSError: the target cannot be written.
+        StoreWriteError: the target cannot be written; nothing appears there.
     """
-    target = Path(target)
+    target = local_target("export", target)
     if form not in get_args(Form):
         raise ConfigurationError(f"export: form {form!r}, must be one of {', '.join(get_args(Form))}")
     if target.exists() or target.is_symlink():
@@ -120,7 +123,7 @@ def export_rollouts(
         is_run = bool((reader.trajectory_ids >= ID_LIMIT).any())
         done = Exported(str(target), damage=damage, steps=sum(row["kind"] != "agent" for row in rows))
         rows = [row for row in rows if row["kind"] == "agent"]
-        with _appearing(target) as folder:
+        with written(f": the export {target} was not written"), _appearing(target) as folder:
             write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late, is_run)
             for portion, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
                 write(list(_read(reader, portion, late, done)))
@@ -188,10 +191,7 @@ def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
     path.touch()
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
-        with path.open("ab") as file:
-            file.writelines(orjson.dumps(rollout) + b"\n" for rollout in rollouts)
-            file.flush()
-            os.fsync(file.fileno())
+        _append(path, (orjson.dumps(rollout) + b"\n" for rollout in rollouts))
 
     return write
 
@@ -216,11 +216,18 @@ def _parts(path: Path, late: Mapping[str, DataType], is_run: bool) -> Callable[[
     }
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
-        file = path / f"part-{sum(1 for _ in path.iterdir()):05d}.parquet"
-        pl.DataFrame([_row(rollout) for rollout in rollouts], schema=schema).write_parquet(file)
-        _sync(file)
+        part = BytesIO()  # Polars reports a full disk as one of its own errors
+        pl.DataFrame([_row(rollout) for rollout in rollouts], schema=schema).write_parquet(part)
+        _append(path / f"part-{sum(1 for _ in path.iterdir()):05d}.parquet", [part.getbuffer()])
 
     return write
+
+
+def _append(path: Path, pieces: Iterable[Buffer]) -> None:
+    with path.open("ab") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _row(rollout: dict[str, Any]) -> dict[str, Any]:

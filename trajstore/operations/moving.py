@@ -28,8 +28,8 @@ from trajstore.core.reading.sources import StoreSource
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.partition import share_of
 from trajstore.core.store.run_ids import ALONE, in_run
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
-from trajstore.operations.copying import Copied, forget_rows, verified
+from trajstore.errors import ConfigurationError, trajectories, written
+from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, verified
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
 from trajstore.operations.verify import verify_place
@@ -200,7 +200,9 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
         doubled = len(uuids) - len(np.unique(uuids))
         if doubled:
-            result.notes.append(f"{doubled:,} trajectories are in more than one of the sources, and once in the result")
+            result.notes.append(
+                f"{trajectories(doubled, 'is', 'are')} in more than one of the sources, and once in the result"
+            )
         yield reader
 
 
@@ -229,12 +231,12 @@ def _write(
     """
     target = open_directory(result.target)
     if target.exists() and any(target.listing()) and isinstance(target, LocalDirectory):
-        if not _holds(target, parts, trajectory_format):
+        if not _hold(target, parts, trajectory_format):
             raise ConfigurationError(
                 f"{target.url}: is not empty, and holds other trajectories than what is to be written; give another "
                 "directory, or delete this one"
             )
-        result.notes.append("an earlier call has written everything already")
+        result.notes.append(WRITTEN_ALREADY)
     else:
         check_target(target, directories_above(target))
         with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
@@ -252,19 +254,10 @@ def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Dir
     return publish_folder(target.path) if isinstance(target, LocalDirectory) and not alone else nullcontext(target)
 
 
-def _holds(target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None) -> bool:
-    """Return whether a directory has exactly these stores, compared by name, UUIDs and format."""
+def _hold(target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None) -> bool:
+    """Return whether a directory has exactly these stores, in this format if one is given."""
     files, folders = target.listing()
     if "" not in parts and (files or sorted(folders) != sorted(parts)):
         return False
-    for name, (snapshot, _) in parts.items():
-        place = target.inner(name) if name else target
-        try:
-            with Reader.open(place.url) as reader:
-                if not np.array_equal(reader.trajectory_uuids, snapshot.index["uuid"]):
-                    return False
-                if trajectory_format not in (None, reader.trajectory_format):
-                    return False
-        except (CorruptStoreError, StoreNotFoundError):
-            return False
-    return True
+    places = {name: target.inner(name) if name else target for name in parts}
+    return all(holds(places[name].url, snapshot, trajectory_format) for name, (snapshot, _) in parts.items())

@@ -23,7 +23,7 @@ from trajstore.core.store.lost_records import Damage
 from trajstore.core.store.salvage import SalvagedCatalog
 from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError, trajectories
 from trajstore.operations.late_values import waiting_in_words, waiting_values
 from trajstore.operations.live import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.operations.shard_damage import damage_in
@@ -186,7 +186,7 @@ def _check_pins(catalog: Catalog, result: Verification) -> None:
 def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
     """Check that all trajectories named by a pin are present."""
     if (lacking := catalog.lacking(catalog.pins.heads[name])) > 0:
-        text = f"names {lacking:,} trajectories that are missing"
+        text = f"names {trajectories(lacking, 'that is', 'that are')} missing"
         if name in {head.name for head in catalog.unfinished_asides()}:
             result.notes.append(
                 f"the head {name!r} was not left after all; the next writer removes this snapshot of it"
@@ -261,7 +261,7 @@ def _check_shards(catalog: Catalog, result: Verification, progress: Progress | N
     else:
         result.notes.append(f"{len(rows):,} shards were not checked: their trajectories were moved again and again")
     if evicted:
-        result.notes.append(f"{evicted:,} trajectories were evicted before they were checked")
+        result.notes.append(f"{trajectories(evicted, 'was', 'were')} evicted before the check")
 
 
 def _damage_of(

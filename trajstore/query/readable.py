@@ -14,7 +14,7 @@ from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError, listed
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +57,14 @@ def readable(ids: IntArray, read: Callable[[IntArray], T], faults: Faults) -> It
         yield from readable(ids[at : at + 1], read, faults)
 
 
-def tell(faults: Faults, what: str) -> None:
-    """Log a warning about unreadable trajectories.
-
-    Args:
-        faults: no warning if empty.
-        what: start of the message, with ``%d`` for the count.
-    """
+def tell(faults: Faults, relation: str) -> None:
+    """Log a warning about unreadable trajectories, if there are any, whose rows of a relation are omitted."""
     if faults:
         names = listed(shown_id(number) for number, _ in faults)
-        logger.warning(f"{what}: %s; the first: %s", len(faults), names, faults[0][1])
+        count = trajectories(len(faults))
+        logger.warning(
+            "%s cannot be read, so the answer lacks %s: %s; the first: %s", count, relation, names, faults[0][1]
+        )
 
 
 def positions_of(contents: Contents, ids: IntArray) -> IntArray:

@@ -174,7 +174,7 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
                     if most == 0:
                         return
         finally:
-            tell(faults, f"%d trajectories cannot be read, so their {relation} are not in the answer")
+            tell(faults, relation)
 
     frame: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
     return frame

@@ -20,7 +20,8 @@ import torch
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.folders import publish_folder
 from trajstore.core.files.local import LocalDirectory
-from trajstore.errors import ConfigurationError, TrajstoreError
+from trajstore.core.files.opening import local_target
+from trajstore.errors import ConfigurationError, TrajstoreError, written
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows, plain
 from trajstore.view.living import Living
@@ -82,11 +83,12 @@ def write_bundle(
         progress: called with (done, total) trajectories.
 
     Raises:
-        ConfigurationError: the target has other contents, the condition is invalid, or the bundle would be too large.
+        ConfigurationError: the target is a URL or has other contents, the condition is invalid, or the bundle would be
+            too large.
         MissingDependencyError: Polars is not installed (extra ``query``).
-        OSError: the target cannot be written.
+        StoreWriteError: the target cannot be written; an earlier bundle is still there.
     """
-    target = Path(target)
+    target = local_target("bundle", target)
     _check_replaceable(target)
     table = living.table(where)
     if len(table) > MOST:
@@ -99,7 +101,7 @@ def write_bundle(
     done = Bundled(str(target), trouble=living.state.trouble)
     pictures: dict[str, Any] = {}
     late: dict[str, Any] = {}
-    with publish_folder(target) as folder:
+    with written(f": the bundle {target} was not written"), publish_folder(target) as folder:
         for path in sorted(STATIC.rglob("*")):
             if path.is_file() and path.name != "index.html":
                 _write(folder, done, [(f"static/{path.relative_to(STATIC)}", path.read_bytes())])

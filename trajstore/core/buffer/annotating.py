@@ -81,7 +81,7 @@ def annotate(
             was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
-        StoreWriteError: writing failed.
+        StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
     """
     update, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):

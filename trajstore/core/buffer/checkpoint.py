@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.core.buffer.rlinf_checkpoint import write_rlinf
@@ -126,17 +127,28 @@ def save_checkpoint(
     """
     if layout not in ("trajstore", "rlinf"):
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
-    ids = new_ids = snapshot.index["trajectory_id"]
-    if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are unique in that run only
-        one_rank = (rank_of_id(ids) == rank_of_id(ids[:1])).all()
-        new_ids = own_id(ids) if one_rank else np.arange(len(ids))
-        snapshot.index.renumber(new_ids)
-    notes, values = Notes.combined(snapshot.late)
-    late = notes.kept(ids, new_ids), values
+    ids, notes, values = renumbered(snapshot)
+    snapshot.index.renumber(ids)
     write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
-        write(staged, snapshot, late, state, trajectory_format)
+        write(staged, snapshot, notes, values, state, trajectory_format)
+
+
+def renumbered(snapshot: ReadSnapshot) -> tuple[npt.NDArray[np.int64], Notes, list[tuple[int, int]]]:
+    """Return the ids of a snapshot's trajectories in a checkpoint, and their late values by these ids.
+
+    Ids of a run are unique in that run only: those of one rank become its own, others are assigned from 0.
+
+    Returns:
+        The ids, the values, and the (source, row) of the shards with values by row.
+    """
+    ids = new_ids = snapshot.index["trajectory_id"]
+    if len(ids) and ids.max() >= ID_LIMIT:
+        one_rank = (rank_of_id(ids) == rank_of_id(ids[:1])).all()
+        new_ids = own_id(ids) if one_rank else np.arange(len(ids))
+    notes, values = Notes.combined(snapshot.late)
+    return new_ids, notes.kept(ids, new_ids), values
 
 
 def check_target(target: Directory, above: Iterable[Directory]) -> None:
@@ -171,7 +183,8 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
 def _write_store(
     target: Directory,
     snapshot: ReadSnapshot,
-    late: tuple[Notes, list[tuple[int, int]]],
+    notes: Notes,
+    values: Sequence[tuple[int, int]],
     state: CheckpointState,
     trajectory_format: TrajectoryFormat,
     *,
@@ -206,7 +219,6 @@ def _write_store(
             loose.append(at)
             continue
         rows[at] = known[shard] = row
-    notes, values = late
     taken = np.full(len(values), UNAVAILABLE, np.int32)
     decoded: list[int] = []
     for at in notes.shards(notes.rows_needed(notes.ids())).tolist():
@@ -304,11 +316,12 @@ def _flat_at(snapshot: ReadSnapshot, at: int) -> FlatTrajectory:
 def _write_rlinf(
     target: Directory,
     snapshot: ReadSnapshot,
-    late: tuple[Notes, list[tuple[int, int]]],
+    notes: Notes,
+    values: Sequence[tuple[int, int]],
     state: CheckpointState,
     trajectory_format: TrajectoryFormat,
 ) -> None:
-    if names := late[0].names_by_row():
+    if names := notes.names_by_row():
         logger.warning(
             "%s: RLinf's layout has no place for values by row (%s); they are not in the checkpoint",
             target.url,

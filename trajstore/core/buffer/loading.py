@@ -41,6 +41,7 @@ from trajstore.errors import (
     UnsafeContentError,
     UnsupportedVersionError,
     listed,
+    trajectories,
 )
 
 
@@ -333,8 +334,8 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
         unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
         if np.count_nonzero(unknown) > 1:
             loaded.warnings.append(
-                f"{path}: {sum(unknown):,} trajectories have no commit time, as those of RLinf's directories: they "
-                "come first, rank after rank"
+                f"{path}: {trajectories(sum(unknown), 'has', 'have')} no commit time, as in RLinf's directories; the "
+                "order is: those first, rank after rank"
             )
 
 

@@ -234,13 +234,13 @@ def _left(gone: Gone) -> str:
     """Describe the changes by going to a snapshot."""
     change = gone.change
     counted = (
-        (len(change.leaving), f"trajectories ({change.nbytes} bytes) are no longer shown"),
-        (len(change.returning), "are shown again"),
-        (change.values, "late values do not count any more"),
-        (change.values_back, "late values count again"),
-        (len(change.points), "saved points are on another line now"),
+        (f"trajectories ({change.nbytes:,} bytes) no longer shown", len(change.leaving)),
+        ("trajectories shown again", len(change.returning)),
+        ("late values that do not count any more", change.values),
+        ("late values that count again", change.values_back),
+        ("saved points on another line", len(change.points)),
     )
-    parts = [f"{count} {effect}" for count, effect in counted if count]
+    parts = [f"{effect}: {count:,}" for effect, count in counted if count]
     if gone.aside is not None:
         parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
     return "; ".join(parts)

@@ -380,6 +380,8 @@ class StoreSink(Sink):
         uninterrupted(partial(self.writer.annotate, said, rows))
 
     def history(self, trajectory_id: int) -> list[Note]:
+        if self._view.contents.is_pending(trajectory_id):  # annotate flushes first
+            return []
         with self.writer.log.standing_still() as catalog:
             catalog.check_known([trajectory_id])
             return catalog.notes.history(trajectory_id)

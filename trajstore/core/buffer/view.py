@@ -27,7 +27,7 @@ from trajstore.core.store.moves import Moved
 from trajstore.core.store.notes import Noted
 from trajstore.core.store.run_ids import ALONE, ID_LIMIT
 from trajstore.core.writing.commits import Columns, CommitListener
-from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
+from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +217,8 @@ class View(CommitListener):
         hidden = 0 if self._own is None else int(np.count_nonzero(self._own.index["trajectory_id"] < self.own_first))
         if self._own is not None and hidden:
             self._tell(
-                f"load_checkpoint: {hidden} trajectories of this buffer's own store {self._own.directory.url} stay on "
-                "disk and are not shown beside what was loaded; to see them, load that path in another buffer"
+                f"load_checkpoint: {trajectories(hidden)} of this buffer's own store {self._own.directory.url} on "
+                "disk will not be shown beside what was loaded; to see them, load that path in another buffer"
             )
 
     def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:

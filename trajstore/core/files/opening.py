@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from trajstore.core.files.base import Directory
 from trajstore.core.files.local import LocalDirectory
+from trajstore.errors import ConfigurationError
 
 
 def open_directory(url: str | Path, **options: Any) -> Directory:
@@ -50,6 +51,24 @@ def is_url(url: str | Path) -> bool:
     """Return whether a text is a URL and not a local path."""
     text = str(url)
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None and not text.startswith("file://")
+
+
+def local_target(what: str, target: str | Path) -> Path:
+    """Return the local path of files that a command makes.
+
+    Args:
+        what: the command, for messages.
+        target: path.
+
+    Raises:
+        ConfigurationError: it is a URL; says what to do.
+    """
+    if is_url(target):
+        raise ConfigurationError(
+            f"{what}: {target} is a URL; these files are made on a local disk: name a path, then copy them there with "
+            "the object store's own tool"
+        )
+    return Path(str(target).removeprefix("file://"))
 
 
 def directories_above(directory: Directory, **options: Any) -> Iterator[Directory]:

@@ -35,6 +35,7 @@ from trajstore.errors import (
     IncompleteCheckpointError,
     UnsafeContentError,
     listed,
+    trajectories,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class RLinfSource(Source):
         """Return the message about absent files that are no damage."""
         ids = ids_in_words([entry.trajectory_id for entry in self.unwritten])
         return (
-            f"{len(self.unwritten):,} trajectories, the oldest of the index, have no file (ids {ids}), as in RLinf's "
+            f"{trajectories(len(self.unwritten))}, the oldest of the index, without a file (ids {ids}), as in RLinf's "
             "checkpoints of a buffer in memory; where all had been written, they were deleted"
         )
 

@@ -24,7 +24,7 @@ from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.notes import StoreNotes
 from trajstore.core.store.run_ids import own_id
-from trajstore.errors import CorruptStoreError, listed
+from trajstore.errors import CorruptStoreError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class Lost:
     files: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{len(self.ids):,} trajectories (ids {ids_in_words(self.ids)}) are lost: {listed(self.files)}"
+        count, be = len(self.ids), "is" if len(self.ids) == 1 else "are"
+        return f"{trajectories(count)} (ids {ids_in_words(self.ids)}) {be} lost: {listed(self.files)}"
 
 
 class Source(ABC):

@@ -345,9 +345,7 @@ class Committed:
         if unknown := self.unknown(ids):
             kept = [number for number in sorted(unknown) if self.pinned.find(number) is not None]
             why = f" ({ids_in_words(kept)}: evicted, only in snapshots, which never change)" if kept else ""
-            raise TrajectoryUnavailableError(
-                f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}; nothing was changed"
-            )
+            raise TrajectoryUnavailableError(f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}")
 
     # -- snapshots --------------------------------------------------------------------------------
 

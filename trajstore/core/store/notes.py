@@ -392,6 +392,17 @@ class Notes:
         parts = (columns["generations"], columns["ids"], numbers[columns["names"]])
         return np.rec.fromarrays(parts)
 
+    def equals(self, other: Notes) -> bool:
+        """Return whether two journals have the same values, with the same authors and times."""
+        if self._kinds != other._kinds or len(self) != len(other):
+            return False
+        none = np.zeros(0, np.bool_)
+        both = [
+            StoreNotes(name, 0, notes, notes.ids(), notes.ids(), np.iinfo(np.int32).max, none)
+            for name, notes in (("one", self), ("other", other))
+        ]
+        return len(self) == len(Notes.combined(both)[0])
+
     @property
     def newest_generation(self) -> int:
         """Highest generation of a value; 0 if there are none."""

@@ -21,9 +21,9 @@ from trajstore.core.columns.schema import Extent
 from trajstore.core.files.base import FULL, Directory
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.given import Said
+from trajstore.core.store.given import Said, check_given
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.log_records import ranges_of, segment_name
+from trajstore.core.store.log_records import ids_in_words, ranges_of, segment_name
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.saved_points import pin_name
 from trajstore.core.writing.commits import (
@@ -38,6 +38,7 @@ from trajstore.core.writing.groups import ShardDraft
 from trajstore.core.writing.maintenance import Snapshots
 from trajstore.core.writing.opening import open_store
 from trajstore.errors import (
+    ConfigurationError,
     StoreClosedError,
     StoreLockedError,
     StoreWriteError,
@@ -95,6 +96,8 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._unwritten: list[Said] = []
+        """Late values whose record could not be written, in the order of the calls."""
         self._taken_in: set[int] = set()
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
         self._snapshots = Snapshots(directory, metadata)
@@ -131,7 +134,7 @@ class CommitLog:
 
     # -- appending --------------------------------------------------------------------------------
 
-    def _append(self, make: Callable[[], tuple[bytes, Apply]]) -> None:
+    def _append(self, make: Callable[[], tuple[bytes, Apply]], retry: str = "flush()") -> None:
         """Append lines to the log, apply them to the catalog and notify the listener; with the lock held.
 
         In an object store a response may be lost: lines whose append was reported as failed may exist, or appear
@@ -140,6 +143,7 @@ class CommitLog:
 
         Args:
             make: returns the lines for the generation that is next when it is called; no lines if all are written.
+            retry: the user's call that tries again, for the message.
 
         Raises:
             StoreWriteError: the log could not be written.
@@ -162,7 +166,7 @@ class CommitLog:
                         self._unanswered.append((data, apply))
                     remedy = "free space and" if error.errno in FULL else "then"
                     raise StoreWriteError(
-                        f"{error}: the commit log could not be written; {remedy} flush() again"
+                        f"{error}: the commit log could not be written; {remedy} {retry} again"
                     ) from error
         except StoreWriteError:
             self.must_keep_house = True
@@ -294,9 +298,9 @@ class CommitLog:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
-            self._evict(ids)
+            self._evict(ids, "evict()")
 
-    def _evict(self, ids: Sequence[int]) -> None:
+    def _evict(self, ids: Sequence[int], retry: str = "flush()") -> None:
         if not ids:
             return
         catalog = self.catalog
@@ -307,7 +311,7 @@ class CommitLog:
             catalog.generation += 1
             return partial(self._listener.forget, ids)
 
-        self._append(lambda: (evict_line(catalog, ranges), apply))
+        self._append(lambda: (evict_line(catalog, ranges), apply), retry)
         self.garbage.collect(catalog)
 
     def annotate(self, said: Said) -> None:
@@ -316,22 +320,73 @@ class CommitLog:
         Raises:
             ConfigurationError: they contradict existing values.
             TrajectoryUnavailableError: an id is not in the store; no value was added.
-            StoreWriteError: the log could not be written; no value was added.
+            StoreWriteError: the log could not be written. Values by row were not added; others are kept, and added
+                by :meth:`write_values`. Those of the inbox stay there.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
             catalog = self.catalog
-            catalog.notes.check(said)
+            check_given(said, catalog.notes.foreseen(self._unwritten)[0])
             catalog.check_known(said.ids)
+            kept = said.rows is None and not said.source
+            try:
+                self._write_values()
+                self._annotate(said, "flush()" if kept else "annotate()")
+            except WriterFencedError:
+                raise
+            except StoreWriteError:
+                if kept:
+                    self._unwritten.append(said)
+                raise
 
-            def apply() -> Show:
-                noted = catalog.annotate(said, catalog.generation + 1)
-                catalog.generation += 1
-                return partial(self._listener.noted, noted)
+    def _annotate(self, said: Said, retry: str) -> None:
+        catalog = self.catalog
 
-            self._append(lambda: (annotate_line(catalog, said), apply))
-            if catalog.notes.has_rows:
-                self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
+        def apply() -> Show:
+            noted = catalog.annotate(said, catalog.generation + 1)
+            catalog.generation += 1
+            self._unwritten = [other for other in self._unwritten if other is not said]
+            return partial(self._listener.noted, noted)
+
+        self._append(lambda: (annotate_line(catalog, said), apply), retry)
+        if catalog.notes.has_rows:
+            self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
+
+    def write_values(self) -> None:
+        """Add the late values that a full or failing disk has refused before.
+
+        Raises:
+            StoreWriteError: the log could not be written; they are kept.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            self._write_values()
+
+    def _write_values(self) -> None:
+        if self._unwritten:
+            self._settle()
+        while self._unwritten:
+            said = self._unwritten[0]
+            gone = self.catalog.unknown(said.ids)
+            if gone:
+                logger.warning(
+                    "%s: trajectories %s have left the store; the values given to them while it could not be written "
+                    "are dropped",
+                    self.directory.url,
+                    ids_in_words(sorted(gone)),
+                )
+                self._unwritten[0] = said = said.without(gone)
+            try:
+                self.catalog.notes.check(said)
+            except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
+                logger.warning(
+                    "%s: values given while it could not be written are refused: %s", self.directory.url, error
+                )
+                said = said.without(said.ids)
+            if said.ids:
+                self._annotate(said, "flush()")
+            else:
+                del self._unwritten[0]
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
         """Return the ids without a trajectory in the store."""

@@ -43,6 +43,7 @@ from trajstore.errors import (
     TrajstoreError,
     UnwritableTrajectoryError,
     WriterFencedError,
+    trajectories,
     written,
 )
 
@@ -142,6 +143,7 @@ class StoreWriter:
             raise
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
+        uninterrupted(self.log.write_values)
         if self.log.must_keep_house or self._listener.to_evict():
             uninterrupted(self.log.keep_house)
         if self.log.renewal_due:
@@ -312,7 +314,7 @@ class StoreWriter:
         else:
             ids = self.queue.pending_ids
             failure = StoreWriteError(
-                f"{error or repr(error)}: {len(ids):,} trajectories from id {min(ids, default=-1)} on are not on disk"
+                f"{error or repr(error)}: {trajectories(len(ids))} from id {min(ids, default=-1)} on not on disk"
                 f"{_TRIED_AGAIN}"
             )
             failure.__cause__ = error
@@ -368,7 +370,7 @@ class StoreWriter:
             kind = WriterFencedError if isinstance(failure, WriterFencedError) else StoreWriteError
             reason = str(failure).removesuffix(_TRIED_AGAIN)
             raise kind(
-                f"{reason}; the store was closed, and {len(lost):,} trajectories from id {min(lost)} on are lost"
+                f"{reason}; the store was closed, which loses {trajectories(len(lost))} from id {min(lost)} on"
             ) from failure
         if failure is not None:
             raise failure

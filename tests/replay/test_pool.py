@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.experience.conftest import build, rollouts, step
+from tests.replay.conftest import build, rollouts, step
 from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory

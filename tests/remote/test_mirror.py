@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mirroring.stores import add, is_sound, level, make
+from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at, keys_of
 from trajstore import Mirror, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.files.base import Buffer, EncodedFile
@@ -286,7 +286,7 @@ def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> Non
 
 def test_what_nobody_closed_is_mirrored_before_the_interpreter_ends(tmp_path: Path) -> None:
     code = (
-        "import sys; from tests.mirroring.stores import make\n"
+        "import sys; from tests.remote.stores import make\n"
         "from trajstore.testing.witness import witness\n"
         "buffer = make(sys.argv[1], sys.argv[2])\n"
         "buffer.add_trajectories([witness(key) for key in range(5)])\n"

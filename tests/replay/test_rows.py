@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.experience.conftest import row
+from tests.replay.conftest import row
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.rows import ROWS, pack_rows, response_length, row_count, rows_of, turns_as_rows
 from trajstore.errors import InvalidTrajectoryError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mirroring.stores import add, is_sound, make
+from tests.remote.stores import add, is_sound, make
 from tests.stores import flip, keys_at, keys_of
 from trajstore.cli import main
 from trajstore.core.files.base import EncodedFile

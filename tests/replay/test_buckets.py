@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.buckets import (
     TASK_SAMPLING,

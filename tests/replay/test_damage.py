@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore.core.formats import FORMATS
 from trajstore.trajectory import AgentTrajectory

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from trainer_hooks.replay import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.exchange import Exchanged, import_pool
 from trajstore import TrajectoryReplayBuffer, annotate

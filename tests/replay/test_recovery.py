@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.experience.conftest import build, rollouts, step, view
+from tests.replay.conftest import build, rollouts, step, view
 from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
 from trainer_hooks.replay.ledger import MOST_LEFT
 from trainer_hooks.replay.store import PoolPoint

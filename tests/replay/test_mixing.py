@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.experience.conftest import build, rollouts, step
+from tests.replay.conftest import build, rollouts, step
 from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
 from trainer_hooks.replay.mixing import SimilarTasks
 from trainer_hooks.replay.prompts import RowPrompts

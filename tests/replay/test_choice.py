@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules

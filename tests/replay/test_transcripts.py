@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.experience.conftest import build
-from tests.experience.transcripts import WORDS, conversation, make_tokenizer, turn, write
+from tests.replay.conftest import build
+from tests.replay.transcripts import WORDS, conversation, make_tokenizer, turn, write
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.contract import fingerprint_of
 from trainer_hooks.replay.rows import rows_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.mirroring.stores import add, is_sound, level, make
+from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at
 from trajstore import Mirror, TrajectoryReplayBuffer, annotate, notes_of, saved_points
 from trajstore.core.files.base import EncodedFile

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules, Refusal, persistence
 from trainer_hooks.replay.entry import DEMONSTRATION
 from trainer_hooks.replay.exchange import import_pool

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experience.conftest import build, rollouts, row, step
+from tests.replay.conftest import build, rollouts, row, step
 from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
 from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.persistence import from_plain, read_pool, to_plain, write_pool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.experience.conftest import build
+from tests.replay.conftest import build
 from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules
 from trainer_hooks.replay.notices import why_nothing
 from trajstore import annotate

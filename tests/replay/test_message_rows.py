@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.experience.foreign_pools import of_conversations
+from tests.replay.foreign_pools import of_conversations
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook

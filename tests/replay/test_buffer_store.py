@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experience.conftest import build, rollouts, step, view
+from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.forging import spoil_document
-from tests.querying.test_query import read  # noqa: F401
+from tests.query.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
@@ -350,9 +350,7 @@ def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, ca
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         ids = reader.query("messages").where("role is not null").ids().tolist()
         assert ids == [0, 2]
-        assert caplog.messages[-1].startswith(
-            "1 trajectories cannot be read, so their messages are not in the answer: 1"
-        )
+        assert caplog.messages[-1].startswith("1 trajectory cannot be read, so the answer lacks messages: 1")
         assert len(set(reader.query("tokens").ids().tolist())) == 3  # its tokens are intact
 
 
@@ -400,7 +398,7 @@ def test_a_stream_is_of_one_moment_and_can_be_read_again(tmp_path: Path, caplog:
         )
         writer.evict([1, 3])
         assert len(pl.DataFrame(asked)) == len(expected) - 2 - 1
-        assert "2 trajectories cannot be read, so their messages are not in the answer: 1, 3; the first" in caplog.text
+        assert "2 trajectories cannot be read, so the answer lacks messages: 1, 3; the first" in caplog.text
 
 
 def test_ranks_and_pins_are_asked(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Steps of Gymnasium's vector environments against the steps that each environment saw itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from tests.stores import writer_to
+from trajstore import TrajectoryReplayBuffer
+from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
+from trajstore.core.sampling import EpochSampler
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.interop.gymnasium import VectorSteps
+from trajstore.operations.inspect import inspect
+
+GAMMA = 0.9
+
+
+class Witness(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Notes each step of one environment, and puts a number that no other step has into its observation."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        super().__init__(gymnasium.make("CartPole-v1", max_episode_steps=9))
+        self.number, self.kind, self.seen = number * 1_000_000, kind, 0
+        self.episodes: list[list[tuple[int, int, float, bool]]] = []
+        """Code before, code after, reward, terminated, of each step of each episode."""
+        codes = gymnasium.spaces.Box(0, 2**31 - 1, (1,), np.int32)
+        inner = gymnasium.spaces.Dict({"code": codes, "deep": gymnasium.spaces.Dict({"code": codes})})
+        self.observation_space = {"array": codes, "dict": inner, "tuple": gymnasium.spaces.Tuple([codes, codes])}[kind]
+
+    def _observation(self) -> Any:
+        self.seen += 1
+        code = np.array([self.number + self.seen], np.int32)
+        return {"array": code, "dict": {"code": code, "deep": {"code": code}}, "tuple": (code, code)}[self.kind]
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self.env.reset(**options)
+        self.episodes.append([])
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        _, _, terminated, truncated, _ = self.env.step(action)
+        before, reward = self.number + self.seen, float(self.seen % 13)
+        observation = self._observation()
+        self.episodes[-1].append((before, before + 1, reward, terminated))
+        return observation, reward, terminated, truncated, {}
+
+
+def code_of(observed: dict[str, Any]) -> torch.Tensor:
+    names = [name for name in ("states", "code", "0") if name in observed]
+    code: torch.Tensor = observed[names[0]][..., 0]
+    if "deep" in observed:
+        assert torch.equal(code, observed["deep"]["code"][..., 0])
+    if "1" in observed:
+        assert torch.equal(code, observed["1"][..., 0])
+    return code
+
+
+def collected(
+    mode: AutoresetMode, kind: str, buffer: TrajectoryReplayBuffer, blocks: int = 3, steps: int = 33
+) -> list[Witness]:
+    """Fill a buffer from four environments that reuse their memory; one full reset cuts the episodes under way."""
+    witnesses = [Witness(number, kind) for number in range(1, 5)]
+    environment = SyncVectorEnv([lambda w=w: w for w in witnesses], autoreset_mode=mode, copy=False)  # type: ignore[misc]
+    result = VectorSteps(environment)
+    observations, _ = environment.reset(seed=7)
+    result.reset(observations)
+    environment.action_space.seed(7)
+    for block in range(blocks):
+        for number in range(steps):
+            actions = environment.action_space.sample()
+            result.add(actions, environment.step(actions), prev_values=np.full(4, number, np.float32))
+            if mode is AutoresetMode.DISABLED and result.ended.any():
+                mask = result.ended
+                observations, _ = environment.reset(options={"reset_mask": mask})
+                result.reset(observations, mask)
+            if (block, number) == (1, 11):
+                observations, _ = environment.reset(seed=8)
+                result.reset(observations)
+        trajectory = result.take(last_values=np.zeros(4, np.float32))
+        assert trajectory.prev_values is not None
+        assert (len(result), len(trajectory.prev_values)) == (0, steps + 1)
+        buffer.add_trajectories([trajectory])
+    return witnesses
+
+
+@pytest.mark.parametrize("kind", ["array", "dict", "tuple"])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_rows_spans_and_episodes_are_those_of_the_environments(tmp_path: Path, mode: AutoresetMode, kind: str) -> None:
+    with writer_to(tmp_path, seed=1, sample_window_size=0) as buffer:
+        witnesses = collected(mode, kind, buffer)
+        buffer.flush()
+        episodes = [episode for witness in witnesses for episode in witness.episodes]
+        seen = {step[0]: step for episode in episodes for step in episode}
+        after = {step[0]: episode[at:] for episode in episodes for at, step in enumerate(episode)}
+        batch = buffer.sample(len(seen), sampler=EpochSampler())
+        codes, then = code_of(batch["curr_obs"]).tolist(), code_of(batch["next_obs"]).tolist()
+        assert sorted(codes) == sorted(seen), "every step once, and none that only resets"
+        rewards, ends = batch["rewards"].flatten().tolist(), batch["terminations"].flatten().tolist()
+        assert list(zip(codes, then, rewards, ends, strict=True)) == [seen[code] for code in codes]
+        assert buffer.total_samples == len(seen)
+        block = {  # spans end with their block
+            code: at // 33 for witness in witnesses for at, code in enumerate(_in_time(witness, mode))
+        }
+        spans = sample_sequences(buffer, len(seen), 5, pad=True, sampler=EpochSampler())
+        sums = sample_n_step(buffer, len(seen), 5, GAMMA, sampler=EpochSampler())
+        bootstrap, total = sums["bootstrap"].flatten().tolist(), sums["rewards"].flatten().tolist()
+        for row, mask in zip(code_of(spans["curr_obs"]).tolist(), spans["mask"].tolist(), strict=True):
+            run = [step[0] for step in after[row[0]][:5] if block[step[0]] == block[row[0]]]
+            assert [code for code, good in zip(row, mask, strict=True) if good] == run
+        last = code_of(sums["next_obs"]).tolist()
+        for row, code in enumerate(code_of(sums["curr_obs"]).tolist()):
+            run_of = [step for step in after[code][:5] if block[step[0]] == block[code]]
+            assert last[row] == run_of[-1][1]
+            assert total[row] == pytest.approx(sum(GAMMA**at * step[2] for at, step in enumerate(run_of)), rel=1e-5)
+            assert bootstrap[row] == pytest.approx(0 if run_of[-1][3] else GAMMA ** len(run_of), rel=1e-5)
+    report = inspect(tmp_path)
+    assert report["samples"] == len(seen)
+    lengths = [len(episode) for witness in witnesses for episode in witness.episodes[:-1] if episode]
+    ended = [len(witness.episodes[-1]) for witness in witnesses if _has_ended(witness)]
+    assert report["episodes"]["length"]["max"] == max(lengths + ended) <= 9
+    assert report["episodes"]["ended"] == len(lengths + ended)
+
+
+def _in_time(witness: Witness, mode: AutoresetMode) -> list[int]:
+    """Return a code for each step of the vector environment; -1 for one that only resets."""
+    codes: list[int] = []
+    for episode in witness.episodes:
+        codes += [step[0] for step in episode]
+        cut = len(codes) == 33 + 12
+        if mode is AutoresetMode.NEXT_STEP and not cut:
+            codes.append(-1)
+    return codes
+
+
+def _has_ended(witness: Witness) -> bool:
+    return bool(witness.episodes[-1]) and (witness.episodes[-1][-1][3] or len(witness.episodes[-1]) == 9)
+
+
+class WithoutFinal(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
+    def step(self, actions: Any) -> Any:
+        *values, info = self.env.step(actions)
+        return (*values, {name: value for name, value in info.items() if "final" not in name})
+
+
+def test_what_cannot_be_stored_right_is_refused() -> None:
+    def make(mode: Any) -> VectorEnv[Any, Any, Any]:
+        return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1", max_episode_steps=3)] * 2, autoreset_mode=mode)
+
+    actions = np.zeros(2, np.int64)
+    environment = WithoutFinal(make(AutoresetMode.SAME_STEP))
+    steps = VectorSteps(environment)
+    with pytest.raises(ConfigurationError, match=r"call reset\(observations\)"):
+        steps.add(actions, environment.step(actions) if steps.ended.any() else (0,) * 5)
+    steps.reset(environment.reset(seed=1)[0])
+    for _ in range(2):
+        steps.add(actions, environment.step(actions))
+    with pytest.raises(InvalidTrajectoryError, match=r'environment 0 ended in mode same_step, and info\["final_obs"\]'):
+        steps.add(actions, environment.step(actions))
+    assert len(steps) == 2
+    disabled = make(AutoresetMode.DISABLED)
+    steps = VectorSteps(disabled)
+    steps.reset(disabled.reset(seed=1)[0])
+    for _ in range(3):
+        result = disabled.step(actions)
+        steps.add(actions, result)
+    with pytest.raises(ConfigurationError, match=r"environments \[0, 1\] ended and were not reset"):
+        steps.add(actions, result)
+    with pytest.raises(ConfigurationError, match="autoreset: next_step, but the environment's mode is disabled"):
+        VectorSteps(disabled, autoreset="next_step")
+    with pytest.raises(ConfigurationError, match="does not give its mode"):
+        VectorSteps(object())
+    with pytest.raises(InvalidTrajectoryError, match=r"observations\.goal: .* is no array of numbers"):
+        VectorSteps(disabled).reset({"goal": np.array(["go", "stop"])})
+    with pytest.raises(InvalidTrajectoryError, match="no steps were collected"):
+        VectorSteps(disabled).take()
