@@ -144,7 +144,7 @@ def test_k_must_be_below_n_rollout() -> None:
     [
         (
             {"experience_lbound": 3},
-            "experience_lbound: 3, experience_rbound: 8 .* 1 to 3 successes out of n_rollout = 4",
+            "experience_lbound: 3, experience_rbound: null .* 1 to 3 successes out of n_rollout = 4",
         ),
         ({"experience_rbound": 1}, "experience_lbound: 0, experience_rbound: 1 "),
         ({"replay_difficulty": 4}, "replay_difficulty: 4, must be below n_rollout = 4"),

@@ -387,7 +387,7 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
     for number, entry in entries.items():
         if number not in replaced:
             state.entries[entry.task_id] = (*state.entries.get(entry.task_id, ()), entry)
-    state.fingerprint = fingerprint or state.fingerprint
+    state.fingerprint = fingerprint  # an empty pool accepts any tokenizer
     if others and not entries and point is None:
         logger.warning(
             "experience pool: its store holds %d trajectories that are none of a pool's; they are left alone, and the"
