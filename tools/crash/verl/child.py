@@ -154,7 +154,7 @@ class _Acknowledgements:
     def run(self) -> None:
         """Look until the process ends."""
         while True:
-            rollouts, pool = self._rollouts.committed, self._pool.committed
+            rollouts, pool = self._rollouts.points.committed, self._pool.points.committed
             with self._lock:
                 durable = {str(number): self._taken.pop(number) for number in sorted(self._taken) if number <= rollouts}
                 states = [ids for newest, ids in self._states if newest <= pool]
