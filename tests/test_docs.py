@@ -43,6 +43,7 @@ PAGES = [
     *(
         f"docs/howto/{name}.md"
         for name in (
+            "agentevolver",
             "agents",
             "annotating",
             "asking",

@@ -94,6 +94,23 @@ def test_columns_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
         StoreDatasource(tmp_path / "nowhere")
 
 
+def test_steps_that_are_not_valid_are_no_rows(tmp_path: Path) -> None:
+    valid = torch.tensor([[True, False], [False, True], [True, True]])
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, writer=SMALL) as buffer:
+        for block in (None, valid):
+            rewards = torch.arange(6.0).reshape(3, 2, 1)
+            buffer.add_trajectories([Trajectory(rewards=rewards, valid=block)])
+    source = StoreDatasource(tmp_path)
+    rows = [row for task in source.get_read_tasks(2) for block in task() for row in block.to_pylist()]
+    assert sum(task.metadata.num_rows for task in source.get_read_tasks(2)) == len(rows)
+    drawn = [(row["trajectory_id"], row["sample"], row["rewards"][0]) for row in rows]
+    assert sorted(drawn) == [
+        (number, at, float(at)) for number in range(2) for at in range(6) if not number or valid.reshape(-1)[at]
+    ]
+    with pytest.raises(ConfigurationError, match="no column valid"):
+        StoreDatasource(tmp_path, columns=["valid"])
+
+
 def test_transitions_of_a_run(small_ray: None, tmp_path: Path) -> None:
     store(tmp_path / "run" / "rank_0", range(6))
     store(tmp_path / "run" / "rank_1", range(10, 14))

@@ -16,9 +16,18 @@ import pytest
 import torch
 
 from tests.stores import reader_of
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
+from trajstore import (
+    AgentTrajectory,
+    Retention,
+    Reward,
+    Trajectory,
+    TrajectoryReplayBuffer,
+    annotate,
+    notes_of,
+    run_points,
+)
 from trajstore.core.feeding import ReplayLoader
-from trajstore.core.sampling import Priorities
+from trajstore.core.sampling import EpochSampler, Priorities
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
@@ -139,6 +148,115 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         DistributedReplayBuffer.connect("whole")
 
 
+def test_rows_evicted_before_they_are_read_are_drawn_again(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's directory is elsewhere, and it hears of evictions only when it misses a trajectory."""
+    monkeypatch.setattr(reads, "_open", lambda about: None)
+    with emptied() as producer, emptied(refresh_interval=3600.0) as learner:
+        ids = producer.add_trajectories([witness(key) for key in range(12)]).committed(120)
+        ids += producer.add_trajectories([witness(key) for key in range(12, 24)]).committed(120)
+        learner.refresh()
+        drawn = learner.draw(64)
+        loader = ReplayLoader(learner, batch_size=64, prefetch=1)
+        check_batch(next(loader))
+        draws: list[Callable[[], Any]] = [
+            lambda: check_batch(learner.sample(64)),
+            lambda: check_batch(learner.sample(64, sampler=WeightedSampler())),
+            lambda: [check_trajectory(trajectory) for trajectory in learner.sample_trajectories(24)],
+            lambda: [check_batch(next(loader)) for _ in range(3)],
+        ]
+        for number, draw in enumerate(draws):
+            gone = ids[5 * number : 5 * number + 5]
+            producer.evict(gone)
+            draw()
+            assert learner.size == 24 - 5 * (number + 1)
+            assert not set(learner.trajectory_ids.tolist()) & set(gone)
+        producer.evict(ids[20:])
+        with pytest.raises(TrajectoryUnavailableError, match="were evicted since") as raised:
+            learner.read(drawn)
+        assert raised.type is TrajectoryUnavailableError  # not an error of Ray
+        for empty in (lambda: learner.sample(64), lambda: learner.sample_trajectories(2)):
+            with pytest.raises(EmptyBufferError):
+                empty()
+        with pytest.raises(TrajectoryUnavailableError, match=f"has the id {ids[0]}, or it was evicted"):
+            learner.get(ids[0])
+        loader.close()
+
+
+def _learn(name: str, kind: str, ended: list[Any]) -> int:
+    """Draw batches from stores elsewhere until a task ends; return their number."""
+    with DistributedReplayBuffer.connect(name) as handle, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reads, "_open", lambda about: None)
+        loader = ReplayLoader(handle, batch_size=32)
+        draws: dict[str, Callable[[], Any]] = {
+            "sample": lambda: check_batch(handle.sample(32)),
+            "sampler": lambda: check_batch(handle.sample(32, sampler=WeightedSampler())),
+            "whole": lambda: [check_trajectory(trajectory) for trajectory in handle.sample_trajectories(32)],
+            "loader": lambda: check_batch(next(loader)),
+        }
+        batches = 0
+        while not ray.wait(ended, timeout=0)[0]:
+            draws[kind]()
+            batches += 1
+        loader.close()
+    return batches
+
+
+def _add_at(name: str, rate: int, count: int) -> None:
+    with DistributedReplayBuffer.connect(name) as handle:
+        begin = time.monotonic()
+        for number in range(count):
+            time.sleep(max(0.0, begin + number / rate - time.monotonic()))
+            handle.add_trajectories([witness(number % 50)])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rate", [20, 90, 210])
+def test_learners_beside_retention(cluster: Cluster, tmp_path: Path, rate: int) -> None:
+    """Additions per second and store, whose retention is 60 trajectories; no draw fails, no row is wrong."""
+    name = f"retention-{rate}"
+    with create(name, tmp_path, stores=2, options={"retention": Retention(max_trajectories=60)}) as handle:
+        handle.add_trajectories([witness(key) for key in range(100)]).committed(120)
+        started = ray.remote(num_cpus=0.1)
+        producers = [started(_add_at).remote(name, rate, 28 * rate) for _ in range(2)]
+        learners = [
+            started(_learn).remote(name, kind, [producers[0]]) for kind in ("sample", "sampler", "whole", "loader")
+        ]
+        assert all(batches > 10 for batches in ray.get(learners))
+        ray.get(producers)
+        handle.stop()
+
+
+def test_late_values_through_a_handle(shared: None) -> None:
+    with emptied() as handle, emptied() as learner:
+        assert not len(learner)
+        receipts = [handle.add_trajectories([witness(key)]) for key in range(6)]
+        ids = [receipt.committed(120)[0] for receipt in receipts]
+        assert {number % 1024 for number in ids} == {0, 1}
+        learner.refresh()
+        check_batch(learner.sample(32))  # opens readers of the directories
+        annotate(handle, ids, {"judge": [number / 8 for number in range(6)], "tag": "kept"}, who="judge 1")
+        advantages = {number: torch.full(witness(key).rewards.shape[:2], float(key)) for key, number in enumerate(ids)}  # type: ignore[union-attr]
+        annotate(handle, ids, {"advantage": list(advantages.values())})
+        assert [(note.name, note.value, note.who) for note in notes_of(learner, ids[3])][:2] == [
+            ("judge", 0.375, "judge 1"),
+            ("tag", "kept", "judge 1"),
+        ]
+        learner.refresh()
+        assert handle.query().where("judge > 0.3 and tag = 'kept'").ids().tolist() == ids[3:]
+        drawn = learner.draw(64)
+        rows = learner.read(drawn, columns=["curr_obs.tag", "notes.advantage"])
+        assert torch.equal(rows["notes"]["advantage"].flatten(), (rows["curr_obs"]["tag"].flatten() >> 20).float())
+        assert torch.equal(learner.get(ids[2]).notes["advantage"], advantages[ids[2]])
+        with pytest.raises(ConfigurationError, match="judge"):
+            annotate(handle, ids[:1], {"judge": "good"})
+        with pytest.raises(TrajectoryUnavailableError):
+            annotate(handle, [ids[0], ids[1] + 1024 * 1000], {"judge": 1.0})
+        with pytest.raises(TrajectoryUnavailableError, match="has the id 7"):
+            notes_of(handle, 7)
+        assert len(notes_of(handle, ids[0])) == 3
+        handle.clear()
+
+
 def test_rows_of_all_stores_are_asked(
     shared: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +338,28 @@ def test_the_same_seed_draws_the_same(shared: None) -> None:
         assert torch.equal(torch.from_numpy(other.draw(100).ids), torch.from_numpy(first.ids))
         other.load_state_dict(state)
         assert torch.equal(torch.from_numpy(other.draw(100).samples), torch.from_numpy(second.samples))
+
+
+def test_steps_that_are_not_valid_are_in_no_draw(shared: None) -> None:
+    handle = emptied()
+    codes, blocks = set(), []
+    for at in range(6):
+        valid = torch.rand(4, 3, generator=torch.Generator().manual_seed(at)) < 0.6
+        code = 100 * at + torch.arange(12).reshape(4, 3)
+        codes |= set(code[valid].tolist())
+        blocks.append(Trajectory(rewards=code.unsqueeze(-1).float(), valid=valid))
+    for block in blocks:
+        handle.add_trajectories([block]).committed(120)
+    handle.refresh()
+    assert handle.total_samples == len(codes)
+    assert {int(code) for _ in range(20) for code in handle.sample(len(codes))["rewards"].flatten()} == codes
+    epoch = handle.sample(len(codes), sampler=EpochSampler())
+    assert sorted(map(int, epoch["rewards"].flatten())) == sorted(codes)
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
+    handle.follow(sampler)
+    handle.update_priorities(sampler, epoch.drawn, epoch["rewards"].flatten() % 2)  # type: ignore[attr-defined]
+    drawn = {int(code) for code in handle.sample(1000, sampler=sampler)["rewards"].flatten()}
+    assert drawn == {code for code in codes if code % 2}
 
 
 def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,14 @@ import torch
 from tests.distributed.test_server import equal, ids_of, parcel_of, server
 from trajstore import WriterOptions
 from trajstore.core.columns.fields import nest
+from trajstore.core.feeding.source import joined
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.draws import Draws
 from trajstore.distributed.census import Census
 from trajstore.distributed.packed import Part, pack, pieces_of, request, requested, united
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.server import ServedStore, StoreServer
-from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreError
+from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreError, TrajectoryUnavailableError
 from trajstore.testing.witness import check_batch, witness
 
 
@@ -30,9 +31,11 @@ class Here:
     def __init__(self, *servers: StoreServer) -> None:
         self.servers = servers
         self.asked = 0
+        self.path = ""
 
     def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
-        return replace(self.servers[rank].describe(), host=socket.gethostname())
+        about = self.servers[rank].describe()
+        return replace(about, host=socket.gethostname(), path=self.path or about.path)
 
     def ask(
         self, arguments: Any, method: str, seconds: float, pieces: Any = None
@@ -101,6 +104,51 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
     assert not here.asked
     reads.close()
     store.close()
+
+
+def test_a_mended_batch_asks_only_for_the_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.distributed.reads._open", lambda about: None)
+    store = server(tmp_path)
+    here, census = Here(store), Census()
+    reads = Reads(here)  # type: ignore[arg-type]
+    ids = ids_of(store.add(parcel_of([witness(key) for key in range(6)]), 6))
+    look(census, store)
+    drawn = census.samples(64, 0, Draws(3))
+    store.evict(ids[:2])
+    gone = np.isin(drawn.ids, ids[:2])
+    with pytest.raises(TrajectoryUnavailableError, match=f"trajectories {ids[0]}, {ids[1]} were evicted since"):
+        reads.rows(drawn, None, None, 60.0)
+    assert np.array_equal(reads.keeps(drawn), ~gone)
+    store.evict(ids[2:5])  # these rows are there already
+    look(census, store)
+    here.asked = 0
+    new = census.samples(int(gone.sum()), 0, Draws(4))
+    lacking = np.count_nonzero(~reads.keeps(new))
+    assert lacking
+    check_batch(nest(reads.rows(joined(drawn.at(~gone), new), None, None, 60.0)))
+    assert here.asked == lacking
+    assert not reads.keeps(drawn).any()
+    store.clear()
+    with pytest.raises(TrajectoryUnavailableError):
+        reads.rows(new, None, None, 60.0)
+    reads.close()
+    store.close()
+
+
+def test_another_machine_of_the_same_name_is_asked(tmp_path: Path) -> None:
+    store, other = server(tmp_path / "there"), server(tmp_path / "here")
+    here = Here(store)
+    here.path = str(tmp_path / "here")
+    for number, each in enumerate((store, other)):
+        each.add(parcel_of([witness(key) for key in range(10 * number, 10 * number + 5)]), 5)
+        each.flush()
+    census = look(Census(), store)
+    reads = Reads(here)  # type: ignore[arg-type]
+    batch = reads.placed(census.listing, census.places(16, 0, Draws(3)), None, None, 60.0)
+    assert {int(tag) >> 20 for tag in batch["curr_obs"]["tag"]} <= {*range(5)}
+    assert here.asked == 16
+    for each in (store, other):
+        each.close()
 
 
 # -- Requests, and transfer of rows to a learner: every dtype and shape, any cuts, several stores --

@@ -13,7 +13,7 @@ import torch
 
 from tests.sampling.chance import fits
 from tests.stores import writer_to
-from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer
+from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.core.feeding import ReplayLoader
 from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
@@ -21,6 +21,7 @@ from trajstore.errors import CorruptStoreError, EmptyBufferError, InvalidTraject
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.moving import merge, split
+from trajstore.operations.verify import verify
 
 SIZES = ((6, 3), (1, 4), (9, 1), (5, 2))
 
@@ -172,7 +173,13 @@ def test_every_count_is_of_valid_steps(world: World, tmp_path: Path) -> None:
         assert isinstance(returned, Trajectory)
         assert world.blocks[0].valid is not None
         assert torch.equal(returned.valid, world.blocks[0].valid)  # type: ignore[arg-type]
-        buffer.save_checkpoint(str(tmp_path / "foreign"), layout="rlinf")
+        for number in range(4):  # late values by row belong to the rows that are drawn
+            block = world.blocks[number]
+            assert block.rewards is not None
+            annotate(buffer, [number], {"negated": [-block.rewards[..., 0]]})
+        batch = buffer.sample(50, columns=["rewards", "notes.negated"])
+        assert torch.equal(batch["notes"]["negated"], -batch["rewards"][:, 0])
+        buffer.flush()
     split(tmp_path / "a", tmp_path / "run", ranks=2)
     for path in (tmp_path / "a", tmp_path / "run"):
         report = inspect(path)
@@ -245,10 +252,12 @@ def test_a_builder_collects_it_and_a_buffer_without_valid_steps_is_empty() -> No
     ] * 2
 
 
-def test_a_count_that_disagrees_with_the_field_is_reported() -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+def test_a_count_that_disagrees_with_the_field_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.core.columns.steps._valid_samples", lambda *_: 3)
     valid = torch.tensor([[True, False]] * 4)
-    buffer.add_trajectories([Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])
-    buffer.live.contents.index._arrays["num_samples"][0] = 3
-    with pytest.raises(CorruptStoreError, match="trajectory 0: its field valid has 4 valid steps, the index says 3"):
-        buffer.sample(1)
+    with writer_to(tmp_path) as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])
+    problem = "its field valid has 4 valid steps, the index says 3"
+    assert [found.message for found in verify(tmp_path).problems] == [problem]
+    with Reader.open(tmp_path) as reader, pytest.raises(CorruptStoreError, match=f"trajectory 0: {problem}"):
+        reader.sample(1)

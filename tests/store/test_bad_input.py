@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.forging import forged, forged_index, forged_log, forged_metadata
 from tests.stores import add_each, contents_of, keys_at, keys_of, opened, reader_of, refused_to_all, writer_to
 from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
-from trajstore import TrajectoryReplayBuffer, errors
+from trajstore import TrajectoryReplayBuffer, annotate, errors
 from trajstore.core.store.log_records import encode_line
 from trajstore.core.store.lost_records import Damage, LostRecords
 from trajstore.core.store.packing import pack, unpack
@@ -215,6 +216,18 @@ def test_pins_that_name_nothing(store: Path, body: bytes) -> None:
     (store / "pins" / "kept.json").write_bytes(seal("pin", body))
     refused_to_all(store, errors.CorruptStoreError)
     assert not verify(store).sound
+
+
+def test_pins_with_unknown_shards_of_values(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([witness(1)])
+        annotate(buffer, 0, {"rows": [torch.zeros(witness(1).rewards.shape[:2])]})  # type: ignore[union-attr]
+        buffer.points.pin("kept")
+    with forged(tmp_path / "pins" / "kept.json", "pin") as value:
+        value["shards"][0] = 1 << 31
+    with pytest.raises(errors.CorruptStoreError, match="'kept': shards of rows are missing"):
+        TrajectoryReplayBuffer.open(tmp_path, pin="kept")
+    assert [str(problem) for problem in verify(tmp_path).problems if "shards of rows are missing" in str(problem)]
 
 
 def test_pins_that_were_exchanged(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from trajstore.errors import (
     StoreUnreachableError,
     StoreWriteError,
     TrajectoryUnavailableError,
-    TrajstoreError,
     listed,
 )
 
@@ -264,14 +263,11 @@ class Stores:
         """
         answers, failed = self.ask(arguments, method, self.deadline)
         for rank in sorted(failed)[1:]:
-            logger.error("%s: %s: %s", self._named(rank), method, first_line(_cause(failed[rank])))
+            logger.error("%s: %s: %s", self._named(rank), method, first_line(failed[rank]))
         for rank in sorted(failed):
             error = failed[rank]
-            cause = _cause(error)
-            if type(cause) is StoreWriteError:
-                raise StoreWriteError(f"{self._named(rank)}: {cause}") from error
-            if cause is not error:
-                raise cause from error
+            if type(error) is StoreWriteError:
+                raise StoreWriteError(f"{self._named(rank)}: {error}") from error
             raise error
         return answers
 
@@ -338,12 +334,6 @@ class Stores:
 
     def _named(self, rank: int) -> str:
         return f"store rank_{rank} of {self.name!r}"
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return a store's own exception, without Ray's wrapper."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, TrajstoreError) else error
 
 
 def first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
-from trajstore.errors import StoreUnreachableError
+from trajstore.errors import StoreUnreachableError, TrajstoreError
 
 _PAUSE = 0.1  # seconds before the first retry; doubles
 _LONGEST_PAUSE = 2.0
@@ -114,7 +114,7 @@ class Round:
             except self._away as error:
                 self._again(call, error)
             except Exception as error:  # raised by the store
-                self._end(call, failed=error)
+                self._end(call, failed=_own(error))
 
     def _send(self, call: _Call) -> None:
         sent = self._stores.submit(call.rank, self._method, *call.arguments, pieces=call.pieces)
@@ -157,3 +157,12 @@ class Round:
     def _end(self, call: _Call, failed: Exception) -> None:
         self.failed[call.rank] = failed
         self._calls.remove(call)
+
+
+def _own(error: Exception) -> Exception:
+    """Return a store's own exception, without Ray's wrapper."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, TrajstoreError):
+        return error
+    cause.__cause__ = error
+    return cause

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trajstore.core.buffer.loading import LoadRequest, load_sources
 from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.fields import unnest
+from trajstore.core.columns.fields import VALID, unnest
 from trajstore.core.files.opening import open_directory
 from trajstore.core.reading.sources import StoreSource
 from trajstore.core.sampling.base import Drawn
@@ -80,8 +80,8 @@ class StoreDatasource(Datasource):
     """A store, or a run of several, for ``ray.data.read_datasource``. :func:`read_store` is the shorter way.
 
     Rows are transitions (``unit="sample"``) or whole trajectories. A transition has each column by dotted name,
-    ``trajectory_id`` and ``sample`` (``t * B + b``). A trajectory has arrays ``[T, B, ...]`` or ``[L]``,
-    ``trajectory_id``, and ``document`` (all other values as JSON). dtypes that numpy lacks become float32.
+    ``trajectory_id`` and ``sample`` (``t * B + b``); invalid steps are no rows. A trajectory has arrays ``[T, B, ...]``
+    or ``[L]``, ``trajectory_id``, and ``document`` (all other values as JSON). dtypes that numpy lacks become float32.
     ``trajectory_id`` equals that of ``TrajectoryReplayBuffer.open(path)``.
 
     Reads the trajectories present when the datasource is made, with the late values present when a task runs. If a
@@ -153,6 +153,8 @@ class StoreDatasource(Datasource):
 
     def _check_known(self, names: Iterable[str]) -> None:
         known = {name for share in self._shares for columns in share.columns.values() for name in columns}
+        if self.unit == "sample":
+            known.discard(VALID)  # invalid steps are no rows
         unknown = sorted({*names} - known - {DOCUMENT, ID, SAMPLE})
         if unknown and known:  # the columns of an empty store are unknown
             raise ConfigurationError(

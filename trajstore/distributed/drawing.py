@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from trajstore.core.base import locks
 from trajstore.core.base.arguments import columns_or_none, whole
 from trajstore.core.buffer.sampling import Batch
 from trajstore.core.columns.fields import nest
-from trajstore.core.feeding.source import joined, still_there
+from trajstore.core.feeding.source import joined
 from trajstore.core.sampling.base import Drawn, Sampler
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.sampling.weighted import WeightedSampler
@@ -28,7 +28,13 @@ from trajstore.distributed.reads import Reads
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.distributed.survey import Survey
-from trajstore.errors import ConfigurationError, EmptyBufferError, StoreUnreachableError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    EmptyBufferError,
+    StoreUnreachableError,
+    TrajectoryUnavailableError,
+    listed,
+)
 from trajstore.trajectory import AnyTrajectory
 
 T = TypeVar("T")
@@ -51,8 +57,8 @@ class DrawingHandle:
         self._options = options
         self._lock = locks.rlock("DrawingHandle._lock")
         self._draws = Draws(options.seed)
-        self._survey = Survey(stores, routes, options.refresh_interval)
         self._reads = Reads(stores)
+        self._survey = Survey(stores, routes, options.refresh_interval, self._reads.renew)
         self._closed = False
         self.sample_window_size = options.sample_window_size
 
@@ -188,28 +194,57 @@ class DrawingHandle:
 
         Raises:
             SilentStoresError: stores did not answer. Draws exclude them from now on.
+            TrajectoryUnavailableError: a trajectory was evicted. Draws exclude it from now on.
         """
         patience = min(self._options.patience, self._options.deadline)
         try:
-            return read(patience)
-        except SilentStoresError as silent:
-            with self._lock:
-                for rank, error in silent.failed.items():
-                    self._survey.leave_out(rank, error)
-                if len(self._survey.census):
-                    raise
-        return read(max(_PAUSE, self._options.deadline - patience))
+            try:
+                return read(patience)
+            except SilentStoresError as silent:
+                with self._lock:
+                    for rank, error in silent.failed.items():
+                        self._survey.leave_out(rank, error)
+                    if len(self._survey.census):
+                        raise
+            return read(max(_PAUSE, self._options.deadline - patience))
+        except TrajectoryUnavailableError as error:
+            if not isinstance(error, SilentStoresError):
+                self.refresh()
+            raise
 
-    def _again(self, drawn: Drawn, sampler: Sampler) -> Drawn:
-        """Return the draw with rows of unresponsive stores replaced by new draws."""
-        left = still_there(self, drawn)
+    def _again(
+        self,
+        drawn: Drawn,
+        sampler: Sampler | None,
+        error: TrajectoryUnavailableError,
+        whole: Collection[int] | None = None,
+    ) -> Drawn:
+        """Return a draw whose rows could not be read, with new ones for those of silent stores and of evictions.
+
+        Args:
+            drawn: the draw.
+            sampler: drew them, and draws the new ones.
+            error: of the read.
+            whole: the ids that were read already, for a draw of whole trajectories; None for one of transitions.
+
+        Raises:
+            TrajectoryUnavailableError: nothing was evicted; ``error``.
+            EmptyBufferError: nothing is left.
+        """
+        left = drawn.at(self.sampling.readable(drawn) | np.isin(drawn.ids, list(whole or ())))
         lacking = len(drawn) - len(left)
+        if not lacking and isinstance(error, SilentStoresError):
+            return drawn  # the stores answer again
+        if not lacking:
+            raise error
         try:
-            return joined(left, self._chosen(lacking, sampler)) if lacking else drawn
+            if whole is None:
+                return joined(left, self.draw(lacking, sampler=sampler))
+            return joined(left, self._whole(lacking, sampler, left.ids.tolist()))
         except EmptyBufferError:
-            if not len(left):
+            if not len(left) or (sampler is None and whole is None):
                 raise
-            return left  # the sampler is exhausted
+            return left  # the sampler is exhausted, or no other trajectory is left
 
     def sample(
         self,
@@ -221,29 +256,35 @@ class DrawingHandle:
     ) -> dict[str, Any]:
         """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
 
-        If a store does not answer for ``patience``, its rows are drawn again from the others.
+        If a store does not answer for ``patience``, its rows are drawn again from the others. Rows that are evicted
+        before they are read are drawn again, too.
 
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
-            TrajectoryUnavailableError, SchemaMismatchError: see :meth:`read`.
+            TrajectoryUnavailableError: a trajectory cannot be read, although it was not evicted.
+            SchemaMismatchError: see :meth:`read`.
         """
         columns = columns_or_none(columns)
+        if sampler is not None and sampler.unit != "sample":
+            raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
         if sampler is None:
             if num_chunks <= 0:
                 raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-            while True:
-                with self._drawing(None) as census:
-                    listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
-                with suppress(SilentStoresError):
-                    return self._patiently(partial(self._reads.placed, listing, places, columns, out))
-        if sampler.unit != "sample":
-            raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
-        drawn = self.draw(num_chunks, sampler=sampler)
+            with self._drawing(None) as census:
+                listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
+            try:
+                return self._patiently(partial(self._reads.placed, listing, places, columns, out))
+            except TrajectoryUnavailableError as error:
+                drawn = self._again(listing.drawn(places), None, error)
+        else:
+            drawn = self.draw(num_chunks, sampler=sampler)
         while True:
             try:
-                return Batch(self.read(drawn, columns=columns, out=out), drawn)
-            except SilentStoresError:
-                drawn = self._again(drawn, sampler)
+                values = self.read(drawn, columns=columns, out=out)
+            except TrajectoryUnavailableError as error:
+                drawn = self._again(drawn, sampler, error)
+            else:
+                return values if sampler is None else Batch(values, drawn)
 
     def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
         """Draw whole trajectories without replacement (a sampler may repeat); all if ``count`` is larger.
@@ -253,17 +294,24 @@ class DrawingHandle:
         """
         if sampler is not None and sampler.unit != "trajectory":
             raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
-        drawn = None if sampler is None else self._chosen(count, sampler)
+        drawn = self._whole(count, sampler)
+        read: dict[int, AnyTrajectory] = {}
         while True:
-            if drawn is None:
-                with self._drawing(None) as census:
-                    ids = census.trajectories(count, self.sample_window_size, self._draws)
-            else:
-                ids = drawn.ids
             try:
-                return self._patiently(partial(self._reads.trajectories, ids.tolist()))
-            except SilentStoresError:
-                drawn = None if drawn is None or sampler is None else self._again(drawn, sampler)
+                self._patiently(partial(self._reads.trajectories, drawn.ids.tolist(), read))
+            except TrajectoryUnavailableError as error:
+                drawn = self._again(drawn, sampler, error, read)
+            else:
+                return [read[number] for number in drawn.ids.tolist()]
+
+    def _whole(self, count: int, sampler: Sampler | None, besides: Collection[int] = ()) -> Drawn:
+        """Draw whole trajectories; without a sampler none of ``besides``, and all others if ``count`` is larger."""
+        if sampler is not None:
+            return self._chosen(count, sampler)
+        with self._drawing(None) as census:
+            ids = census.trajectories(count + len(besides), self.sample_window_size, self._draws)
+        ids = ids[~np.isin(ids, list(besides))][:count]
+        return Drawn(ids, np.zeros(len(ids), np.int64))
 
     def follow(self, sampler: Sampler) -> None:
         """Report the present trajectories to a sampler; call it before loading the sampler's state."""
@@ -287,8 +335,13 @@ class DrawingHandle:
             TrajectoryUnavailableError: no such trajectory.
             StoreUnreachableError: its store does not answer.
         """
-        copies: list[AnyTrajectory] = self._stores.call(trajectory_id % MOST_STORES, "trajectories", [trajectory_id])
-        return copies[0]
+        (copy,) = self._stores.call(trajectory_id % MOST_STORES, "trajectories", [trajectory_id])
+        if copy is None:
+            raise TrajectoryUnavailableError(
+                f"no trajectory of {self._stores.name!r} has the id {trajectory_id}, or it was evicted"
+            )
+        trajectory: AnyTrajectory = copy
+        return trajectory
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -403,10 +456,16 @@ class SamplingOfHandle:
         self._handle._draws.continue_here()
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
-        """Return for each trajectory whether it can be drawn, as of the last answers of the stores."""
+        """Return for each trajectory whether it can be drawn, as of the last answers of the stores.
+
+        Of drawn rows also those that :meth:`DrawingHandle.read` has read already, when it missed others.
+        """
         ids = trajectory_ids.ids if isinstance(trajectory_ids, Drawn) else trajectory_ids
         with self._handle._lock:
-            return self._handle._look(None).has(ids)
+            there = self._handle._look(None).has(ids)
+        if isinstance(trajectory_ids, Drawn):
+            there |= self._handle._reads.keeps(trajectory_ids)
+        return there
 
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the first half of each trajectory's UUID; 0 if it cannot be drawn."""
@@ -420,4 +479,4 @@ class SamplingOfHandle:
             TrajectoryUnavailableError: a trajectory is absent.
             StoreUnreachableError: a store does not answer.
         """
-        return self._handle._reads.extents(trajectory_ids)
+        return self._handle._patiently(lambda seconds: self._handle._reads.extents(trajectory_ids))

@@ -21,6 +21,7 @@ from trajstore.distributed.routes import Routes
 from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.starting import everywhere, start_stores
+from trajstore.distributed.values import ValuesOfHandle
 from trajstore.errors import StoreNotFoundError, StoreUnreachableError
 from trajstore.query import RELATIONS, Query
 from trajstore.query.engine import polars
@@ -223,6 +224,11 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         tables = [table for some, _ in answers for table in some]
         whole = [pl.concat(tables).sort(_PLACE, maintain_order=True).drop(_PLACE)] if tables else []
         return whole, [fault for _, faults in answers for fault in faults]
+
+    @property
+    def sink(self) -> ValuesOfHandle:
+        """Late values of the stores' trajectories, for ``trajstore.annotate`` and ``trajstore.notes_of``."""
+        return ValuesOfHandle(self)
 
     # -- changing ---------------------------------------------------------------------------------
 

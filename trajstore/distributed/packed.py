@@ -32,6 +32,9 @@ _PIECE_BYTES = 96 << 10
 _MOST_PIECES = 32
 """Above this the object store is faster, as inlined answers are copied more often."""
 
+_PLACES = ""
+"""Column of an answer that lacks rows: the place of each row in the request. No other column has this name."""
+
 _BEGIN = struct.Struct("<qq")  # bytes of the head, number of rows
 
 
@@ -59,13 +62,18 @@ def requested(asked: bytes) -> tuple[Drawn, Sequence[str] | None, int]:
     return Drawn(arrays[0], arrays[1], names=arrays[2] if parts > 2 else None), columns, pieces
 
 
-def pack(rows: Mapping[str, torch.Tensor], pieces: int) -> tuple[Block, ...]:
+def pack(
+    rows: Mapping[str, torch.Tensor], pieces: int, places: npt.NDArray[np.intp] | None = None
+) -> tuple[Block, ...]:
     """Return rows as ``pieces`` pieces of about equal size.
 
     Args:
         rows: tensors by dotted column name, contiguous ``[n, ...]``, all with the same n.
         pieces: number of pieces. A single piece is an array, which Ray's object store shares without a copy.
+        places: places of the rows in the request, ``[n]``; None if no row is missing.
     """
+    if places is not None:
+        rows = {_PLACES: torch.from_numpy(places), **rows}
     tensors = list(rows.values())
     head = _head(rows)
     sizes = [tensor.nbytes for tensor in tensors]
@@ -93,6 +101,7 @@ class Part:
         addresses: address of each column's first row; columns are contiguous.
         nbytes: size of the rows.
         keeps: owner of the memory.
+        places: places of the rows in the request, ``[n]``; None if no row is missing.
     """
 
     specs: Sequence[ColumnSpec]
@@ -100,6 +109,7 @@ class Part:
     addresses: Sequence[int]
     nbytes: int
     keeps: object
+    places: npt.NDArray[np.intp] | None = None
 
     @classmethod
     def unpacked(cls, pieces: Sequence[Block]) -> Part:
@@ -110,8 +120,11 @@ class Part:
         head = block[_BEGIN.size : _BEGIN.size + length].tobytes()
         specs = _specs(head)
         starts = _starts(head, [count * spec.row_nbytes for spec in specs])
-        first = block.ctypes.data
-        return cls(specs, count, [first + start for start in starts[:-1]], len(block), block)
+        addresses = [block.ctypes.data + start for start in starts[:-1]]
+        if not specs or specs[0].name != _PLACES:
+            return cls(specs, count, addresses, len(block), block)
+        places = np.frombuffer(block, np.intp, count, starts[0])
+        return cls(specs[1:], count, addresses[1:], len(block), block, places)
 
     @classmethod
     def of(cls, rows: Mapping[str, torch.Tensor]) -> Part:

@@ -6,13 +6,15 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.core.base import locks
@@ -23,7 +25,7 @@ from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
 from trajstore.distributed.packed import Part, pieces_of, request, united
 from trajstore.distributed.server import MOST_STORES, ServedStore
-from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError
+from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError, listed
 from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,40 @@ class _Last:
     again: float = _SOON
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Rows that were read while others of their batch were evicted; a read of the mended batch uses them.
+
+    Otherwise, where much is evicted, some row of every large batch would be evicted before it is read.
+
+    Attributes:
+        drawn: the rows.
+        columns: names of the columns that were requested.
+        values: the rows by dotted column name.
+    """
+
+    drawn: Drawn
+    columns: tuple[str, ...] | None
+    values: Columns
+
+    def find(self, drawn: Drawn) -> IntArray:
+        """Return the place of each row among the kept ones; -1 if it is not kept."""
+        rows = zip(self.drawn.ids.tolist(), self.drawn.samples.tolist(), strict=True)
+        known = {row: place for place, row in enumerate(rows)}
+        wanted = zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True)
+        return np.array([known.get(row, -1) for row in wanted], np.int64)
+
+    def part(self, places: IntArray) -> Part:
+        """Return some of the rows."""
+        return Part.of({name: tensor[places] for name, tensor in self.values.items()})
+
+
+class _Mine(threading.local):
+    """State of one thread."""
+
+    kept: _Kept | None = None
+
+
 class Reads:
     """Reads drawn rows. Stores whose directory is on another machine are requested in parallel, with a time limit.
 
@@ -65,6 +101,8 @@ class Reads:
         self._readers: dict[int, Reader | None] = {}
         self._lock = locks.lock("Reads._lock")
         self._last = _Last()
+        self._mine = _Mine()
+        self._due = False
         self._row_nbytes: dict[tuple[str, ...] | None, float] = {}
         """Bytes per row of the last answers, by column names."""
 
@@ -83,6 +121,7 @@ class Reads:
         Raises:
             TrajectoryUnavailableError, SchemaMismatchError, SilentStoresError: see :meth:`rows`.
         """
+        self._follow()
         reader, placing = self._placing(listing, seconds)
         if reader is not None and placing is not None:
             positions = placing.rows(places)
@@ -120,27 +159,53 @@ class Reads:
         """Return rows by dotted column name, ``[n, ...]``, in the order in which they were drawn.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory has been evicted since.
+            TrajectoryUnavailableError: a trajectory has been evicted since. The other rows are kept for this thread's
+                next read, see :meth:`keeps`.
             SchemaMismatchError: stores differ in their columns.
             SilentStoresError: stores do not answer.
         """
+        self._follow()
+        named = None if columns is None else tuple(columns)
+        kept, self._mine.kept = self._mine.kept, None
+        parts: list[Part] = []
+        places: list[IntArray] = []
         ranks = drawn.ids % MOST_STORES
-        places = {rank: np.flatnonzero(ranks == rank) for rank in np.unique(ranks).tolist()}
-        single = len(places) == 1
-        parts: dict[int, Part] = {}
+        if kept is not None and kept.columns == named:
+            at = kept.find(drawn)
+            ranks = np.where(at < 0, ranks, -1)
+            if (at >= 0).any():
+                parts, places = [kept.part(at[at >= 0])], [np.flatnonzero(at >= 0)]
+        of_ranks = {rank: np.flatnonzero(ranks == rank) for rank in np.unique(ranks).tolist() if rank >= 0}
         lacking: dict[int, Drawn] = {}
-        for rank, at in places.items():
-            mine = drawn if single else Drawn(drawn.ids[at], drawn.samples[at])
+        for rank, at in of_ranks.items():
+            single = len(at) == len(drawn)
+            mine = drawn if single else drawn.at(at)
             columns_here = self._of_directory(rank, mine, columns, out if single else None, seconds)
             if columns_here is None:
                 lacking[rank] = mine
             elif single:
                 return columns_here
             else:
-                parts[rank] = Part.of(columns_here)
-        if lacking:
-            parts.update(self._of_stores(lacking, columns, seconds))
-        return united([parts[rank] for rank in places], list(places.values()), out) if parts else {}
+                parts.append(Part.of(columns_here))
+                places.append(at)
+        for rank, part in self._of_stores(lacking, columns, seconds).items() if lacking else ():
+            if part.count:
+                parts.append(part)
+                places.append(of_ranks[rank] if part.places is None else of_ranks[rank][part.places])
+        if (count := sum(map(len, places))) < len(drawn):
+            there = np.concatenate(places) if places else np.zeros(0, np.int64)
+            if count:
+                ends = np.cumsum([len(part) for part in places])
+                self._mine.kept = _Kept(
+                    drawn.at(there), named, united(parts, np.split(np.arange(count), ends[:-1]), None)
+                )
+            raise _evicted(np.delete(drawn.ids, there))
+        return united(parts, places, out) if parts else {}
+
+    def keeps(self, drawn: Drawn) -> npt.NDArray[np.bool_]:
+        """Return for each row whether it was read already, in a batch of which another row was evicted."""
+        kept = self._mine.kept
+        return np.zeros(len(drawn), np.bool_) if kept is None else kept.find(drawn) >= 0
 
     def _of_stores(self, drawn: Mapping[int, Drawn], columns: Sequence[str] | None, seconds: float) -> dict[int, Part]:
         """Request rows from stores; the number of pieces is estimated from the last rows of these columns."""
@@ -164,7 +229,7 @@ class Reads:
 
         Raises:
             SilentStoresError: stores do not answer.
-            TrajectoryUnavailableError, SchemaMismatchError: raised by a store.
+            StoreError: raised by a store; among others SchemaMismatchError.
         """
         answers, failed = self._stores.ask(arguments, method, seconds, pieces)
         for error in failed.values():
@@ -194,21 +259,28 @@ class Reads:
                     reader.refresh()
         return None  # not committed yet, or evicted: the store decides
 
-    def trajectories(self, ids: Sequence[int], seconds: float) -> list[AnyTrajectory]:
-        """Return whole trajectories, in the order of ``ids``.
+    def trajectories(self, ids: Sequence[int], read: dict[int, AnyTrajectory], seconds: float) -> None:
+        """Read whole trajectories.
+
+        Args:
+            ids: of the trajectories.
+            read: those that were read already, by id; the others are added.
+            seconds: time limit.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory is absent.
-            SilentStoresError: stores do not answer.
+            TrajectoryUnavailableError: a trajectory has been evicted; the others were read.
+            SilentStoresError: stores do not answer; nothing was read.
         """
         mine: dict[int, list[int]] = {}
         for number in ids:
-            mine.setdefault(number % MOST_STORES, []).append(number)
+            if number not in read:
+                mine.setdefault(number % MOST_STORES, []).append(number)
         answers = self._asked({rank: (part,) for rank, part in mine.items()}, "trajectories", seconds)
-        by_id: dict[int, AnyTrajectory] = {}
         for rank, part in mine.items():
-            by_id.update(zip(part, answers[rank], strict=True))
-        return [by_id[number] for number in ids]
+            answered = zip(part, answers[rank], strict=True)
+            read.update((number, trajectory) for number, trajectory in answered if trajectory is not None)
+        if gone := set(ids).difference(read):
+            raise _evicted(gone)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories, each ``[n]``.
@@ -237,6 +309,19 @@ class Reads:
                     self._readers[rank] = _open(about)
         return self._readers[rank]
 
+    def renew(self) -> None:
+        """Let the next read show the present late values."""
+        self._due = True
+
+    def _follow(self) -> None:
+        if not self._due:
+            return
+        with self._lock:
+            self._due = False
+            for reader in self._readers.values():
+                if reader is not None:
+                    reader.refresh()
+
     def close(self) -> None:
         """Close the readers."""
         with self._lock:
@@ -253,7 +338,18 @@ def _open(about: ServedStore) -> Reader | None:
     if about.host != socket.gethostname() or not os.path.isdir(path):
         return None
     try:
-        return Reader.open(path)
+        reader = Reader.open(path)
     except StoreError as error:
         logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
         return None
+    if reader.store_ids == [about.store_id]:
+        return reader
+    reader.close()  # of another machine with the same host name
+    return None
+
+
+def _evicted(ids: Iterable[int]) -> TrajectoryUnavailableError:
+    """Return the error for drawn trajectories that are no longer there."""
+    return TrajectoryUnavailableError(
+        f"trajectories {listed(map(str, sorted(set(ids))))} were evicted since they were drawn; draw again"
+    )

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trajstore.core.base import locks
 from trajstore.core.base.arguments import whole
 from trajstore.core.buffer.checkpoint import check_target
@@ -19,13 +22,16 @@ from trajstore.core.files.folders import put_in_place
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import directories_above, open_directory
 from trajstore.core.sampling.base import IntArray
+from trajstore.core.store.given import Said
+from trajstore.core.store.notes import Note
+from trajstore.core.store.row_notes import Rows
 from trajstore.core.store.saved_points import SavedPoint
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
-from trajstore.errors import ConfigurationError, written
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
 from trajstore.trajectory import AnyTrajectory
@@ -209,22 +215,34 @@ class StoreServer:
             return replace(roll.since(began, cursor), next_id=next_id)
 
     def read(self, asked: bytes) -> tuple[Block, ...]:
-        """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`.
+        """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`. Rows of evicted trajectories are absent.
 
         Raises:
-            TrajectoryUnavailableError: a trajectory has been evicted.
+            TrajectoryUnavailableError: the id of a trajectory now names a shorter one.
         """
         drawn, columns, pieces = requested(asked)
-        rows = self._buffer.read(drawn, columns=columns)
-        return pack(unnest(rows), pieces)
+        places: npt.NDArray[np.intp] | None = None
+        while True:
+            try:
+                rows = self._buffer.read(drawn if places is None else drawn.at(places), columns=columns)
+                return pack(unnest(rows), pieces, places)
+            except TrajectoryUnavailableError:
+                left = np.flatnonzero(self._buffer.sampling.readable(drawn))
+                if len(left) == len(drawn if places is None else places):  # not because of an eviction
+                    raise
+                places = left
+            if not len(places):
+                return pack({}, pieces, places)
 
-    def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
-        """Return whole trajectories.
+    def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory | None]:
+        """Return whole trajectories; None for absent ones."""
+        return [self._get(number) for number in ids]
 
-        Raises:
-            TrajectoryUnavailableError: a trajectory is absent.
-        """
-        return [self._buffer.get(number) for number in ids]
+    def _get(self, number: int) -> AnyTrajectory | None:
+        try:
+            return self._buffer.get(number)
+        except TrajectoryUnavailableError:
+            return None
 
     def facts(self) -> DataFrame:
         """Return the facts of this store's trajectories; see :meth:`TrajectoryReplayBuffer.query`.
@@ -261,6 +279,32 @@ class StoreServer:
         """Delete all trajectories durably."""
         with self._hold.changing():
             self._buffer.clear()
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse late values that this store cannot set.
+
+        Args:
+            ids: of this store's trajectories among those of the values.
+            said: values of trajectories of several stores.
+
+        Raises:
+            ConfigurationError: a name stands for another kind of values here.
+            TrajectoryUnavailableError: a trajectory is absent.
+        """
+        self._buffer.sink.check_values(ids, said)
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Set late values, durably, and values by row; see :func:`trajstore.annotate`.
+
+        Raises:
+            ConfigurationError, TrajectoryUnavailableError, StoreWriteError: no value was set.
+        """
+        with self._hold.changing():
+            self._buffer.sink.annotate(said, rows)
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return the late values of a trajectory, the earliest first; see :func:`trajstore.notes_of`."""
+        return self._buffer.sink.history(trajectory_id)
 
     def compact(self) -> None:
         """Free the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""

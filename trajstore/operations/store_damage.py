@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.buffer.checkpoint import CheckpointState
+from trajstore.core.columns.fields import VALID
 from trajstore.core.columns.schema import Schema
 from trajstore.core.files.base import SEE_VERIFY, Directory
 from trajstore.core.files.holder import LOCK_NAME
@@ -198,12 +199,12 @@ def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
 
 
 def _check_saved_states(catalog: Catalog, result: Verification) -> None:
-    """Check that the state and late-value files of snapshots are present and unchanged."""
-    for file in (file for head in catalog.pins.heads.values() for file in head.files):
+    """Check that the state and late-value files of snapshots are present and unchanged, and the values readable."""
+    for head, file in [(snapshot, file) for snapshot in catalog.pins.heads.values() for file in snapshot.files]:
         result.files += 1
         result.nbytes += file.size
         try:
-            catalog.pins.read(file)
+            catalog.values_of(head) if file is head.values else catalog.pins.read(file)
         except CorruptStoreError as error:
             named = states_now(catalog.directory) if is_absent(catalog.directory, file.name) else None
             if named is None or file.name in named:
@@ -308,7 +309,10 @@ def _shards(catalog: Catalog) -> npt.NDArray[np.intp]:
 def _damaged_documents(
     catalog: Catalog, whole: npt.NDArray[np.bool_], only: npt.NDArray[np.int64] | None, result: Verification
 ) -> list[_Found]:
-    """Decode each trajectory with a JSON document in an intact shard, and one trajectory per set of columns."""
+    """Decode each trajectory with a JSON document in an intact shard, and one trajectory per set of columns.
+
+    Counts the valid steps of all that have a field ``valid``.
+    """
     damaged = []
     access = ShardAccess(catalog)
     made: set[Schema] = set()
@@ -319,11 +323,15 @@ def _damaged_documents(
                 continue
             result.trajectories += 1
             schema = access.schema(index, position)
-            if schema in made and not index.at("document", position):
+            known = schema in made and not index.at("document", position)
+            if known and not schema.has_valid:
                 continue
             made.add(schema)
             try:
-                access.trajectory(index, position)
+                if not known:
+                    access.trajectory(index, position)
+                if schema.has_valid:
+                    _check_valid(int(access.columns(index, position, [VALID])[VALID].sum()), index, position)
             except TrajstoreError as error:
                 file = catalog.shards.manifest(int(index.at("shard", position))).files[0].name
                 result.trajectories -= is_absent(catalog.directory, file)
@@ -331,6 +339,18 @@ def _damaged_documents(
                 damaged.append(_Found(file, problem, [number]))
     access.close()
     return damaged
+
+
+def _check_valid(count: int, index: TrajectoryIndex, position: int) -> None:
+    """Refuse a field ``valid`` with another number of valid steps than the index.
+
+    Raises:
+        CorruptStoreError: the numbers differ.
+    """
+    if count != index.at("num_samples", position):
+        raise CorruptStoreError(
+            f"its field valid has {count} valid steps, the index says {index.at('num_samples', position)}"
+        )
 
 
 def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int]:

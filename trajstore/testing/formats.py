@@ -57,6 +57,7 @@ def step_record(steps: int, batch: int, epochs: int, generator: torch.Generator)
             terminations=tensor(steps + epochs, (2,), torch.bool),
             dones=tensor(steps + epochs, (2,), torch.bool),
             prev_values=tensor(steps + epochs, (1,), torch.bfloat16),
+            valid=tensor(steps, (), torch.bool),
             curr_obs={
                 "images": {"main": tensor(steps, (6, 5, 3), torch.uint8), "empty": tensor(steps, (0,))},
                 "instruction": "pick up the \N{TEACUP WITHOUT HANDLE}" * steps,

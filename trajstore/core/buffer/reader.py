@@ -355,7 +355,7 @@ class Reader(Closing):
 
     @property
     def total_samples(self) -> int:
-        """Number of samples, T·B summed over the trajectories."""
+        """Number of valid samples, T·B summed over the trajectories."""
         with self.live.contents.lock:
             return self.live.contents.index.total_samples
 

@@ -18,7 +18,7 @@ class Retention(Settings):
 
     Attributes:
         max_trajectories: number of trajectories.
-        max_samples: number of samples, T·B summed.
+        max_samples: number of valid samples, T·B summed.
         max_bytes: bytes of all columns.
         max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
             all; trajectories with unknown versions stay.

@@ -25,7 +25,7 @@ from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat
 from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore.core.sampling.draws import Draws
-from trajstore.core.store.given import Said
+from trajstore.core.store.given import Said, check_given
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
@@ -187,6 +187,10 @@ class Sink:
         raise StoreError(
             "annotate: this buffer has no store of its own; give the path of the store, or use auto_save=True"
         )
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse late values that contradict the store's, or whose trajectories among ``ids`` are absent."""
+        raise StoreError("annotate: this buffer has no store of its own")
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory of the store."""
@@ -378,6 +382,13 @@ class StoreSink(Sink):
         if any(self._view.contents.is_pending(number) for number in said.ids):
             self.writer.flush()
         uninterrupted(partial(self.writer.annotate, said, rows))
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        if any(self._view.contents.is_pending(number) for number in ids):
+            self.writer.flush()
+        with self.writer.log.standing_still() as catalog:
+            catalog.check_known(ids)
+            check_given(said, catalog.notes.kinds)
 
     def history(self, trajectory_id: int) -> list[Note]:
         if self._view.contents.is_pending(trajectory_id):  # annotate flushes first

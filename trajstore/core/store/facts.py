@@ -19,7 +19,7 @@ FACTS: Mapping[str, str] = {
     "trajectory_id": "id, as get() and evict() take it",
     "rank": "rank of a run directory; 0 for a store that is read alone",
     "kind": "agent, or step for a block [T, B]",
-    "samples": "T * B of a block; 1 of a rollout",
+    "samples": "valid steps of a block, T * B without the field valid; 1 of a rollout",
     "steps": "T of a block; tokens of a rollout",
     "batch": "B of a block; 1 of a rollout",
     "response": "length of the response's columns, such as old_log_probs; 0 of a block, or without any",

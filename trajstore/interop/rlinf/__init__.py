@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trajstore.builder import EmbodiedRolloutResult
+    from trajstore.core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
     from trajstore.interop.rlinf.buffer import TrajectoryReplayBuffer
     from trajstore.interop.rlinf.priority_store import PriorityStore
     from trajstore.interop.rlinf.trajectory import EmbodiedTrajectoryBuilder, Trajectory, convert_trajectories_to_batch
@@ -20,22 +22,30 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChunkStepResult",
+    "EmbodiedRolloutResult",
     "EmbodiedTrajectoryBuilder",
+    "PreloadReplayBufferDataset",
     "PriorityStore",
+    "ReplayBufferDataset",
     "Trajectory",
     "TrajectoryReplayBuffer",
     "convert_trajectories_to_batch",
     "get_model_weights_id",
+    "replay_buffer_collate_fn",
 ]
 
 _MODULES = {
     "ChunkStepResult": "trajstore.trajectory",
+    "EmbodiedRolloutResult": "trajstore.builder",
     "EmbodiedTrajectoryBuilder": "trajstore.interop.rlinf.trajectory",
+    "PreloadReplayBufferDataset": "trajstore.core.feeding",
     "PriorityStore": "trajstore.interop.rlinf.priority_store",
+    "ReplayBufferDataset": "trajstore.core.feeding",
     "Trajectory": "trajstore.interop.rlinf.trajectory",
     "TrajectoryReplayBuffer": "trajstore.interop.rlinf.buffer",
     "convert_trajectories_to_batch": "trajstore.interop.rlinf.trajectory",
     "get_model_weights_id": "trajstore.trajectory",
+    "replay_buffer_collate_fn": "trajstore.core.feeding",
 }
 
 

@@ -1,0 +1,213 @@
+"""A step of AgentEvolver's trainer, under AgentEvolver's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.guidance.reme import FakeReMe
+from tests.replay.conftest import build
+from trainer_hooks.agentevolver import (
+    EMClient,
+    ExperienceManager,
+    ExperienceMixCollateFn,
+    ExperienceWorker,
+    ReplayEnvManager,
+    ReplayTrainer,
+    Reward,
+    Trajectory,
+    TrajExpConfig,
+    compute_response_mask,
+)
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+
+pytest.importorskip("verl", exc_type=ImportError)
+
+from omegaconf import OmegaConf
+from verl import DataProto
+
+N = 4
+
+
+def config(**maker: Any) -> Any:
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"n": N, "val_kwargs": {"n": 2}}},
+            "experience_maker": {"enable_context_generator": True, "retrieve_top_k": 1, **maker},
+            "exp_manager": {
+                "train_rollout_mode": "mixed",
+                "rollout_ratio": 0.5,
+                "experience_replay": {
+                    "enable": True,
+                    "exp_ratio": 0.5,
+                    "replay_start_ratio": 0.35,
+                    "offpolicy_trajectories_per_task": 1,
+                    "experience_lbound": 0,
+                    "experience_rbound": N,
+                    "exp_select_mode": "argmin",
+                },
+            },
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    task_id: str
+
+
+class TaskManager:
+    def get_task_by_id(self, task_id: str) -> Task | None:
+        return Task(task_id) if task_id in "abcd" else None
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+
+class Environments(ReplayEnvManager):
+    tokenizer = Tokenizer()
+
+
+class Actor:
+    """The second response token of rollout i of the batch has entropy i; all log-probs are -2."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        shape = data.batch["responses"].shape
+        rows = data.batch["responses"][:, :1] // 1000
+        return DataProto.from_dict(
+            tensors={"old_log_probs": torch.full(shape, -2.0), "entropys": rows.float().expand(shape).clone()}
+        )
+
+
+class Trainer(ReplayTrainer):
+    def __init__(self) -> None:
+        self.exp_manager = ExperienceManager(config().exp_manager)
+        self.env_manager = Environments()
+        self.actor_rollout_wg = Actor()
+
+
+def step_of(trainer: Trainer) -> None:
+    """Train on four rollouts of task a, of which three succeed; the third has the lowest saved entropy."""
+    rollouts = [
+        build("a", token, outcome, entropy=entropy)
+        for token, outcome, entropy in ((1, 1.0, 3.0), (2, 1.0, 2.0), (3, 1.0, 1.0), (4, 0.0, 0.5))
+    ]
+    manager = trainer.exp_manager
+    manager.update_difficulty2task_dict(rollouts)
+    filtered = manager.update_skip_uid_set_and_filter_trajectories(
+        trajectories=rollouts, n_rollout=N, entropys=None, response_mask=None
+    )
+    assert manager.save_trajectories_to_memory(filtered) == 3
+
+
+def test_a_step_replays_a_history_in_its_tasks_group() -> None:
+    trainer = Trainer()
+    step_of(trainer)
+    trainer.exp_manager.global_steps = 5
+    mix = ExperienceMixCollateFn(
+        exp_manager=trainer.exp_manager,
+        train_task_manager=TaskManager(),
+        exp_ratio=0.5,
+        replay_start_ratio=0.35,
+        offpolicy_trajectories_per_task=1,
+        n_rollout=N,
+    )
+    experience, fresh = mix(training_tasks=[Task("b"), Task("c")], training_progress=0.5, enable_replay=True)
+    assert [task.task_id for task in [*experience, *fresh]] == ["a", "b"]
+
+    saved = trainer.exp_manager.get_offpolicy_batch(experience, num_trajectories_per_task=1, use_saved_entropy=True)
+    candidates = trainer.exp_manager.get_all_candidates_batch(tasks=experience)
+    chosen = trainer._select_best_offpolicy_by_current_entropy(
+        task_to_candidates=candidates, tasks=experience, num_trajectories_per_task=1
+    )
+    assert [history.rollout_id for history in saved] == ["a/3"], "lowest saved entropy"
+    assert [history.rollout_id for history in chosen] == ["a/1"], "lowest entropy under the actor"
+
+    positions = {task.task_id: position for position, task in enumerate([*experience, *fresh])}
+    histories = trainer.env_manager.convert_offpolicy_to_cmt(
+        offpolicy_trajectories=chosen, config=None, tokenizer=None, task_id_to_data_id=positions
+    )
+    rollouts = [build(task, number, data_id=str(positions[task])) for task in "ab" for number in (8, 9)]
+    batch = trainer.env_manager.to_dataproto([*rollouts, *histories])
+    assert batch.batch["group_ids"].tolist() == [0, 0, 1, 1, 0]
+    assert batch.batch["exp_mask"].any(dim=1).tolist() == [False] * 4 + [True]
+    batch.batch["response_mask"] = compute_response_mask(batch)
+    assert batch.batch["response_mask"].tolist() == [[1, 0, 1, 1]] * 5
+
+    current = trainer.actor_rollout_wg.compute_log_prob(batch)
+    batch = trainer._replace_recorded_old_log_probs(
+        batch=batch, current_old_log_prob=current, entropys=current.batch["entropys"]
+    )
+    old = batch.batch["old_log_probs"]
+    assert (old[:4] == -2).all()
+    assert old[4].tolist() == [-0.5, -2.0, -0.25, -1.0], "recorded where the model wrote"
+
+
+def test_a_history_without_a_group_is_refused() -> None:
+    with pytest.raises(InvalidTrajectoryError, match="has no task 'a'"):
+        Environments().convert_offpolicy_to_cmt([build("a")], task_id_to_data_id={"b": 0})
+    with pytest.raises(InvalidTrajectoryError, match=r"trajectories\[0\]: data_id 'x'"):
+        Environments().to_dataproto([build("a", data_id="x")])
+
+
+@pytest.mark.parametrize("section", [False, True])
+def test_the_number_of_rollouts_is_that_of_the_configuration(section: bool) -> None:
+    values = config()
+    manager = ExperienceManager(values.exp_manager if section else values)
+    assert manager.rules.n_rollout == N
+    configs = manager.get_complete_exp_configs([Task("a"), Task("b")], mode="sample")
+    assert [sum(item.add_exp) for item in configs] == [2, 2]
+    assert [len(item.add_exp) for item in manager.get_complete_exp_configs([Task("a")], mode="validate")] == [2]
+    with pytest.raises(ConfigurationError, match="n_rollout: the configuration has no actor_rollout_ref"):
+        ExperienceManager(OmegaConf.to_container(values.exp_manager))
+    with pytest.raises(ConfigurationError, match="n_rollout: 8, the pool's is 4"):
+        ExperienceMixCollateFn(manager, TaskManager(), n_rollout=8)
+
+
+def test_experience_of_a_service_is_put_in_and_taken_out() -> None:
+    with FakeReMe() as service:
+        worker = ExperienceWorker(config=config(base_url=service.url))
+        guided = TrajExpConfig(add_exp=True, train_mode="discard", task_id="a", query="where is the cup")
+        messages, guided = worker.manage_rollout_context([{"role": "user", "content": "where is the cup"}], guided)
+        assert "go kitchen" in messages[-1]["content"]
+        assert len(guided.experience_list) == 1
+        experience, cleaned = worker.manage_training_context(messages[-1]["content"], {"task_train_mode": "discard"})
+        assert cleaned == "where is the cup"
+        assert "go kitchen" in experience
+        kept = messages[-1]["content"]
+        assert worker.manage_training_context(kept, {"task_train_mode": "keep"}) == ("", kept)
+
+        client = EMClient(base_url=service.url)
+        rollout = Trajectory(steps=[{"role": "user", "content": "where is the cup"}], reward=Reward(outcome=1.0))
+        assert "go kitchen" in client.call_context_generator(rollout, retrieve_top_k=1, workspace_id="w2")
+        made, seconds = client.call_summarizer([rollout], workspace_id="w2")
+        assert made == 2, "the number that the service reports"
+        assert seconds >= 0
+        assert {body["workspace_id"] for _, body in service.calls if body} == {"default", "w2"}
+        service.mode = "404"
+        assert client.call_context_generator(rollout) == ""
+        assert client.call_summarizer([rollout])[0] == ""
+
+
+def test_summaries_run_in_the_background_every_few_steps() -> None:
+    with FakeReMe() as service:
+        manager = ExperienceManager(config(base_url=service.url, enable_summarizer=True, updated_freq=2))
+        rollout = Trajectory(steps=[{"role": "user", "content": "go"}], reward=Reward(outcome=1.0))
+        assert manager.update_experience_pool([rollout], global_steps=3) is None
+        future = manager.submit_summary_task([rollout], 4)
+        assert future is not None
+        assert future.result()[0] == 2
+    without = ExperienceManager(config(enable_summarizer=True, updated_freq=2))
+    with pytest.raises(ConfigurationError, match="enable_summarizer needs a service"):
+        without.update_experience_pool([rollout], 2)
+
+
+def test_steps_are_the_messages() -> None:
+    rollout = Trajectory(steps=[{"role": "user", "content": "go"}], task_id="a")
+    assert rollout.steps is rollout.messages
+    with pytest.raises(ConfigurationError, match="steps: the same as messages"):
+        Trajectory(steps=[], messages=[])

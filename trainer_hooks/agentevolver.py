@@ -1,0 +1,486 @@
+"""AgentEvolver's names on the hooks' classes: code of its trainer runs with only its imports changed.
+
+Each class accepts the arguments of AgentEvolver's documents and of its current code, and passes them to the class here
+that does the work. ``docs/howto/agentevolver.md`` lists the names and the differences.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from trainer_hooks import dataproto, guidance, masks
+from trainer_hooks.advantages import compute_grpo_outcome_advantage
+from trainer_hooks.batch import BatchRow, build_batch
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.guidance.manager import RolloutMode
+from trainer_hooks.guidance.summary import text_of
+from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.replay import REPLAY_MARK, mean_entropy
+from trainer_hooks.replay import ExperienceManager as Pool
+from trainer_hooks.replay import ExperienceMixCollateFn as Mixer
+from trainer_hooks.replay.message_rows import MessageTokenizer
+from trainer_hooks.replay.rows import rows_of
+from trajstore.core.base.arguments import whole, whole_or_none
+from trajstore.core.columns.limits import shown
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, Reward
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "EMClient",
+    "ExperienceManager",
+    "ExperienceMixCollateFn",
+    "ExperienceWorker",
+    "ReplayEnvManager",
+    "ReplayTrainer",
+    "Reward",
+    "TaskExpConfig",
+    "TrajExpConfig",
+    "Trajectory",
+    "compute_grpo_outcome_advantage",
+    "compute_response_mask",
+    "het_compute_token_on_off_policy_loss",
+]
+
+Task = TypeVar("Task")
+
+
+class Trajectory(AgentTrajectory):
+    """A trajectory whose messages are also called ``steps``."""
+
+    def __init__(self, *, steps: list[dict[str, Any]] | None = None, **fields: Any) -> None:
+        if steps is not None:
+            if "messages" in fields:
+                raise ConfigurationError("steps: the same as messages; give one of them")
+            fields["messages"] = steps
+        super().__init__(**fields)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The messages."""
+        return self.messages
+
+
+@dataclass
+class TaskExpConfig:
+    """Guidance of one task in a step: a flag for each rollout, and whether training keeps the experience."""
+
+    add_exp: list[bool]
+    train_mode: guidance.TrainMode = "discard"
+
+
+@dataclass(kw_only=True)
+class TrajExpConfig(guidance.TrajExpConfig):
+    """Guidance of one rollout, and the rollout's names."""
+
+    add_exp: bool = True
+    data_id: str = ""
+    rollout_id: str = ""
+    query: str = ""
+    mode: RolloutMode = "sample"
+    experience_list: list[str] = field(default_factory=list)
+
+
+class EMClient:
+    """Client of a ReMe service whose calls name their workspace; see :class:`trainer_hooks.guidance.EMClient`.
+
+    A failed call is logged and returns an empty text.
+
+    Args:
+        base_url: of the service.
+        timeout: seconds for one call.
+    """
+
+    def __init__(self, base_url: str = "http://localhost:8001", timeout: float = 1200.0) -> None:
+        self._new: Callable[[str], guidance.EMClient] = lambda workspace: guidance.EMClient(
+            base_url, workspace_id=workspace, retrieve_timeout=timeout, summary_timeout=timeout
+        )
+        self._clients: dict[str, guidance.EMClient] = {}
+        self._client("default")  # checks the arguments
+
+    def call_context_generator(
+        self, trajectory: AgentTrajectory, retrieve_top_k: int = 1, workspace_id: str = "default"
+    ) -> str:
+        """Return the experiences for a trajectory's messages as one text; empty if there are none, or the call failed.
+
+        Args:
+            trajectory: with messages.
+            retrieve_top_k: number of experiences.
+            workspace_id: workspace to search.
+        """
+        query = "\n".join(text_of(message) for message in trajectory.messages if message.get("role") != "system")
+        try:
+            return self._client(workspace_id).retrieve(query, retrieve_top_k).text
+        except guidance.MakerError as error:
+            logger.warning("guidance: retrieving experience failed: %s", error)
+            return ""
+
+    def call_summarizer(
+        self, trajectories: Sequence[AgentTrajectory], workspace_id: str = "default"
+    ) -> tuple[int | str, float]:
+        """Send trajectories to the service, which makes experiences of them.
+
+        Returns:
+            The number of experiences made (an empty text if the call failed), and the seconds that the call took.
+        """
+        start = time.monotonic()
+        made: int | str = ""
+        try:
+            made = self._client(workspace_id).summarize(trajectories)
+        except guidance.MakerError as error:
+            logger.warning("guidance: summarizing %d trajectories failed: %s", len(trajectories), error)
+        return made, time.monotonic() - start
+
+    def close(self) -> None:
+        """Refuse new calls, and cancel running ones."""
+        for client in list(self._clients.values()):
+            client.close()
+
+    def _client(self, workspace: str) -> guidance.EMClient:
+        if workspace not in self._clients:
+            self._clients[workspace] = self._new(workspace)
+        return self._clients[workspace]
+
+
+class ExperienceManager(Pool):
+    """The experience pool and the allocation of guidance, both from a trainer's configuration.
+
+    Args:
+        config: the trainer's configuration, or its section ``exp_manager``: a dict, or a node of OmegaConf.
+        n_rollout: rollouts per task; ``None`` = ``actor_rollout_ref.rollout.n`` of the configuration.
+        pool: further arguments of :class:`trainer_hooks.replay.ExperienceManager`, such as ``store``.
+
+    Raises:
+        ConfigurationError: values out of range, or the number of rollouts is unknown.
+    """
+
+    def __init__(self, config: Any, *, n_rollout: int | None = None, **pool: Any) -> None:
+        self.config = _trainer_config(config)
+        section = self.config["exp_manager"]
+        self._rollout = _lookup(self.config, "actor_rollout_ref.rollout")
+        n = whole_or_none("n_rollout", n_rollout, 1) or _lookup(self._rollout, "n")
+        if n is None:
+            raise ConfigurationError(
+                "n_rollout: the configuration has no actor_rollout_ref.rollout.n; give the whole configuration, or"
+                " n_rollout="
+            )
+        replay = ExperienceReplayConfig.from_mapping(_lookup(section, "experience_replay") or {})
+        super().__init__(replay.pool_rules(whole("actor_rollout_ref.rollout.n", n, 1)), **pool)
+        self.guidance = GuidanceConfig.from_config(self.config)
+        self._allocation = guidance.GuidanceManager(self.guidance.rules(), seed=self.guidance.seed)
+        self.train_rollout_expmode = self.guidance.train_rollout_expmode
+        self.val_rollout_expmode = self.guidance.val_rollout_expmode
+        self.rollout_expratio = self.guidance.rollout_expratio
+        self.train_sample_expmode = self.guidance.train_sample_expmode
+        self.train_sample_keepratio = self.guidance.train_sample_keepratio
+        self.em_client = None if self.guidance.base_url is None else EMClient(self.guidance.base_url)
+        self.thread_pool = ThreadPoolExecutor(max_workers=self.guidance.workers, thread_name_prefix="summaries")
+
+    # ---- guidance ----
+
+    def get_complete_exp_configs(self, tasks: Sequence[Any], mode: RolloutMode = "sample") -> list[TaskExpConfig]:
+        """Return train mode and guided rollouts of each task.
+
+        Args:
+            tasks: of the step.
+            mode: ``sample`` in training; ``validate`` in validation, with ``rollout.val_kwargs.n`` rollouts per task.
+        """
+        return self.allocate_add_exp(self.allocate_train_mode(tasks), mode)
+
+    def allocate_train_mode(self, tasks: Sequence[Any]) -> list[TaskExpConfig]:
+        """Return the train mode of each task, without guided rollouts."""
+        return [TaskExpConfig([], mode) for mode in self._allocation.allocate_train_mode(tasks)]
+
+    def allocate_add_exp(self, exp_configs: list[TaskExpConfig], mode: RolloutMode) -> list[TaskExpConfig]:
+        """Choose each task's guided rollouts; change and return the given configurations."""
+        n = self.rules.n_rollout
+        if mode == "validate":
+            n = _lookup(self._rollout, "val_kwargs.n") or n
+        for config, flags in zip(
+            exp_configs, self._allocation.allocate_add_exp([n] * len(exp_configs), mode), strict=True
+        ):
+            config.add_exp = list(flags)
+        return exp_configs
+
+    def update_experience_pool(
+        self, trajectories: Sequence[AgentTrajectory], global_steps: int | None = None
+    ) -> Future[tuple[int | str, float]] | None:
+        """Send trajectories to the ReMe service in the background, in every ``updated_freq``-th step.
+
+        Args:
+            trajectories: rollouts of the step.
+            global_steps: the step; ``None`` = :attr:`global_steps`.
+
+        Returns:
+            The call's future, whose result is that of ``call_summarizer``; ``None`` in other steps.
+        """
+        step = self.global_steps if global_steps is None else whole("global_steps", global_steps, 0)
+        options = self.guidance
+        if not options.enable_summarizer or not options.updated_freq or step % options.updated_freq:
+            return None
+        if self.em_client is None:
+            raise ConfigurationError(
+                "experience_maker.base_url: not given, but enable_summarizer needs a service; the embedded maker"
+                " belongs to trainer_hooks.guidance.hook.GuidanceHook"
+            )
+        return self.thread_pool.submit(self.em_client.call_summarizer, trajectories, options.workspace_id)
+
+    submit_summary_task = update_experience_pool
+
+    # ---- replay ----
+
+    def get_offpolicy_batch(
+        self, tasks: Sequence[Any], num_trajectories_per_task: int = 1, use_saved_entropy: bool = False
+    ) -> list[AgentTrajectory]:
+        """Return histories as in :meth:`trainer_hooks.replay.ExperienceManager.get_offpolicy_batch`.
+
+        Args:
+            tasks: task ids, or objects with a ``task_id``.
+            num_trajectories_per_task: maximum number of histories per task.
+            use_saved_entropy: whether to choose by the saved entropy even if :attr:`current_entropy` is available.
+        """
+        current = self.current_entropy
+        try:
+            if use_saved_entropy:
+                self.current_entropy = None
+            return super().get_offpolicy_batch(tasks, num_trajectories_per_task)
+        finally:
+            self.current_entropy = current
+
+
+class ExperienceMixCollateFn(Mixer[Task], Generic[Task]):
+    """Splits every batch into experience tasks and on-policy tasks, with tasks from a task manager.
+
+    Args:
+        exp_manager: the pool.
+        train_task_manager: has ``get_task_by_id(task_id)``, which returns a task or ``None``.
+        n_rollout: rollouts per task; must be the pool's.
+        mixing: further arguments of :class:`trainer_hooks.replay.ExperienceMixCollateFn`.
+
+    Raises:
+        ConfigurationError: as there; or ``n_rollout`` is not the pool's.
+    """
+
+    def __init__(
+        self, exp_manager: Pool, train_task_manager: Any, *, n_rollout: int | None = None, **mixing: Any
+    ) -> None:
+        if n_rollout not in (None, exp_manager.rules.n_rollout):
+            raise ConfigurationError(f"n_rollout: {n_rollout}, the pool's is {exp_manager.rules.n_rollout}")
+        super().__init__(exp_manager, train_task_manager.get_task_by_id, **mixing)
+
+
+class ExperienceWorker(guidance.ExperienceWorker):
+    """Inserts experience of a ReMe service into messages, and removes it.
+
+    Args:
+        config: the trainer's configuration, or its section ``exp_manager``.
+
+    Raises:
+        ConfigurationError: values out of range, or experience is to be inserted without a service.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = _trainer_config(config)
+        options = GuidanceConfig.from_config(self.config)
+        self.experience_template = options.experience_template
+        self.em_client = None if options.base_url is None else EMClient(options.base_url)
+        maker = None
+        if options.enable_context_generator:
+            if options.base_url is None:
+                raise ConfigurationError(
+                    "experience_maker.base_url: not given, but enable_context_generator needs a service; the embedded"
+                    " maker belongs to trainer_hooks.guidance.hook.GuidanceHook"
+                )
+            maker = guidance.EMClient(options.base_url, workspace_id=options.workspace_id, dialect=options.dialect)
+        self._text = guidance.ExperienceTemplate.of(options.experience_template)
+        super().__init__(maker, template=self._text, retrieve_top_k=options.retrieve_top_k)
+
+    def manage_rollout_context(  # type: ignore[override]  # AgentEvolver's name and result
+        self, init_messages: Sequence[Mapping[str, Any]], traj_exp_config: guidance.TrajExpConfig
+    ) -> tuple[list[dict[str, Any]], guidance.TrajExpConfig]:
+        """Return the messages to send to the model, and the given configuration, which records the insertion."""
+        return super().manage_rollout_context(init_messages, traj_exp_config), traj_exp_config
+
+    def manage_training_context(  # type: ignore[override]  # AgentEvolver's name and result
+        self, message: str, metadata_config: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """Return the experience in a message, and the message to train on.
+
+        Args:
+            message: text of one message.
+            metadata_config: metadata of the rollout; unless its ``task_train_mode`` (or ``task_train_exp_mode``) is
+                ``discard``, nothing is removed.
+        """
+        mode = metadata_config.get("task_train_mode", metadata_config.get("task_train_exp_mode", "discard"))
+        if mode != "discard":
+            return "", message
+        found, cleaned = guidance.strip_template(message, self._text)
+        return "\n".join(found), cleaned
+
+
+class ReplayEnvManager:
+    """Methods for an environment manager: histories as rollouts of this step, and both as a ``DataProto``.
+
+    ``tokenizer`` must be set: a tokenizer of Hugging Face.
+    """
+
+    tokenizer: Any
+
+    def convert_offpolicy_to_cmt(
+        self,
+        offpolicy_trajectories: Sequence[AgentTrajectory],
+        config: Any = None,
+        tokenizer: Any = None,
+        task_id_to_data_id: Mapping[str, int] | None = None,
+    ) -> list[AgentTrajectory]:
+        """Return histories marked as replayed, each with the ``data_id`` of its task's fresh rollouts.
+
+        Args:
+            offpolicy_trajectories: from ``get_offpolicy_batch``; not changed. Recorded tokens are kept as they are.
+            config: not needed; accepted because AgentEvolver's code gives it.
+            tokenizer: makes tokens of histories with messages only; ``None`` = ``self.tokenizer``.
+            task_id_to_data_id: position of each task in the batch.
+
+        Raises:
+            InvalidTrajectoryError: a history's task is not in the batch, so it has no group.
+        """
+        positions = task_id_to_data_id or {}
+        converted = []
+        for history in offpolicy_trajectories:
+            if history.task_id not in positions:
+                raise InvalidTrajectoryError(
+                    f"task_id_to_data_id: has no task {history.task_id!r}; a history must be in a group with its"
+                    " task's fresh rollouts"
+                )
+            if history.input_ids is None:
+                history = MessageTokenizer.of(self.tokenizer if tokenizer is None else tokenizer).rows_of(history)
+            metadata = {**history.metadata, REPLAY_MARK: True}
+            converted.append(replace(history, data_id=str(positions[history.task_id]), metadata=metadata))
+        return converted
+
+    def to_dataproto(self, trajectories: Sequence[AgentTrajectory]) -> DataProto:
+        """Return trajectories as a ``DataProto`` with the keys of :mod:`trainer_hooks.batch`.
+
+        Args:
+            trajectories: fresh rollouts and converted histories, with tokens; ``data_id`` is the number of the group.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory lacks tokens, or its ``data_id`` is not a number.
+            MissingDependencyError: verl is not installed.
+        """
+        rows = []
+        for position, trajectory in enumerate(trajectories):
+            if not trajectory.data_id.isdecimal():
+                raise InvalidTrajectoryError(
+                    f"trajectories[{position}]: data_id {trajectory.data_id!r}, must be the position of its task"
+                )
+            guided, parts = guidance.Guidance.of(trajectory), rows_of(trajectory)
+            rows += [
+                BatchRow(
+                    trajectory=part,
+                    group_id=int(trajectory.data_id),
+                    is_experience_replay=bool(trajectory.metadata.get(REPLAY_MARK)),
+                    add_exp=guided is not None,
+                    train_mode="keep" if guided is None else guided.train_mode,
+                    rollout=None if len(parts) == 1 else (position, number, len(parts)),
+                )
+                for number, part in enumerate(parts)
+            ]
+        pad = self.tokenizer.pad_token_id
+        return dataproto.to_dataproto(build_batch(rows, self.tokenizer.eos_token_id if pad is None else pad))
+
+
+class ReplayTrainer:
+    """Methods for a trainer: selection of histories by the current policy's entropy, and recorded log-probs.
+
+    ``exp_manager``, ``env_manager`` (with the methods of :class:`ReplayEnvManager`) and ``actor_rollout_wg`` must be
+    set.
+    """
+
+    exp_manager: ExperienceManager
+    env_manager: Any
+    actor_rollout_wg: Any
+
+    def _select_best_offpolicy_by_current_entropy(
+        self,
+        task_to_candidates: Mapping[str, Collection[AgentTrajectory]],
+        tasks: Sequence[Any],
+        num_trajectories_per_task: int = 1,
+    ) -> list[AgentTrajectory]:
+        """Return the best histories of each task that has candidates, by entropy under the current policy.
+
+        Only histories whose choice depends on entropy are scored. If scoring fails, the saved entropy decides; the
+        failure is logged.
+        """
+        self.exp_manager.current_entropy = self._entropies
+        having = [task for task in tasks if task_to_candidates.get(getattr(task, "task_id", task))]
+        return self.exp_manager.get_offpolicy_batch(having, num_trajectories_per_task)
+
+    def _entropies(self, histories: Sequence[AgentTrajectory]) -> list[float]:
+        """Return each history's mean entropy under the current policy, in nats; NaN without tokens of the model."""
+        names = dict.fromkeys(history.task_id for history in histories)
+        positions = {name: position for position, name in enumerate(names)}
+        data = self.env_manager.to_dataproto(
+            self.env_manager.convert_offpolicy_to_cmt(histories, task_id_to_data_id=positions)
+        )
+        entropys = self.actor_rollout_wg.compute_log_prob(data).batch["entropys"]
+        mask, rollouts = data.batch["response_mask"], data.batch["rollouts"]
+        means = [
+            mean_entropy(entropys[rollouts == number], mask[rollouts == number]) for number in range(len(histories))
+        ]
+        return [float("nan") if mean is None else mean for mean in means]
+
+    def _replace_recorded_old_log_probs(
+        self, batch: DataProto, current_old_log_prob: DataProto, entropys: torch.Tensor | None = None
+    ) -> DataProto:
+        """Return the batch with ``old_log_probs``: the recorded ones on replayed tokens, the current ones elsewhere.
+
+        Args:
+            batch: with ``exp_mask``, ``recorded_old_log_probs`` and ``recorded_mask``; changed.
+            current_old_log_prob: with ``old_log_probs`` [B, R] under the current policy.
+            entropys: not needed; accepted because AgentEvolver's code gives it.
+        """
+        columns = batch.batch
+        columns["old_log_probs"] = masks.replace_recorded_old_log_probs(
+            current_old_log_prob.batch["old_log_probs"],
+            columns["recorded_old_log_probs"],
+            columns["recorded_mask"],
+            columns["exp_mask"],
+        )
+        return batch
+
+
+def compute_response_mask(data: DataProto) -> torch.Tensor:
+    """Return the response's part of ``loss_mask``, [B, R]; of ``attention_mask`` if there is no loss mask."""
+    names = data.batch.keys()
+    mask = data.batch["loss_mask" if "loss_mask" in names else "attention_mask"]
+    return masks.compute_response_mask(mask, data.batch["responses"].shape[1])
+
+
+def _trainer_config(config: Any) -> Mapping[str, Any]:
+    """Return the trainer's configuration, given it or its section ``exp_manager``."""
+    if not hasattr(config, "keys"):
+        raise ConfigurationError(f"config: {shown(config)}, must be a configuration with exp_manager")
+    if "exp_manager" in config:
+        return config  # type: ignore[no-any-return]
+    root = config._get_root() if hasattr(config, "_get_root") else None  # a node of OmegaConf knows its configuration
+    return root if root is not None and "exp_manager" in root else {"exp_manager": config}
+
+
+def _lookup(config: Any, path: str) -> Any:
+    """Return the value at a dotted path; ``None`` if it is absent."""
+    for name in path.split("."):
+        config = config.get(name) if hasattr(config, "get") else None
+    return config
