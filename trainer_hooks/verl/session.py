@@ -273,8 +273,6 @@ class ReplaySession:
         figures["recording/dropped_successes"] = float(self._dropped_successes)
         figures["recording/without_outcome"] = float(self._without_outcome.take())
         figures["recording/without_text"] = float(self._scribe.without_text)
-        self._resumed_from: Mapping[str, Any] | None = None
-        """State of the pool of the checkpoint resumed from, which may be elsewhere."""
         self._dropped = self._dropped_successes = 0
         figures |= self.guided.step_done(made, step)
         if not self.replays:
