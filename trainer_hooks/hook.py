@@ -70,6 +70,8 @@ class ReplayHook(Closing, Generic[Task]):
             drawn. An empty one matches every history of the task: for prompts with a clock or a first observation.
             Without it, histories are left out of the batch if their prompt differs from that of the task's rollouts;
             a task whose own rollouts have different prompts is not compared.
+        draws_ahead: steps between :meth:`tasks_chosen` and the step that trains on its histories, in an asynchronous
+            trainer; ``max_policy_age`` applies to that step.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
@@ -89,6 +91,7 @@ class ReplayHook(Closing, Generic[Task]):
         current_entropy: CurrentEntropy | None = None,
         task_text: Callable[[Task], str] | None = None,
         task_prompt: Callable[[Task], Sequence[Message] | Tensor] | None = None,
+        draws_ahead: int = 0,
     ) -> None:
         self.config = config
         self._n_rollout = whole("n_rollout", n_rollout, 1)
@@ -111,6 +114,7 @@ class ReplayHook(Closing, Generic[Task]):
                 current_entropy=current_entropy,
                 reward_fingerprint=config.reward_fingerprint or "",
                 rows=RowPrompts(get_task, task_prompt),
+                draws_ahead=whole("draws_ahead", draws_ahead, 0),
             )
             self._made = ReplayParts(config, manager, get_task, task_text)
         except BaseException:
@@ -443,6 +447,11 @@ class ReplayHook(Closing, Generic[Task]):
     def manager(self) -> ExperienceManager | None:
         """The pool; ``None`` if disabled."""
         return None if self._replay is None else self._replay.manager
+
+    @property
+    def training_step(self) -> int:
+        """The step that trains on what is drawn now; 0 if disabled."""
+        return 0 if self._made is None else self._made.manager.training_step
 
     def close(self) -> None:
         """Flush and close the pool's store. Idempotent."""

@@ -228,10 +228,15 @@ def _sentences(
 
 
 def _step_of(rollout: AgentTrajectory) -> int:
-    """Return a rollout's step, as counted by its own run; -1 if it has none."""
-    earlier = rollout.metadata.get(EARLIER_RUN)
+    """Return a rollout's step, as counted by its own run; -1 if it has none.
+
+    In a step of verl's asynchronous trainer, rollouts have several policy versions; ``metadata["step"]`` is their step.
+    """
+    metadata = rollout.metadata
+    earlier = metadata.get(EARLIER_RUN)
     version = earlier.get("policy_version") if isinstance(earlier, Mapping) else rollout.policy_version
-    return version if isinstance(version, int) else -1
+    step = metadata.get("step") if "max_global_steps" in metadata else version
+    return step if isinstance(version, int) and isinstance(step, int) else -1
 
 
 class _Reader(BufferStore):

@@ -81,6 +81,7 @@ class ExperienceManager:
         reward_fingerprint: name and version of the reward function; empty = unknown. It is kept with each trajectory,
             and a different one gives a warning.
         rows: prompts of the training data's rows; histories that answer another prompt are not replayed.
+        draws_ahead: steps between a draw and the step that trains on it; ``max_policy_age`` applies to that step.
 
     Raises:
         ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that these rules
@@ -98,8 +99,10 @@ class ExperienceManager:
         current_entropy: CurrentEntropy | None = None,
         reward_fingerprint: str = "",
         rows: RowPrompts | None = None,
+        draws_ahead: int = 0,
     ) -> None:
         self.rules = rules
+        self._draws_ahead = draws_ahead
         self.tokenized = Tokenized([])
         """Total of trajectories that had messages only and were tokenized."""
         self._tokenizer = tokenizer
@@ -306,17 +309,17 @@ class ExperienceManager:
 
     def get_valid_replay_task_ids(self) -> list[str]:
         """Return the tasks that are in a bucket, not skipped, and have a trajectory that may be drawn now."""
-        return [task for tasks in self._state.valid_buckets(self.rules, self.global_steps).values() for task in tasks]
+        return [task for tasks in self._state.valid_buckets(self.rules, self.training_step).values() for task in tasks]
 
     def drawable_task_ids(self) -> list[str]:
         """Return the tasks that could be drawn now: as above, and in the bucket ``replay_difficulty`` if one is set."""
-        buckets = self._state.valid_buckets(self.rules, self.global_steps)
+        buckets = self._state.valid_buckets(self.rules, self.training_step)
         only = self.rules.replay_difficulty
         return [task for difficulty, tasks in buckets.items() if only in (None, difficulty) for task in tasks]
 
     def why_nothing(self) -> str:
         """Return why no task can be drawn now, in a sentence; empty if one can."""
-        return why_nothing(self._state, self.rules, self.global_steps, self.refused)
+        return why_nothing(self._state, self.rules, self.training_step, self.refused)
 
     def sample_tasks_from_replaypool(
         self,
@@ -336,7 +339,7 @@ class ExperienceManager:
         """
         whole("num_tasks", num_tasks, 0)
         whole_or_none("difficulty", difficulty, 0)
-        buckets = self._state.valid_buckets(self.rules, self.global_steps)
+        buckets = self._state.valid_buckets(self.rules, self.training_step)
         only = self.rules.replay_difficulty if difficulty is None else difficulty
         if only is not None:
             # Within one bucket every task is equally likely, even under a strategy that gives this bucket no weight.
@@ -406,7 +409,7 @@ class ExperienceManager:
         """Return, for each task that has any, all histories that may be drawn now, oldest first, as marked copies."""
         names = task_ids_of(tasks)
         candidates = {
-            name: self._ledger.read(self._state.eligible(name, self.rules, self.global_steps)) for name in names
+            name: self._ledger.read(self._state.eligible(name, self.rules, self.training_step)) for name in names
         }
         return {
             task: [journal.replayed_copy(record) for _, record in held] for task, held in candidates.items() if held
@@ -430,6 +433,11 @@ class ExperienceManager:
         self._counting = True
         if goes_back:
             self._notices.ages(self._state.all_entries(), self.rules, self.global_steps)
+
+    @property
+    def training_step(self) -> int:
+        """The step that trains on what is drawn now."""
+        return self.global_steps + self._draws_ahead
 
     @property
     def difficulty2task_dict(self) -> dict[int, list[str]]:
@@ -767,7 +775,7 @@ class ExperienceManager:
         """Return the entries whose entropy decides whether they are among the ``n`` of their task."""
         result: list[PoolEntry] = []
         for task in tasks:
-            entries = self._state.eligible(task, self.rules, self.global_steps)
+            entries = self._state.eligible(task, self.rules, self.training_step)
             places = undecided(entries, n, self.rules, self._state.uses_of(entries))
             result += [entries[place] for place in places]
         return result
@@ -789,7 +797,7 @@ class ExperienceManager:
             scores: entropies by trajectory id, instead of the saved ones.
             versions: see ``choose_histories``.
         """
-        entries = self._state.eligible(task, self.rules, self.global_steps)
+        entries = self._state.eligible(task, self.rules, self.training_step)
         if not entries:
             return []
         order = choose_histories(

@@ -92,6 +92,7 @@ class ReplaySession:
             own_group=block.experience_replay.group_offpolicy == "separate",
             max_prompt_length=block.max_prompt_length,
             max_response_length=block.max_response_length,
+            max_policy_age=block.experience_replay.max_policy_age,
         )
         self.expect, self.join_finished = self._histories.expect, self._histories.join_finished
         """Methods of :class:`Histories`."""
@@ -115,6 +116,7 @@ class ReplaySession:
                     task_prompt=None if tasks is None else lambda task: messages_of(tasks.row(task)["raw_prompt"]),
                     tokenizer_fingerprint=tokenizer.fingerprint,
                     tokenizer=tokenizer.messages,
+                    draws_ahead=block.draws_ahead,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
             self.hold_checkpoints()
@@ -142,17 +144,18 @@ class ReplaySession:
             progress: progress of the training, in [0, 1].
             step: number of the step.
         """
+        self._histories.step = step
         plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
         return [self._fitted(one) for one in plan or ()] or [
             PlannedTask(task, self._block.n_rollout, ()) for task in task_ids
         ]
 
     def _fitted(self, planned: PlannedTask[str]) -> PlannedTask[str]:
-        """Return a task without histories that are too long. Histories drawn in a thread are checked on joining."""
+        """Return a task without histories that do not fit. Histories drawn in a thread are checked on joining."""
         held = planned.histories
         if not held or not isinstance(held, tuple):
             return planned
-        kept = self._histories.fitting(held)
+        kept = self._histories.fitting(held, self._hook.training_step)
         return PlannedTask(planned.task, planned.fresh_rollouts + len(held) - len(kept), kept)
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
@@ -163,23 +166,20 @@ class ReplaySession:
 
     # ---- after the rollouts ----
 
-    def join(self, batch: KVBatchMeta, multiple: int | None = None) -> KVBatchMeta:
+    def join(self, batch: KVBatchMeta) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows added; see :meth:`Histories.sampled`.
 
         Without replay and guidance the batch is unchanged.
 
         Args:
             batch: batch sampled by verl.
-            multiple: verl pads the batch to a multiple of this number of rows; ``None`` = no padding.
 
         Raises:
             ConfigurationError: a row's key or columns do not support replay.
         """
         for key in batch.keys:
             session_of(key)
-        return (
-            self._histories.sampled(batch, self.guided.exchanged(batch), multiple) if self._block.masks_rows else batch
-        )
+        return self._histories.sampled(batch, self.guided.exchanged(batch)) if self._block.masks_rows else batch
 
     def balanced(self, batch: KVBatchMeta, ranks: int, multiple: int) -> KVBatchMeta:
         """Distribute the replayed rows of a padded batch evenly over the mini-batches.
@@ -287,7 +287,6 @@ class ReplaySession:
         asked: Counter[str] = Counter()
         for uid, task in task_of_uid.items():
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
-        figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
         figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
         return shown(figures | (taken or {}), self._block.experience_replay.figures)
@@ -440,7 +439,7 @@ class ReplaySession:
         steps = 0
         # Processes wrote one after another, each in the order of its steps.
         recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
-        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
+        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.metadata.get("step"))):
             rollouts = replayable(made)
             trained = [one for one in rollouts if one.metadata.get("trained", True)]
             self._judge([one for one in rollouts if not one.metadata.get("trained", True)], {})
