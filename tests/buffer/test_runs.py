@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import shutil
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,66 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     assert done.trajectories == 15
     with TrajectoryReplayBuffer.open(run) as everything:
         assert len(everything) == 15
+
+
+def begin(run: Path, rank: int, told: Any) -> None:
+    """Run the first step; rank 0 is killed where the file ``killed`` says, after the others have saved."""
+    import torch.distributed as dist
+
+    point = (run.parent / "killed").read_text()
+    join(run.parent, f"begin {point}", rank)
+    if point.isdecimal() and not rank:
+        threading.Timer(int(point) / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    buffer = open_rank(run, rank)
+    assert roll_back_run(buffer) == (None, {})
+    if point != "opened":
+        buffer.add_trajectories([witness(rank)])
+        save_run_point(buffer, 1)
+    elif rank:
+        buffer.add_trajectories([witness(rank)])
+        save_rank_point(buffer, 1, None, RANKS)
+    dist.barrier()
+    if point and not rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.close()
+
+
+def begun(run: Path, point: str) -> list[int | None]:
+    """Return the exit codes of the ranks of a job that is killed at a point."""
+    (run.parent / "killed").write_text(point)
+    children, _ = start(begin, run)
+    for child in children:
+        child.join()
+    return [child.exitcode for child in children]
+
+
+@pytest.mark.timeout(600)
+def test_a_job_killed_in_its_first_step_starts_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert begun(run, "opened") == [-signal.SIGKILL, 0, 0]
+    assert begun(run, "") == [0, 0, 0]
+    assert run_points(run) == [RunPoint(1, RANKS, (), 5, RANKS)]
+    assert verify(run).sound
+
+    for rank in range(2):
+        shutil.rmtree(run / f"rank_{rank}")  # lost, and another store begins in its place
+    with (
+        open_rank(run, 0) as buffer,
+        open_rank(run, 1),
+        pytest.raises(StoreNotFoundError, match="nothing was ever added to rank_0, rank_1, so a store was lost"),
+    ):
+        _choose(buffer, None, RANKS)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_ten_jobs_killed_at_any_moment_of_their_first_step_start_again(tmp_path: Path) -> None:
+    moments = random.Random(3)
+    for number in range(10):
+        run = tmp_path / str(number) / "run"
+        run.mkdir(parents=True)
+        assert begun(run, str(moments.randrange(300)))[0] == -signal.SIGKILL
+        assert begun(run, "") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("begun", ["empty", "absent", "filled"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,11 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.stores import stored
+from tests.stores import files_of, flip, opened, stored
 from trajstore import AgentTrajectory, Reward
 from trajstore.cli import DAMAGED
 from trajstore.operations.verify import verify
+from trajstore.testing.copies import copy_live
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -65,3 +69,62 @@ def test_corrupted_tokens_are_not_exported(tmp_path: Path, run: Run) -> None:
     assert [line["trajectory_id"] for line in lines] == [0, 2, 3]
     assert all(set(line["input_ids"]) == {line["trajectory_id"]} for line in lines)
     assert "trajectory 1 cannot be read" in run.out("view", path, "--bundle", tmp_path / "page", code=DAMAGED)
+
+
+COMMANDS = {
+    # exit codes with: a flipped byte in a shard, a missing shard, a damaged index, a torn log
+    "inspect STORE": (0, 1, 1, 1),  # compares names and sizes
+    "inspect STORE --trajectory LOST": (1, 1, 0, 1),
+    "inspect STORE --trajectory 0": (0, 0, 0, 0),
+    "list STORE": (0, 1, 1, 1),  # reads the index
+    "query STORE 'select count(*) from trajectories'": (0, 1, 1, 1),
+    "query STORE 'select count(*) from tokens'": (1, 1, 1, 1),
+    "tail STORE": (0, 1, 1, 1),
+    "view STORE --bundle OUT": (1, 1, 1, 1),
+    "verify STORE": (1, 1, 1, 1),
+    "export STORE OUT": (1, 1, 1, 1),
+    "export STORE OUT --to parquet": (1, 1, 1, 1),
+    "copy STORE OUT": (1, 1, 1, 1),
+    "repair STORE OUT": (1, 1, 0, 1),
+    "merge STORE OUT": (1, 1, 0, 1),
+    "split STORE OUT --count 9": (1, 1, 0, 1),
+    "convert STORE OUT --format pkl": (1, 1, 0, 1),
+    "prune STORE --where 'outcome > 0'": (0, 1, 1, 1),
+    "rollback STORE --step 1 --dry-run": (0, 0, 1, 1),
+}
+
+
+def only_file(path: Path, number: int = 0) -> Path:
+    return sorted(path.iterdir())[number]
+
+
+@pytest.mark.parametrize(
+    ("column", "damage", "named", "lost"),
+    [
+        (0, lambda store: flip(only_file(store / "shards", 1)), "shard_00000001.pt", 1),
+        (1, lambda store: only_file(store / "shards", 1).unlink(), "shard_00000001.pt", 1),
+        (2, lambda store: os.truncate(store / "trajectory_index.json", 50), "trajectory_index.json", 1),
+        (3, lambda store: os.truncate(segment := only_file(store / "log"), segment.stat().st_size - 20), "log", 2),
+    ],
+    ids=["flipped byte", "missing shard", "damaged index", "torn log"],
+)
+def test_every_command_names_damage_and_says_so_by_its_exit_code(
+    column: int, damage: Callable[[Path], Any], named: str, lost: int, tmp_path: Path, run: Run, caplog: Any
+) -> None:
+    with opened(tmp_path / "live") as writer:
+        for number in range(3):
+            writer.add_trajectories([rollout(number)])
+            writer.flush()
+        writer.points.save(1)
+        store = copy_live(tmp_path / "live", tmp_path / "store", "readers", "writer.lock")
+    damage(store)
+    before = files_of(store)
+    codes = {}
+    for at, words in enumerate(COMMANDS):
+        caplog.clear()
+        places = {"STORE": store, "OUT": tmp_path / f"out{at}", "LOST": lost}
+        codes[words], out, err = run(*(places.get(word, word) for word in shlex.split(words)))
+        if codes[words] == DAMAGED:
+            assert named in out + err + caplog.text, words
+    assert codes == {words: row[column] for words, row in COMMANDS.items()}
+    assert files_of(store) == before

@@ -12,16 +12,17 @@ from trajstore.testing.witness import witness
 
 def test_an_old_disk_beside_its_replacement_is_told(tmp_path: Path) -> None:
     """A new store under a lost node's rank does not hide the lost node's disk."""
-    here = socket.gethostname()
-    for rank in range(4):
+    here, ids = socket.gethostname(), []
+    for rank in range(5):
         store = server(tmp_path, rank)
         assert len(ids_of(store.add(parcel_of([witness(key) for key in range(5)]), 5))) == 5
-        store_id = store.describe().store_id
+        ids.append(store.describe().store_id)
         store.close()
     (tmp_path / "rank_7").mkdir()  # empty
     (tmp_path / "rank_2" / "trajectory_index.json").write_bytes(b"{")
-    served = {0: (here, "any"), 1: ("another", "begun-there"), 3: ("another", store_id)}
-    (old, damaged) = unserved_below(str(tmp_path), served)
+    served = {0: (here, ids[0]), 1: ("another", "begun-there"), 3: ("another", ids[3]), 4: (here, "of a namesake")}
+    (old, damaged, other) = unserved_below(str(tmp_path), served)
     assert (old[0], old[1], old[3]) == (1, here, "5 trajectories")
+    assert (other[0], other[2], other[3]) == (4, ids[4], "5 trajectories"), "two machines have the same name"
     assert damaged[0] == 2
     assert damaged[3].startswith("it cannot be read")

@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from tests.stores import reader_of
-from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
+from trajstore import (
+    AgentTrajectory,
+    Retention,
+    Reward,
+    Trajectory,
+    TrajectoryReplayBuffer,
+    annotate,
+    notes_of,
+    run_points,
+)
 from trajstore.core.feeding import ReplayLoader
 from trajstore.core.sampling import EpochSampler, Priorities
 from trajstore.core.sampling.weighted import WeightedSampler
@@ -217,6 +226,39 @@ def test_learners_beside_retention(cluster: Cluster, tmp_path: Path, rate: int) 
         handle.stop()
 
 
+def test_late_values_through_a_handle(shared: None) -> None:
+    with emptied() as handle, emptied() as learner:
+        assert not len(learner)
+        receipts = [handle.add_trajectories([witness(key)]) for key in range(6)]
+        ids = [receipt.committed(120)[0] for receipt in receipts]
+        assert {number % 1024 for number in ids} == {0, 1}
+        learner.refresh()
+        check_batch(learner.sample(32))  # opens readers of the directories
+        annotate(handle, ids, {"judge": [number / 8 for number in range(6)], "tag": "kept"}, who="judge 1")
+        advantages = {number: torch.full(witness(key).rewards.shape[:2], float(key)) for key, number in enumerate(ids)}  # type: ignore[union-attr]
+        annotate(handle, ids, {"advantage": list(advantages.values())})
+        assert [(note.name, note.value, note.who) for note in notes_of(learner, ids[3])][:2] == [
+            ("judge", 0.375, "judge 1"),
+            ("tag", "kept", "judge 1"),
+        ]
+        learner.refresh()
+        assert handle.query().where("judge > 0.3 and tag = 'kept'").ids().tolist() == ids[3:]
+        drawn = learner.draw(64)
+        rows = learner.read(drawn, columns=["curr_obs.tag", "notes.advantage"])
+        assert torch.equal(rows["notes"]["advantage"].flatten(), (rows["curr_obs"]["tag"].flatten() >> 20).float())
+        assert torch.equal(learner.get(ids[2]).notes["advantage"], advantages[ids[2]])
+        with pytest.raises(ConfigurationError, match="judge"):
+            annotate(handle, ids[:1], {"judge": "good"})
+        with pytest.raises(TrajectoryUnavailableError):
+            annotate(handle, [ids[0], ids[1] + 1024 * 1000], {"judge": 1.0})
+        with pytest.raises(TrajectoryUnavailableError, match="has the id 7"):
+            notes_of(handle, 7)
+        assert len(notes_of(handle, ids[0])) == 3
+        (again,) = handle.add_trajectories([learner.get(ids[2])]).committed(120)
+        assert torch.equal(learner.get(again).notes["advantage"], advantages[ids[2]])
+        handle.clear()
+
+
 def test_rows_of_all_stores_are_asked(
     shared: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +282,12 @@ def test_rows_of_all_stores_are_asked(
         assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
         numbered = handle.query().where("metadata.tool.number >= 10").order_by("metadata.tool.number").ids()
         assert numbered.tolist() == ids[10:]
+        for only in ({"where": "metadata.tool.number >= 10"}, {"ids": ids[10:]}):
+            tasks = [
+                item.task_id for item in handle.sample_trajectories(9, **only) if isinstance(item, AgentTrajectory)
+            ]
+            assert sorted(tasks) == ["t1", "t2"]
+            assert set(handle.draw(64, **only).ids.tolist()) == set(ids[10:])
         text = "select rank, count(*) as n from trajectories where task is not null group by rank order by rank"
         assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
         asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")

@@ -31,9 +31,11 @@ class Here:
     def __init__(self, *servers: StoreServer) -> None:
         self.servers = servers
         self.asked = 0
+        self.path = ""
 
     def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
-        return replace(self.servers[rank].describe(), host=socket.gethostname())
+        about = self.servers[rank].describe()
+        return replace(about, host=socket.gethostname(), path=self.path or about.path)
 
     def ask(
         self, arguments: Any, method: str, seconds: float, pieces: Any = None
@@ -131,6 +133,22 @@ def test_a_mended_batch_asks_only_for_the_new_rows(tmp_path: Path, monkeypatch: 
         reads.rows(new, None, None, 60.0)
     reads.close()
     store.close()
+
+
+def test_another_machine_of_the_same_name_is_asked(tmp_path: Path) -> None:
+    store, other = server(tmp_path / "there"), server(tmp_path / "here")
+    here = Here(store)
+    here.path = str(tmp_path / "here")
+    for number, each in enumerate((store, other)):
+        each.add(parcel_of([witness(key) for key in range(10 * number, 10 * number + 5)]), 5)
+        each.flush()
+    census = look(Census(), store)
+    reads = Reads(here)  # type: ignore[arg-type]
+    batch = reads.placed(census.listing, census.places(16, 0, Draws(3)), None, None, 60.0)
+    assert {int(tag) >> 20 for tag in batch["curr_obs"]["tag"]} <= {*range(5)}
+    assert here.asked == 16
+    for each in (store, other):
+        each.close()
 
 
 # -- Requests, and transfer of rows to a learner: every dtype and shape, any cuts, several stores --

@@ -13,7 +13,7 @@ import torch
 
 from tests.sampling.chance import fits
 from tests.stores import writer_to
-from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer
+from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.core.feeding import ReplayLoader
 from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
@@ -173,7 +173,13 @@ def test_every_count_is_of_valid_steps(world: World, tmp_path: Path) -> None:
         assert isinstance(returned, Trajectory)
         assert world.blocks[0].valid is not None
         assert torch.equal(returned.valid, world.blocks[0].valid)  # type: ignore[arg-type]
-        buffer.save_checkpoint(str(tmp_path / "foreign"), layout="rlinf")
+        for number in range(4):  # late values by row belong to the rows that are drawn
+            block = world.blocks[number]
+            assert block.rewards is not None
+            annotate(buffer, [number], {"negated": [-block.rewards[..., 0]]})
+        batch = buffer.sample(50, columns=["rewards", "notes.negated"])
+        assert torch.equal(batch["notes"]["negated"], -batch["rewards"][:, 0])
+        buffer.flush()
     split(tmp_path / "a", tmp_path / "run", ranks=2)
     for path in (tmp_path / "a", tmp_path / "run"):
         report = inspect(path)

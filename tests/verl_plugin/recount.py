@@ -53,6 +53,10 @@ class Counted:
     """Sessions per group, by ``uid``."""
     beyond_clip: int
     """Replayed tokens whose loss clipping changes or would change."""
+    ages: dict[int, list[int]]
+    """Steps since each replayed row of this run was sampled, in the step that trained it."""
+    waited: int
+    """Replayed rows sampled by other weights than those that scored them."""
 
 
 def check_loss_rows(
@@ -65,11 +69,11 @@ def check_loss_rows(
 ) -> Counted:
     """Check the loss's rows against the store, and every loss against its rows.
 
-    A row is an output of a recorded session with the same tokens and exactly the recorded log-probs; only
-    demonstrations have none. The sessions of a group made by this run share a prompt and are complete.
-    ``exp_mask`` is the response mask for sessions made in another group. Advantages are GRPO's over
-    the recorded session scores. Every micro-batch with counted tokens has a fresh row, and its loss follows the
-    formula.
+    A row is an output of a recorded session with the same tokens and exactly the log-probs of the policy that sampled;
+    only demonstrations have none. Fresh rows that waited have those of the step's actor instead. The sessions of a
+    group made by this run share a prompt and are complete. ``exp_mask`` is the response mask for sessions made in
+    another group. Advantages are GRPO's over the recorded session scores. Every micro-batch with counted tokens has a
+    fresh row, and its loss follows the formula.
 
     Args:
         rows: all of the run.
@@ -89,7 +93,7 @@ def check_loss_rows(
         if not row.response_mask.any():  # verl's padding row
             continue
         uid, _, apart = row.uid.partition("-replayed-")
-        match = [candidate for candidate in recorded[row.tokens] if _has_log_probs_of(row, candidate)]
+        match = [candidate for candidate in recorded[row.tokens] if _has_log_probs_of(row, candidate, uid, apart)]
         assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
         own = [candidate for candidate in match if candidate.rollout.metadata["uid"] == uid and not apart]
         # Runs with equal initial weights may make the same rollout for tasks of other names.
@@ -112,18 +116,35 @@ def check_loss_rows(
         wanted /= micro_batch.batch_tokens
         assert math.isclose(micro_batch.loss, wanted, rel_tol=1e-3, abs_tol=1e-5), (micro_batch.loss, wanted)
     everything = [candidate for held in groups.values() for candidate in held]
+    step_of = {rollout.metadata["uid"]: rollout.metadata.get("step") for rollout in rollouts}
+    ages: dict[int, list[int]] = defaultdict(list)
+    for uid, held in groups.items():
+        for _, recorded_row, replayed in held:
+            sampled = recorded_row.rollout.metadata.get("min_global_steps")
+            if replayed and sampled is not None:
+                ages[step_of[uid]].append(step_of[uid] - (sampled + 1))
     return Counted(
         replayed_rows=sum(replayed for _, _, replayed in everything),
         replayed_of_several=sum(replayed and recorded_row.count > 1 for _, recorded_row, replayed in everything),
         rows_of={
             uid: len({recorded_row.rollout.rollout_id for _, recorded_row, _ in held}) for uid, held in groups.items()
         },
+        ages=dict(ages),
+        waited=sum(replayed and _has_waited(recorded_row.rollout) for _, recorded_row, replayed in everything),
         beyond_clip=sum(_beyond_clip(row, loss or OffPolicyLoss()) for row, _, replayed in everything if replayed),
     )
 
 
-def _has_log_probs_of(row: LossRow, output: Output) -> bool:
-    """Return whether a row has exactly the recorded log-probs on the model's tokens."""
+def _has_waited(rollout: AgentTrajectory) -> bool:
+    """Return whether weights before those of its step sampled some of a rollout."""
+    oldest, step = rollout.metadata.get("min_global_steps"), rollout.metadata.get("step")
+    return oldest is not None and step is not None and oldest < step - 1
+
+
+def _has_log_probs_of(row: LossRow, output: Output, uid: str, apart: str) -> bool:
+    """Return whether a row has exactly the sampling policy's log-probs on the model's tokens."""
+    if output.rollout.metadata["uid"] == uid and not apart and _has_waited(output.rollout):
+        return True
     if output.log_probs is None:
         return bool(output.rollout.metadata.get("demonstration"))
     written = row.response_mask.bool()
@@ -188,7 +209,8 @@ def _outputs(rollout: AgentTrajectory) -> list[tuple[tuple[int, ...], Output]]:
     for number, part in enumerate(parts):
         start, end = first + part["prompt"], first + part["tokens"]
         response = slice(start - rollout.response_start, end - rollout.response_start)
-        log_probs = None if rollout.old_log_probs is None else rollout.old_log_probs[response]
+        column = rollout.rollout_log_probs if _has_waited(rollout) else rollout.old_log_probs
+        log_probs = None if column is None else column[response]
         mask = rollout.response_mask[response]
         output = Output(rollout, number, len(parts), tuple(ids[first:start]), mask, log_probs)
         made.append((tuple(ids[first:end]), output))

@@ -133,10 +133,24 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
 
 
-def test_asynchronous_training(train: Train, tmp_path: Path) -> None:
+def test_asynchronous_training_counts_ages_and_ratios_from_sampling(train: Train, tmp_path: Path) -> None:
+    """Prompts wait for a step, so that a newer policy scores them, and histories are drawn a step ahead."""
     training = train(
-        tmp_path, *REPLAY, "trainer.v1.trainer_mode=colocate_async_replay", "trainer.total_training_steps=3"
+        tmp_path,
+        *REPLAY,
+        "+exp_manager.experience_replay.max_policy_age=3",
+        "trainer.v1.trainer_mode=colocate_async_replay",
+        "trainer.total_training_steps=5",
     )
-    assert len(training.steps) == 3
+    assert len(training.steps) == 5
     check_replay_metrics(training.steps)
-    assert replayed_rows(training) >= 1
+    counted = check_loss_rows(training.rows, training.rollouts, group=lambda task: GROUP)
+    assert set(counted.rows_of.values()) == {GROUP}
+    assert counted.replayed_rows == training.sum_of("replayed_rows") > 0
+    assert counted.waited >= 1
+    assert max(max(ages) for ages in counted.ages.values()) == 3
+    for record in training.steps:
+        if ages := counted.ages.get(record["step"]):
+            names = ("age_mean", "age_max", "age_min")
+            figures = [record[f"experience_replay/{name}"] for name in names]
+            assert figures == pytest.approx([sum(ages) / len(ages), max(ages), min(ages)])

@@ -301,7 +301,7 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         writer.add_trajectories([rollout(24, policy_version=9)])
         writer.flush()
         page.until("document.querySelector('.versions [aria-current]')?.textContent === '9'")
-        page.click(".versions a")
+        page.click(".versions a:nth-of-type(2)")
         page.until(
             "document.querySelector('.versions [aria-current]').textContent === '0' && "
             "document.querySelectorAll('.sibling').length === 4"
@@ -313,10 +313,15 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
     links = "[...document.querySelectorAll('.versions a')].map((one) => one.textContent)"
     page.open(f"{serve(tmp_path)}/#/group?task=task-0")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
-    assert page.run(f"return {links}") == ["\u2039 70 earlier", *map(str, range(70, 100))]
+    assert page.run(f"return {links}") == ["all", "\u2039 70 earlier", *map(str, range(70, 100))]
     assert "1 rollout ·" in text_of(page, ".summary")
-    clicked(page, ".versions a", "document.querySelector('.versions [aria-current]').textContent === '69'")
-    assert page.run(f"return {links}") == ["\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
+    chosen = "document.querySelector('.versions [aria-current]').textContent"
+    clicked(page, ".versions a:nth-of-type(2)", f"{chosen} === '69'")
+    assert page.run(f"return {links}") == ["all", "\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
+    clicked(page, ".versions a", f"{chosen} === 'all'")
+    assert "100 rollouts ·" in text_of(page, ".summary")
+    page.keys("body", "?")
+    assert "filter, or find in messages" in text_of(page, "dialog")
 
 
 def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, page: Page) -> None:

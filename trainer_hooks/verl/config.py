@@ -27,6 +27,9 @@ SECTION = "exp_manager"
 FOLDER = "trajstore"
 """Default folder, below ``trainer.default_local_dir``, of stores without a path."""
 
+ASYNCHRONOUS = "colocate_async_replay"
+"""Value of ``trainer.v1.trainer_mode`` with which histories are drawn before the step that trains on them."""
+
 OnError = Literal["raise", "warn"]
 OnResume = Literal["exact", "keep"]
 
@@ -126,6 +129,9 @@ class ReplayBlock:
     """Rollouts of a task in validation."""
     agent_loop: str = "single_turn_agent"
     """Default agent loop, for data set rows that name none."""
+    draws_ahead: int = 0
+    """Maximum number of steps between drawing histories and training on them: ``num_warmup_batches`` of the
+    asynchronous mode, in whole batches."""
     guidance: GuidanceConfig = dataclasses.field(default_factory=GuidanceConfig)
     """Guidance: ``experience_maker`` or ``exp_manager.reme``, and keys of ``exp_manager``."""
 
@@ -181,6 +187,7 @@ class ReplayBlock:
             max_response_length=int(config.data.max_response_length),
             n_validation=int(rollout.val_kwargs.n),
             agent_loop=str(rollout.agent.default_agent_loop),
+            draws_ahead=_draws_ahead(config),
             guidance=guidance_of(config, folder),
         )
         problems = _contradictions(config, result)
@@ -188,6 +195,11 @@ class ReplayBlock:
         if problems:
             raise ConfigurationError("; ".join(problems))
         return result
+
+
+def _draws_ahead(config: Any) -> int:
+    options = config.trainer.v1
+    return math.ceil(options.colocate_async.num_warmup_batches) if options.trainer_mode == ASYNCHRONOUS else 0
 
 
 def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
@@ -208,6 +220,17 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
         problems.append(
             f"algorithm.adv_estimator: {estimator}, with {REPLAY_SECTION}.enable: true replayed rows are rated within"
             " their group; take grpo or another estimator of groups"
+        )
+    age, least = replay.max_policy_age, block.draws_ahead + 1
+    if replay.enable and age is not None and age < least:
+        problems.append(
+            f"{REPLAY_SECTION}.max_policy_age: {age}, must be at least {least} with"
+            f" trainer.v1.colocate_async.num_warmup_batches = {least - 1}: histories wait for as many steps"
+        )
+    if replay.enable and block.draws_ahead and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        logger.warning(
+            "actor_rollout_ref.rollout.calculate_log_probs: false, so the importance ratios of rollouts that wait for"
+            " a step use the actor's log-probs of that step, not those of the policy that sampled; set it to true"
         )
     prompts, ratio = int(config.data.train_batch_size), replay.exp_ratio
     highest = max(value for _, value in ratio) if isinstance(ratio, tuple) else ratio

@@ -9,13 +9,13 @@ from typing import Any
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.guidance.config import MAKER
-from trainer_hooks.verl.config import SECTION, ReplayBlock, is_asked_for
+from trainer_hooks.verl.config import ASYNCHRONOUS, SECTION, ReplayBlock, is_asked_for
 from trainer_hooks.verl.cuts import check_tracker
 from trajstore.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-REPLAY_MODES = ("sync_replay", "colocate_async_replay")
+REPLAY_MODES = ("sync_replay", ASYNCHRONOUS)
 """Values of ``trainer.v1.trainer_mode`` that read the block ``exp_manager``."""
 
 _CHECKS = "checks_exp_manager"

@@ -1,14 +1,12 @@
 """Adds the chosen histories as rows to the batches that verl samples.
 
-verl pads a batch to a multiple of ``ppo_mini_batch_size * n`` rows, and splits it into mini-batches in row order. One
-history too many would add a mini-batch of padding, and an optimizer step (:func:`surplus`). Adjacent histories would
-form a mini-batch of their own (:func:`spread`).
+verl pads a batch to a multiple of ``ppo_mini_batch_size * n`` rows, and splits it into mini-batches in row order.
+Adjacent histories or padding rows would form a mini-batch of their own (:func:`spread`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -48,6 +46,7 @@ class Histories:
         own_group: each replayed row is its own group.
         max_prompt_length: tokens; longer histories are refused; ``None`` = any.
         max_response_length: tokens; longer histories are refused; ``None`` = any.
+        max_policy_age: steps; older histories are refused; ``None`` = any.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class Histories:
         own_group: bool,
         max_prompt_length: int | None = None,
         max_response_length: int | None = None,
+        max_policy_age: int | None = None,
     ) -> None:
         self.expected: dict[str, Sequence[AgentTrajectory]] = {}
         """Histories by ``uid`` of the prompt, until the prompt is sampled or dropped."""
@@ -68,21 +68,39 @@ class Histories:
         """Requested rollouts of the last sampled batch, by ``uid``."""
         self.wanted: dict[str, int] = {}
         """Sessions, including histories, of prompts with their own number, by ``uid``; until sampled or dropped."""
-        self.without_room = 0
-        """Expected histories left out of the last sampled batch."""
+        self.step = 0
+        """The current training step."""
         self._n_rollout = n_rollout
         self._own_group = own_group
         self._max_prompt_length = max_prompt_length
         self._max_response_length = max_response_length
-        self._too_long = FirstTold(logger)
-        self._without_metric = FirstTold(logger)
+        self._max_policy_age = max_policy_age
+        reasons = ("too_long", "too_old", "without_metric", "without_room")
+        self._refused = {reason: FirstTold(logger) for reason in reasons}
 
-    def fitting(self, histories: Sequence[AgentTrajectory]) -> tuple[AgentTrajectory, ...]:
-        """Return the histories that are not too long, in their order."""
+    def fitting(self, histories: Sequence[AgentTrajectory], step: int) -> tuple[AgentTrajectory, ...]:
+        """Return the histories that are neither too long nor too old, in their order.
+
+        Args:
+            histories: of one task.
+            step: the training step in which they are used.
+        """
+        bound = self._max_policy_age
+        versions = [step if history.policy_version is None else history.policy_version for history in histories]
+        young = [bound is None or step - version <= bound for version in versions]
+        if not all(young):
+            old = histories[young.index(False)]
+            self._refused["too_old"].add(
+                young.count(False),
+                "experience replay: rollout %r of task %r is not replayed: its age in step %d is %d, above"
+                " max_policy_age: its prompt waited. histories_refused/too_old counts such histories of a step",
+                *(old.rollout_id, old.task_id, step, step - versions[young.index(False)]),
+            )
+        histories = [history for history, flag in zip(histories, young, strict=True) if flag]
         fits = [not self._is_too_long(history) for history in histories]
         long = [history for history, fit in zip(histories, fits, strict=True) if not fit]
         if long:
-            self._too_long.add(
+            self._refused["too_long"].add(
                 len(long),
                 "experience replay: rollout %r of task %r is not replayed: it is longer than data.max_prompt_length or"
                 " data.max_response_length allows. histories_refused/too_long counts such histories of a step",
@@ -92,8 +110,11 @@ class Histories:
         return tuple(history for history, fit in zip(histories, fits, strict=True) if fit)
 
     def take_refused(self) -> dict[str, float]:
-        """Return the number of histories refused as too long since the last call, as a metric."""
-        return {"experience_replay/histories_refused/too_long": float(self._too_long.take())}
+        """Return the number of histories refused since the last call by reason, as metrics."""
+        return {
+            f"experience_replay/histories_refused/{reason}": float(count.take())
+            for reason, count in self._refused.items()
+        }
 
     def _is_too_long(self, history: AgentTrajectory) -> bool:
         for number, row in enumerate(rows_of(history)):
@@ -158,18 +179,14 @@ class Histories:
         dataplane.add_rows(added, TRAINING)
         tags.update((row.key, dict(row.tag)) for row in added)
 
-    def sampled(
-        self, batch: KVBatchMeta, exchanged: Container[str] = frozenset(), multiple: int | None = None
-    ) -> KVBatchMeta:
+    def sampled(self, batch: KVBatchMeta, exchanged: Container[str] = frozenset()) -> KVBatchMeta:
         """Add the replayed rows to a sampled batch, and ``exp_mask`` to every row; return the batch.
 
-        No prompt exceeds its number of sessions. Prompts without any rollout get no histories. Histories that would
-        cause another mini-batch are left out, beginning with those drawn last for their prompt.
+        No prompt exceeds its number of sessions. Prompts without any rollout get no histories.
 
         Args:
             batch: batch sampled by verl.
             exchanged: keys of rows whose experience was removed from the prompt.
-            multiple: verl pads the batch to a multiple of this number of rows; ``None`` = no padding.
 
         Raises:
             ConfigurationError: a row's key or columns do not support replay.
@@ -193,7 +210,6 @@ class Histories:
                 )
             held.setdefault((uid, number), []).append(key)
         there = {uid for uid, _ in held}
-        fresh = len(tags) - sum(map(len, held.values()))
         added: dict[str, Row] = {}
         for uid, key in first.items():
             if uid not in there:
@@ -202,18 +218,17 @@ class Histories:
             held.setdefault((row.key.split("_")[0], row.tag[REPLAYED_TAG]), []).append(row.key)
         prompts = {*first, *there}
         expected = sum(len(self.expected.get(uid, ())) for uid in prompts)
-        left_out = [] if multiple is None else self._left_out(held, fresh, sum(map(self._wanted, prompts)), multiple)
-        self.without_room = expected - len(held) + len({session_of(key) for key in left_out})
-        dataplane.clear_rows([key for key in left_out if key in tags], batch.partition_id)
-        for key in left_out:
-            added.pop(key, None)
-            tags.pop(key, None)
+        self._refused["without_room"].add(
+            expected - len(held),
+            "experience replay: %d histories have no room beside the fresh rollouts of their prompts, which are more"
+            " than requested. histories_refused/without_room counts such histories of a step",
+            expected - len(held),
+        )
         dataplane.add_rows(list(added.values()), batch.partition_id)
         tags |= {key: dict(row.tag) for key, row in added.items()}
         for (uid, number), keys in held.items():
             for key in keys:
-                if key in tags:
-                    self._note_joined(key, self.expected[uid][number])
+                self._note_joined(key, self.expected[uid][number])
         self.asked = {uid: self.take(uid) for uid in prompts}
         joined = KVBatchMeta(
             partition_id=batch.partition_id,
@@ -224,15 +239,6 @@ class Histories:
         masks = [self._exp_mask(key, tag["response_len"], guided=key in exchanged) for key, tag in tags.items()]
         dataplane.write_column(joined.keys, joined.partition_id, EXP_MASK, masks)
         return joined
-
-    def _left_out(
-        self, held: Mapping[tuple[str, int], list[str]], fresh: int, planned: int, multiple: int
-    ) -> list[str]:
-        """Return the row keys of histories that do not fit."""
-        order = {uid: place for place, uid in enumerate(self.expected)}  # order of the plan: rows arrive in any order
-        names = sorted(held, key=lambda one: (one[1], order[one[0]]))
-        count = surplus([len(held[name]) for name in names], fresh, planned, multiple)
-        return [key for name in names[len(names) - count :] for key in held[name]]
 
     def take(self, uid: str) -> int:
         """Forget the histories of a prompt; return its number of requested rollouts."""
@@ -250,7 +256,7 @@ class Histories:
         if not room or not self.expected.get(uid):
             return []
         template = dataplane.read_whole_row(key, tag, partition_id)
-        held = self.fitting(tuple(self.expected[uid])[:room])
+        held = self.fitting(tuple(self.expected[uid])[:room], self.step)
         self.expected[uid] = (*held, *self.expected[uid][room:])
         rows = []
         for number, history in enumerate(held):
@@ -273,7 +279,7 @@ class Histories:
             return held
         has = [history.reward is not None and metric in history.reward.metadata.get("extra", {}) for history in held]
         if not all(has):
-            self._without_metric.add(
+            self._refused["without_metric"].add(
                 has.count(False),
                 "experience replay: algorithm.filter_groups.metric: the reward of recorded rollouts had no %r; such"
                 " histories are not replayed (rollout %s is the first)",
@@ -281,25 +287,6 @@ class Histories:
                 held[has.index(False)].rollout_id,
             )
         return tuple(history for history, known in zip(held, has, strict=True) if known)
-
-
-def surplus(rows_of_histories: Sequence[int], fresh: int, planned: int, multiple: int) -> int:
-    """Return the number of histories to remove, from the end, so that verl adds no mini-batch for them.
-
-    Args:
-        rows_of_histories: number of rows of each history.
-        fresh: rows of fresh rollouts.
-        planned: rows of the batch if each rollout, fresh or replayed, has one row.
-        multiple: verl pads the batch to a multiple of this number of rows.
-    """
-    room = math.ceil(max(fresh, planned) / multiple) * multiple - fresh
-    kept, rows = 0, 0
-    for count in rows_of_histories:
-        rows += count
-        if rows > room:
-            break
-        kept += 1
-    return len(rows_of_histories) - kept
 
 
 def spread(kinds: Sequence[int], ranks: int, mini_batches: int) -> list[int]:

@@ -97,7 +97,9 @@ def trajectories_of(
 
     Tensors are not shared with the rows; ids and masks use small dtypes (``trainer_hooks.replay.compact``).
     ``messages`` is the prompt. ``reward.outcome`` is ``None`` if the reward gave none. The engine's log-probs are left
-    out if the row's prompt differs from the one it was sampled with. ``metadata`` has:
+    out if the row's prompt differs from the one it was sampled with. ``policy_version`` and ``old_log_probs`` are those
+    of the policy that sampled: if its weights are older than the actor's, the engine's log-probs, where there are any.
+    ``metadata`` has:
 
     - ``run``, ``step``, and ``uid`` of the group;
     - ``min_global_steps``, ``max_global_steps``: the weights that sampled;
@@ -111,7 +113,7 @@ def trajectories_of(
     Args:
         rows: all rows of the step, with the columns of :data:`NEEDED`.
         outcome: rule of the outcome.
-        step: number of the training step; the policy version of the trajectories.
+        step: number of the training step whose actor computed ``old_log_probs``, with the weights of the step before.
         run: identifies the process that made them.
         fingerprint: fingerprint of tokenizer and chat template.
         trained: True if the rows are trained on.
@@ -169,23 +171,29 @@ def _trajectory_of(
 ) -> AgentTrajectory:
     columns = row.columns
     extra = columns.get("extra_fields") or {}
+    # After an exchange they belong to another prompt.
+    of_engine = None if is_exchanged(extra) else tokens.rollout_log_probs
+    oldest, newest = (
+        step - 1 if row.tag.get(name) is None else int(row.tag[name])
+        for name in ("min_global_steps", "max_global_steps")
+    )
+    lags = min(oldest, newest) < step - 1 and of_engine is not None and tokens.old_log_probs is not None
     reward_extra = plain(extra.get("reward_extra_info") or {})
     return AgentTrajectory(
         messages=messages_of(columns.get("raw_prompt")),
         input_ids=tokens.input_ids,
         loss_mask=tokens.loss_mask,
         response_start=tokens.prompt,
-        old_log_probs=tokens.old_log_probs,
+        old_log_probs=of_engine if lags else tokens.old_log_probs,
         entropys=tokens.entropys,
         entropy=tokens.entropy,
         response_mask=tokens.response_mask,
-        # After an exchange they belong to another prompt.
-        rollout_log_probs=None if is_exchanged(extra) else tokens.rollout_log_probs,
+        rollout_log_probs=of_engine,
         reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
         task_id=task_name(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
         rollout_id=row.key,
-        policy_version=step,
+        policy_version=min(oldest, newest, step - 1) + 1,
         tokenizer_fingerprint=fingerprint,
         metadata={
             "run": run,

@@ -92,9 +92,12 @@ class ReplaySession:
             own_group=block.experience_replay.group_offpolicy == "separate",
             max_prompt_length=block.max_prompt_length,
             max_response_length=block.max_response_length,
+            max_policy_age=block.experience_replay.max_policy_age,
         )
         self.expect, self.join_finished = self._histories.expect, self._histories.join_finished
         """Methods of :class:`Histories`."""
+        self._resumed_from: Mapping[str, Any] | None = None
+        """State of the pool of the checkpoint resumed from, which may be elsewhere."""
         self._dropped = self._dropped_successes = self._failures = 0
         self._without_outcome = FirstTold(logger)
         self._recorder: RolloutRecorder | None = None
@@ -115,9 +118,9 @@ class ReplaySession:
                     task_prompt=None if tasks is None else lambda task: messages_of(tasks.row(task)["raw_prompt"]),
                     tokenizer_fingerprint=tokenizer.fingerprint,
                     tokenizer=tokenizer.messages,
+                    draws_ahead=block.draws_ahead,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
-            self.hold_checkpoints()
         except BaseException:
             self.close()
             raise
@@ -142,17 +145,18 @@ class ReplaySession:
             progress: progress of the training, in [0, 1].
             step: number of the step.
         """
+        self._histories.step = step
         plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
         return [self._fitted(one) for one in plan or ()] or [
             PlannedTask(task, self._block.n_rollout, ()) for task in task_ids
         ]
 
     def _fitted(self, planned: PlannedTask[str]) -> PlannedTask[str]:
-        """Return a task without histories that are too long. Histories drawn in a thread are checked on joining."""
+        """Return a task without histories that do not fit. Histories drawn in a thread are checked on joining."""
         held = planned.histories
         if not held or not isinstance(held, tuple):
             return planned
-        kept = self._histories.fitting(held)
+        kept = self._histories.fitting(held, self._hook.training_step)
         return PlannedTask(planned.task, planned.fresh_rollouts + len(held) - len(kept), kept)
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
@@ -163,23 +167,20 @@ class ReplaySession:
 
     # ---- after the rollouts ----
 
-    def join(self, batch: KVBatchMeta, multiple: int | None = None) -> KVBatchMeta:
+    def join(self, batch: KVBatchMeta) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows added; see :meth:`Histories.sampled`.
 
         Without replay and guidance the batch is unchanged.
 
         Args:
             batch: batch sampled by verl.
-            multiple: verl pads the batch to a multiple of this number of rows; ``None`` = no padding.
 
         Raises:
             ConfigurationError: a row's key or columns do not support replay.
         """
         for key in batch.keys:
             session_of(key)
-        return (
-            self._histories.sampled(batch, self.guided.exchanged(batch), multiple) if self._block.masks_rows else batch
-        )
+        return self._histories.sampled(batch, self.guided.exchanged(batch)) if self._block.masks_rows else batch
 
     def balanced(self, batch: KVBatchMeta, ranks: int, multiple: int) -> KVBatchMeta:
         """Distribute the replayed rows of a padded batch evenly over the mini-batches.
@@ -287,7 +288,6 @@ class ReplaySession:
         asked: Counter[str] = Counter()
         for uid, task in task_of_uid.items():
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
-        figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
         figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
         return shown(figures | (taken or {}), self._block.experience_replay.figures)
@@ -364,11 +364,11 @@ class ReplaySession:
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store exactly the states of the checkpoints that verl can load."""
+        """Keep in the pool's store the points of the checkpoints that verl can load, and of the one resumed from."""
         manager = self._hook.manager
         if manager is not None:
-            cuts = [cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None]
-            self._on_disk(lambda: manager.hold(cuts))
+            states = [cut.pool for cut in restorable_cuts(self._checkpoints)] + [self._resumed_from]
+            self._on_disk(lambda: manager.hold([state for state in states if state is not None]))
 
     def resume(self, folder: Path | None, step: int) -> None:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
@@ -423,6 +423,7 @@ class ReplaySession:
             if cut.step != step:
                 logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
             self._hook.load_state_dict(cut.pool)
+            self._resumed_from = cut.pool
             if cut.step == step:
                 self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
                 self._histories.wanted = dict(cut.wanted)
@@ -440,7 +441,7 @@ class ReplaySession:
         steps = 0
         # Processes wrote one after another, each in the order of its steps.
         recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
-        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
+        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.metadata.get("step"))):
             rollouts = replayable(made)
             trained = [one for one in rollouts if one.metadata.get("trained", True)]
             self._judge([one for one in rollouts if not one.metadata.get("trained", True)], {})

@@ -93,7 +93,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def _build_replay_buffer(self) -> ReplaySampler:
         return ReplaySampler(
             super()._build_replay_buffer(),
-            join=lambda batch: self._session.join(batch, self._get_required_batch_multiple(1)),
+            join=lambda batch: self._session.join(batch),
             finished=lambda uids, tags, metric: self._session.join_finished(uids, tags, metric),
             dropped=lambda batch: self._session.dropped(batch, self.global_steps),
             validated=lambda batch: self._session.validated(batch, self.global_steps),

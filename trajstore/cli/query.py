@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +69,16 @@ def _configure_form(parser: ArgumentParser) -> None:
     form.add_argument("--csv", action="store_true", help="write the rows as CSV")
 
 
-def _query(options: Namespace) -> tuple[Query, int]:
-    """Return a query over the intact part of a directory, and the exit code."""
+def _query(options: Namespace) -> tuple[Query, Callable[[], int]]:
+    """Return a query over the intact part of a directory, and a function that returns the exit code after it."""
     from trajstore.operations.opening import open_readable
+    from trajstore.query.reader import Queries
 
-    reader, damage = open_readable(options.path, options.pin)
+    reader, damage = open_readable(options.path, options.pin, verify_shards=True)
     if not len(reader):
         logger.warning("%s: there are no trajectories", options.path)
-    return reader.query(), int(damage is not None)
+    queries = Queries(reader.live.locked)
+    return queries.query("trajectories"), lambda: int(damage is not None or bool(queries.damaged))
 
 
 def _run_query(options: Namespace, out: Output) -> int:
@@ -89,7 +92,7 @@ def _run_query(options: Namespace, out: Output) -> int:
     else:
         answer = query.sql(options.sql)
         _write(answer, id_columns(options.sql, answer.columns), options, out)
-    return code
+    return code()
 
 
 def _run_list(options: Namespace, out: Output) -> int:
@@ -100,7 +103,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         names = query.facts().columns
         below = [(f"{name}.{column}", meaning) for name, own in RELATIONS.items() for column, meaning in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), _METADATA, *below])
-        return code
+        return code()
     from trajstore.core.base.arguments import whole
     from trajstore.query.metadata import keys_in
     from trajstore.query.words import split
@@ -123,7 +126,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         which = f"{passed + 1:,} to {end:,}" if passed and len(answer) else f"{len(answer):,}"
         more = f", --offset {end} goes on" if end < total else ""
         out.line(f"{which} of {trajectories(total)}; --limit 0 shows all{more}")
-    return code
+    return code()
 
 
 def _known(names: list[str], table: DataFrame) -> list[str]:

@@ -23,6 +23,8 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
     """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory`` as text."""
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
     out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
+    for problem in report["integrity"]["problems"]:
+        out.line(f"  problem: {problem}")
     if "token" in report:
         _write_token(report, out)
     elif "values" in report:

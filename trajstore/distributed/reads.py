@@ -102,6 +102,7 @@ class Reads:
         self._lock = locks.lock("Reads._lock")
         self._last = _Last()
         self._mine = _Mine()
+        self._due = False
         self._row_nbytes: dict[tuple[str, ...] | None, float] = {}
         """Bytes per row of the last answers, by column names."""
 
@@ -120,6 +121,7 @@ class Reads:
         Raises:
             TrajectoryUnavailableError, SchemaMismatchError, SilentStoresError: see :meth:`rows`.
         """
+        self._follow()
         reader, placing = self._placing(listing, seconds)
         if reader is not None and placing is not None:
             positions = placing.rows(places)
@@ -162,6 +164,7 @@ class Reads:
             SchemaMismatchError: stores differ in their columns.
             SilentStoresError: stores do not answer.
         """
+        self._follow()
         named = None if columns is None else tuple(columns)
         kept, self._mine.kept = self._mine.kept, None
         parts: list[Part] = []
@@ -306,6 +309,19 @@ class Reads:
                     self._readers[rank] = _open(about)
         return self._readers[rank]
 
+    def renew(self) -> None:
+        """Let the next read show the present late values."""
+        self._due = True
+
+    def _follow(self) -> None:
+        if not self._due:
+            return
+        with self._lock:
+            self._due = False
+            for reader in self._readers.values():
+                if reader is not None:
+                    reader.refresh()
+
     def close(self) -> None:
         """Close the readers."""
         with self._lock:
@@ -322,10 +338,14 @@ def _open(about: ServedStore) -> Reader | None:
     if about.host != socket.gethostname() or not os.path.isdir(path):
         return None
     try:
-        return Reader.open(path)
+        reader = Reader.open(path)
     except StoreError as error:
         logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
         return None
+    if reader.store_ids == [about.store_id]:
+        return reader
+    reader.close()  # of another machine with the same host name
+    return None
 
 
 def _evicted(ids: Iterable[int]) -> TrajectoryUnavailableError:

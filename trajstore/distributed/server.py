@@ -22,6 +22,9 @@ from trajstore.core.files.folders import put_in_place
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import directories_above, open_directory
 from trajstore.core.sampling.base import IntArray
+from trajstore.core.store.given import Said
+from trajstore.core.store.notes import Note
+from trajstore.core.store.row_notes import Rows
 from trajstore.core.store.saved_points import SavedPoint
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
@@ -276,6 +279,32 @@ class StoreServer:
         """Delete all trajectories durably."""
         with self._hold.changing():
             self._buffer.clear()
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse late values that this store cannot set.
+
+        Args:
+            ids: of this store's trajectories among those of the values.
+            said: values of trajectories of several stores.
+
+        Raises:
+            ConfigurationError: a name stands for another kind of values here.
+            TrajectoryUnavailableError: a trajectory is absent.
+        """
+        self._buffer.sink.check_values(ids, said)
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Set late values, durably, and values by row; see :func:`trajstore.annotate`.
+
+        Raises:
+            ConfigurationError, TrajectoryUnavailableError, StoreWriteError: no value was set.
+        """
+        with self._hold.changing():
+            self._buffer.sink.annotate(said, rows)
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return the late values of a trajectory, the earliest first; see :func:`trajstore.notes_of`."""
+        return self._buffer.sink.history(trajectory_id)
 
     def compact(self) -> None:
         """Free the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""

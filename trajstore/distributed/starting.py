@@ -30,10 +30,10 @@ _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 
 _METHODS = {
     "add": ("add",),
-    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "release"),
+    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
-        "saved_points",
+        *("history", "saved_points", "snapshot_names"),
     ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),
@@ -232,14 +232,12 @@ def unserved_below(path: str, served: Mapping[int, tuple[str, str]]) -> list[tup
 
     Args:
         path: path of the run.
-        served: host and UUID of each served store. A directory on another host with the same UUID is the same store,
-            on a shared disk.
+        served: host and UUID of each served store. A directory with the same UUID is the same store, here or on a
+            shared disk; host names do not identify machines.
     """
     lying = []
     host = socket.gethostname()
     for rank in sorted(_ranks_below(path)):
-        if rank in served and served[rank][0] == host:
-            continue
         directory = open_directory(f"{path}/{_PREFIX}{rank}")
         try:
             if not Catalog.exists(directory):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from trajstore.core.sampling.base import Sampler
@@ -23,13 +24,17 @@ class Survey:
         stores: the actors.
         routes: notified when stores answer; gives the time limit of a request.
         interval: seconds for which an answer is valid.
+        refreshed: called after each refresh.
     """
 
-    def __init__(self, stores: actors.Stores, routes: Routes, interval: float) -> None:
+    def __init__(
+        self, stores: actors.Stores, routes: Routes, interval: float, refreshed: Callable[[], None] = lambda: None
+    ) -> None:
         self.census = Census()
         self._stores = stores
         self._routes = routes
         self._interval = interval
+        self._refreshed = refreshed
         self._needs_tasks = False
         self._asked: dict[int, Any] = {}
         self._looked = -1e9
@@ -70,6 +75,7 @@ class Survey:
         if behind:
             self._collect()
         self._looked = time.monotonic()
+        self._refreshed()
 
     def _ask(self, rank: int) -> None:
         try:

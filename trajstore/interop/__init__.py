@@ -1,1 +1,1 @@
-"""Other projects' directories and names."""
+"""Other projects' directories, names and environments."""

@@ -16,7 +16,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied
 
 MODES = ("next_step", "same_step", "disabled")
-"""What a vector environment does after an episode; see https://farama.org/Vector-Autoreset-Mode."""
+"""Autoreset modes of vector environments; see https://farama.org/Vector-Autoreset-Mode."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -28,7 +28,7 @@ class VectorSteps:
     :meth:`take` for the steps collected since the last one. Everything is copied.
 
     ========== =====================================================================================
-    mode       what is stored
+    mode       stored
     ========== =====================================================================================
     next_step  the step after an episode's end, which only resets the environment, is not ``valid``
     same_step  the last ``next_obs`` of an episode is ``info["final_obs"]``; a step without it is refused

@@ -13,7 +13,7 @@ from trajstore.core.columns.schema import DOCUMENT
 from trajstore.core.files.base import Directory
 from trajstore.core.reading.late import with_notes
 from trajstore.core.reading.places import find_place, is_of_rank, rank_of
-from trajstore.core.reading.shard_access import ShardAccess
+from trajstore.core.reading.shard_access import ShardAccess, damage_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import OVER_FACTS
 from trajstore.core.store.index import TrajectoryEntry
@@ -40,6 +40,7 @@ class Single:
         tensors: its columns except the document, ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent).
         notes: its late values, earliest first.
         given: the late values in force, by name.
+        problems: damage of its shard; its own rows may be intact.
     """
 
     url: str
@@ -52,6 +53,7 @@ class Single:
     tensors: dict[str, torch.Tensor]
     notes: list[Note]
     given: dict[str, float | str]
+    problems: list[str]
 
     def reward_in_force(self) -> tuple[Reward | None, dict[str, Any]]:
         """Return a rollout's reward with late values applied, and the recorded values they replace."""
@@ -87,7 +89,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
         folder = "a run directory" if place.rank_names else "a folder"
         kind = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {kind}")
-    catalog, position, trajectory, columns = _read(place.directory, own_id(number), number)
+    catalog, position, trajectory, columns, damage = _read(place.directory, own_id(number), number)
     entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
     return Single(
         url=run.url,
@@ -100,13 +102,14 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
         tensors={name: tensor for name, tensor in columns.items() if name != DOCUMENT},
         notes=catalog.notes.history(entry.trajectory_id),
         given=catalog.index.given(position),
+        problems=[f"{text}; the rows of this one may be intact" for text in damage],
     )
 
 
 def _read(
     directory: Directory, trajectory_id: int, number: int
-) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
-    """Return the catalog, the position in its index, the trajectory and its columns.
+) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor], list[str]]:
+    """Return the catalog, the position in its index, the trajectory, its columns, and the damage of its shard.
 
     Args:
         directory: directory of the store, which may have a writer.
@@ -119,15 +122,20 @@ def _read(
     """
     with announced(directory) as lease:
         while True:
-            catalog, _ = open_leniently(directory)
+            catalog, problems = open_leniently(directory)
             lease.settle(catalog.generation)
             position = catalog.index.find(trajectory_id)
+            if position is None and problems:
+                raise CorruptStoreError(
+                    f"trajectory {shown_id(number)}: not in what can be read: {listed(map(str, problems), 3)}"
+                )
             if position is None:
                 raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(number)}")
             access = ShardAccess(catalog)
             try:
                 trajectory = access.trajectory(catalog.index, position)
-                return catalog, position, trajectory, access.columns(catalog.index, position)
+                damage = damage_of(directory, catalog.shards.manifest(int(catalog.index.at("shard", position))))
+                return catalog, position, trajectory, access.columns(catalog.index, position), damage
             except CorruptStoreError:  # evicted or moved meanwhile, unless a file still needed is missing
                 files = {file.name for file in catalog.shards.manifest(catalog.index.at("shard", position)).files}
                 _, needed = needed_now(directory)

@@ -68,6 +68,7 @@ def inspect_trajectory(
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
         "notes": [note_report(note) for note in single.notes],
+        "integrity": {"problems": single.problems},
     }
     if isinstance(trajectory, AgentTrajectory):
         decode = decoder(trajectory, tokenizer)

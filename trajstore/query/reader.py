@@ -8,7 +8,7 @@ from trajstore.core.base.arguments import one_of
 from trajstore.query.facts import Facts
 from trajstore.query.query import Query
 from trajstore.query.readable import Locked
-from trajstore.query.relations import RELATIONS, TRAJECTORIES, late_columns, read_rows, scan
+from trajstore.query.relations import RELATIONS, TRAJECTORIES, Asked, Found, late_columns, read_rows, scan
 
 
 class Queries:
@@ -21,6 +21,8 @@ class Queries:
     def __init__(self, locked: Locked) -> None:
         self._locked = locked
         self._facts = Facts(locked)
+        self.damaged: set[int] = set()
+        """Ids of the trajectories whose rows were left out of answers, because they cannot be read."""
 
     def query(self, relation: str) -> Query:
         """Return a query over one relation.
@@ -30,6 +32,14 @@ class Queries:
         """
         return Query(
             self._facts.table,
-            partial(scan, partial(read_rows, self._locked), partial(late_columns, self._locked)),
+            partial(scan, self._read, partial(late_columns, self._locked)),
             one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
         )
+
+    def _read(self, asked: Asked) -> Found:
+        tables, faults = read_rows(self._locked, asked)
+        numbers = [number for number, _ in faults]
+        if numbers:  # those that are gone were evicted
+            there = self._locked(lambda contents: contents.index.find_many(numbers) >= 0)
+            self.damaged.update(number for number, is_there in zip(numbers, there.tolist(), strict=True) if is_there)
+        return tables, faults

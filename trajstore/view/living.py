@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -192,17 +192,18 @@ class Living:
         question = self._shown.query()
         return (question.where(where) if where else question).table()
 
-    def group(self, task: str, version: int | None) -> Answer:
-        """Return the rollouts of a task at one policy version, and the list of versions.
+    def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
+        """Return the rollouts of a task, and the list of their policy versions.
 
         Args:
             task: name of the task.
-            version: highest policy version of the rollouts; None: the newest, or all for a pool's histories.
+            version: highest policy version of the rollouts, or ``all``; None: the newest (all of a pool's histories).
         """
         pl = polars()
         siblings = self._shown.query().table().filter(pl.col("task") == task)
         known = siblings["version_high"].drop_nulls().unique().sort().to_list()
         chosen = known[-1] if version is None and known and self._shown.pool is None else version
+        chosen = None if chosen == "all" else chosen
         if chosen is not None:
             siblings = siblings.filter(pl.col("version_high") == chosen)
         return {"task": task, "versions": known, "version": chosen, "rollouts": named_rows(siblings)} | {

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 import uvicorn
@@ -150,7 +150,9 @@ class Service:
         return self._living.ids(_said(request, "where"), order, _said(request, "state"))
 
     def _group(self, request: Request) -> Answer:
-        version = _number(request, "version", 0) if "version" in request.query_params else None
+        version: int | Literal["all"] | None = "all"
+        if request.query_params.get("version") != "all":
+            version = _number(request, "version", 0) if "version" in request.query_params else None
         return self._living.group(_said(request, "task"), version)
 
     async def _rollout(self, request: Request) -> Response:

@@ -139,6 +139,10 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
     "bypass": ([ON, "algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode"),
     "gae": ([ON, "algorithm.adv_estimator=gae"], "algorithm.adv_estimator: gae"),
     "remax": ([ON, "algorithm.adv_estimator=remax"], "algorithm.adv_estimator: remax"),
+    "older than that": (
+        [ON, "trainer.v1.trainer_mode=colocate_async_replay", f"+{REPLAY}.max_policy_age=1"],
+        "max_policy_age: 1, must be at least 2 with trainer.v1.colocate_async.num_warmup_batches = 1",
+    ),
     "no groups": ([ON, "algorithm.adv_estimator=reinforce_plus_plus"], "adv_estimator: reinforce_plus_plus"),
     "no task": ([ON, f"+{REPLAY}.exp_ratio=0.5", "data.train_batch_size=1"], "0.5, of data.train_batch_size = 1"),
     "outcomes end at 1": ([ON, f"+{REPLAY}.min_reward=5"], "min_reward: 5, with success_threshold = 1"),

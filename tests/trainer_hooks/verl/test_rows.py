@@ -24,7 +24,7 @@ from trainer_hooks.replay.outcomes import asked_for
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl import tokens
 from trainer_hooks.verl.config import OutcomeRule
-from trainer_hooks.verl.histories import spread, surplus
+from trainer_hooks.verl.histories import spread
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
@@ -108,7 +108,8 @@ def test_a_row_comes_back_as_it_was(
         assert versions.items() <= back.columns["extra_fields"].items()
         values, known = recorded_log_probs(trajectory, len(row.columns["responses"]))
         assert known.all()
-        assert torch.equal(values, row.columns["old_log_probs"])
+        waited = log_probs and row.tag["min_global_steps"] < 4
+        assert torch.equal(values, row.columns["rollout_log_probs" if waited else "old_log_probs"])
 
 
 def test_a_loss_mask_alone_says_which_tokens_are_replayed() -> None:
@@ -531,23 +532,27 @@ def test_scores_of_half_precision() -> None:
     assert (tokens.score, tokens.scores, tokens.entropy) == (0.5, [[1, 0.5]], 1.5)
 
 
-# -- Histories longer than the run's rows are not replayed --
+# -- Rollouts that waited: scored by a newer policy than the one that sampled --
 
 
-@given(
-    histories=st.lists(st.integers(1, 3), max_size=8),
-    fresh=st.integers(1, 40),
-    planned=st.integers(1, 40),
-    multiple=st.integers(1, 24),
+@pytest.mark.parametrize(
+    ("sampled", "log_probs", "version"), [((4, 4), True, 5), ((3, 4), True, 4), ((2, 3), True, 3), ((3, 3), False, 4)]
 )
-def test_histories_make_no_mini_batch_and_as_many_stay_as_fit(
-    histories: list[int], fresh: int, planned: int, multiple: int
+def test_version_and_log_probs_are_those_of_the_policy_that_sampled(
+    sampled: tuple[int, int], log_probs: bool, version: int
 ) -> None:
-    without = math.ceil(max(fresh, planned) / multiple)
-    kept = histories[: len(histories) - surplus(histories, fresh, planned, multiple)]
-    assert math.ceil((fresh + sum(kept)) / multiple) <= without
-    if kept != histories:
-        assert math.ceil((fresh + sum(histories[: len(kept) + 1])) / multiple) > without
+    """The actor of step 5 has the weights of step 4."""
+    row = rated(fresh_row("u1", log_probs=log_probs))
+    row = Row(row.key, {**row.tag, "min_global_steps": sampled[0], "max_global_steps": sampled[1]}, row.columns)
+    made = recorded(row)
+    assert made.policy_version == version
+    name = "rollout_log_probs" if log_probs and sampled != (4, 4) else "old_log_probs"
+    assert torch.equal(made.old_log_probs, row.columns[name])
+    back = replayed_row(fresh_row("new", log_probs=log_probs), made, 0, own_group=False)
+    assert (back.tag["min_global_steps"], back.tag["max_global_steps"]) == sampled
+
+
+# -- Mini-batches --
 
 
 @given(ranks=st.integers(1, 4), mini_batches=st.integers(1, 5), size=st.integers(1, 4), data=st.data())

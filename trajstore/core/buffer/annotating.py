@@ -6,14 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from trajstore.core.base.arguments import path_or_url, text
 from trajstore.core.base.clock import microseconds
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.limits import shown
 from trajstore.core.columns.values import as_tensor
@@ -43,12 +42,32 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any] | torch.Tensor
 
+
+class ValueSink(Protocol):
+    """Sets and returns the late values of one or several stores."""
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Set late values, and values by row, one tensor per trajectory."""
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return the late values of a trajectory, the earliest first."""
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A buffer that writes a store, or a handle of stores elsewhere (:mod:`trajstore.distributed`)."""
+
+    @property
+    def sink(self) -> ValueSink:
+        """Where its late values go."""
+
+
 Values = Value | Sequence[Value] | Array | Sequence[Array]
 """One value for all trajectories, or one per trajectory; or, as a list of arrays, the rows of each."""
 
 
 def annotate(
-    store: str | Path | TrajectoryReplayBuffer,
+    store: str | Path | Served,
     ids: int | str | Sequence[int | str],
     values: Mapping[str, Values],
     *,
@@ -65,12 +84,12 @@ def annotate(
     the store's inbox until its writer applies them, a second later, or are applied at once if there is no writer.
 
     Args:
-        store: path or URL of a store or run directory; or the buffer that writes the store.
+        store: path or URL of a store or run directory; the buffer that writes the store; or a handle of stores in Ray.
         ids: of the trajectories.
         values: by name: a finite number, a bool, a text of up to 4,096 characters, or None, which removes the value;
             one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
             ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
-            Rows require the process that writes the store, with its buffer as ``store``.
+            Rows require the buffer that writes the store, or a handle, as ``store``.
         who: author of the values, for the history; None or an empty text: unknown.
         storage_options: passed on to the fsspec file system.
 
@@ -84,14 +103,15 @@ def annotate(
         StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
     """
     update, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
-    if isinstance(store, TrajectoryReplayBuffer):
+    if isinstance(store, Served):
         if update.ids and (update.values or rows):
             store.sink.annotate(update, rows)
         return
     if rows:
         raise ConfigurationError(
-            f"annotate: {', '.join(rows)}: values by row can be given by the process that writes the store alone: give "
-            "its buffer, TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), instead of the path"
+            f"annotate: {', '.join(rows)}: values by row can be given to the writer of the store alone: give its "
+            "buffer, TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), or a handle of stores in Ray, instead "
+            "of the path"
         )
     stores = _stores(store, storage_options or {})
     parts, known = [], {}
@@ -138,7 +158,7 @@ def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int
 
 
 def notes_of(
-    store: str | Path | TrajectoryReplayBuffer,
+    store: str | Path | Served,
     trajectory_id: int | str,
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -146,7 +166,7 @@ def notes_of(
     """Return every late value of a trajectory, the earliest first, with author and time.
 
     Args:
-        store: path or URL of a store or run directory; or the buffer that writes the store.
+        store: path or URL of a store or run directory; the buffer that writes the store; or a handle of stores in Ray.
         trajectory_id: of the trajectory.
         storage_options: passed on to the fsspec file system.
 
@@ -157,7 +177,7 @@ def notes_of(
         CorruptStoreError: it is damaged.
     """
     number = id_from("trajectory_id", trajectory_id)
-    if isinstance(store, TrajectoryReplayBuffer):
+    if isinstance(store, Served):
         return store.sink.history(number)
     stores = _stores(store, storage_options or {})
     if rank_of_id(number) not in stores:
@@ -168,7 +188,7 @@ def notes_of(
     return [replace(note, trajectory_id=asked) for note in catalog.notes.history(own_id(number))]
 
 
-def _no_rank(store: str | Path | TrajectoryReplayBuffer, number: int, stores: Mapping[int, Directory]) -> Exception:
+def _no_rank(store: str | Path, number: int, stores: Mapping[int, Directory]) -> Exception:
     """Return the error for an id whose rank is not among the stores of a path."""
     if (rank_of_id(number) == ALONE) != (ALONE in stores):
         return StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here; {spelling_hint(number)}")

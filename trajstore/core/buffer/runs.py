@@ -7,22 +7,38 @@ points are written: each records the number of ranks that save it together, so r
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from trajstore.core.base.arguments import whole_or_none
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.buffer.saved_points import KEPT
+from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.files.opening import check_options, open_directory
 from trajstore.core.reading.places import nothing_at, rank_of, ranks_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.pin_names import point_name
 from trajstore.core.store.saved_points import SavedPoint
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    listed,
+)
 
 logger = logging.getLogger(__name__)
+
+_STORES_NAME = "run.json"
+"""File in a run's folder: the UUIDs of the stores, by rank, that all ranks had open when they last rolled back.
+
+It distinguishes a store that a killed job left empty from an empty one that replaces a lost one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +94,26 @@ def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
         CorruptStoreError: a store of it is damaged.
     """
     check_options(path, storage_options)
-    run = open_directory(path, **storage_options)
-    ranks = ranks_of(run)
-    if not ranks.directories:
+    return _points_of(_catalogs(path, open_directory(path, **storage_options)))
+
+
+def _catalogs(path: str | Path, run: Directory) -> dict[int, Catalog]:
+    """Return the catalogs of a run's stores, by rank.
+
+    Raises:
+        StoreNotFoundError: there is no run.
+        CorruptStoreError: a store of it is damaged.
+    """
+    directories = ranks_of(run).directories
+    if not directories:
         raise nothing_at(path, run)
-    by_rank = {}
-    for directory in ranks.directories:
-        catalog = Catalog.open(directory)
-        by_rank[rank_of(directory)] = [SavedPoint.of(head) for head in catalog.points()]
-    return unite_points(by_rank)
+    return {rank_of(directory): Catalog.open(directory) for directory in directories}
+
+
+def _points_of(catalogs: Mapping[int, Catalog]) -> list[RunPoint]:
+    return unite_points(
+        {rank: [SavedPoint.of(head) for head in catalog.points()] for rank, catalog in catalogs.items()}
+    )
 
 
 def save_rank_point(
@@ -162,7 +189,8 @@ def roll_back_run(
     Raises:
         ConfigurationError: the store is not that of this rank, or another number of ranks saved the run's points.
         StoreNotFoundError: there is no such point, or a rank lacks it; says which. Without ``step``: none is complete
-            and a store was lost, because there are several points, or a rank that lacks one never had additions.
+            and a store was lost, because there are several points, or a rank that lacks one has another store than
+            before, which never had additions.
         StoreWriteError: a rank failed to go back, or did not answer; names it.
     """
     import torch.distributed as dist
@@ -203,30 +231,54 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
         StoreNotFoundError: a rank lacks the requested point, or a store was lost.
     """
     run = _run_of(buffer)
-    points = run_points(run, **buffer._storage_options)
+    directory = open_directory(run, **buffer._storage_options)
+    catalogs = _catalogs(run, directory)
+    points = _points_of(catalogs)
     _check_ranks(run, points, ranks)
     complete = [point.step for point in points if point.is_complete]
     for point in points:
         if not point.is_complete:
             logger.warning("%s: %s", run, incomplete_sentence(point))
+    stores = {str(rank): catalog.store_id for rank, catalog in catalogs.items()}
+    known = _known_stores(directory)
     if step is None and points and not complete:
-        _check_not_lost(buffer, run, points)
-    if step is None or step in complete:
-        return max(complete, default=None) if step is None else step
-    wanted = [point for point in points if point.step == step]
-    why = incomplete_sentence(wanted[0]) if wanted else f"no saved point of step {step}"
-    raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
+        used = {rank for rank, catalog in catalogs.items() if catalog.next_id}
+        _check_not_lost(run, points, used | {rank for rank in catalogs if known.get(str(rank)) == stores[str(rank)]})
+    if step is not None and step not in complete:
+        wanted = [point for point in points if point.step == step]
+        why = incomplete_sentence(wanted[0]) if wanted else f"no saved point of step {step}"
+        raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
+    if known != stores:
+        directory.publish([EncodedFile(_STORES_NAME, [orjson.dumps(stores)])])
+    return max(complete, default=None) if step is None else step
 
 
-def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[RunPoint]) -> None:
-    """Refuse to start over if no point is complete because a store was lost, not because a job was killed."""
+def _known_stores(run: Directory) -> dict[str, str]:
+    """Return the UUIDs of the stores that the ranks opened at the last roll back, by rank; empty if unknown."""
+    try:
+        stores = orjson.loads(run.read(_STORES_NAME))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CorruptStoreError(f"{run.url}/{_STORES_NAME}: is damaged ({error}); remove it") from error
+    return stores if isinstance(stores, dict) else {}
+
+
+def _check_not_lost(run: str, points: Sequence[RunPoint], there: Collection[int]) -> None:
+    """Refuse to start over if no point is complete because a store was lost, not because a job was killed.
+
+    Args:
+        run: path of the run.
+        points: its points.
+        there: ranks whose stores have had additions or were open when the ranks last rolled back.
+    """
     lacking = sorted({rank for point in points for rank in point.lacking})
-    empty = [rank for rank in lacking if not _ever_added(buffer, f"{run}/rank_{rank}")]
+    empty = [f"rank_{rank}" for rank in lacking if rank not in there]
     if len(points) > 1:
         names = listed(f"rank_{rank}" for rank in lacking)
         why = f"{names} lacks some. A job that was killed leaves one incomplete point"
     elif empty and points[0].trajectories:
-        why = f"nothing was ever added to {listed(f'rank_{rank}' for rank in empty)}"
+        why = f"nothing was ever added to {listed(empty)}"
     else:
         return
     raise StoreNotFoundError(
@@ -235,13 +287,6 @@ def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[R
         f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away "
         "(points.remove) and begin"
     )
-
-
-def _ever_added(buffer: TrajectoryReplayBuffer, path: str) -> bool:
-    try:
-        return Catalog.open(open_directory(path, **buffer._storage_options)).next_id > 0
-    except StoreNotFoundError:
-        return False
 
 
 def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
-from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch
+from trajstore.core.buffer.adding_again import add_with_values, has_late_values
+from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch, as_list
 from trajstore.core.buffer.retention import Retention
 from trajstore.core.buffer.view import View
 from trajstore.core.columns.flat import Block, FlatTrajectory, copied
@@ -25,7 +26,7 @@ from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat
 from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore.core.sampling.draws import Draws
-from trajstore.core.store.given import Said
+from trajstore.core.store.given import Said, check_given
 from trajstore.core.store.log_records import ids_in_words
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
@@ -188,6 +189,10 @@ class Sink:
             "annotate: this buffer has no store of its own; give the path of the store, or use auto_save=True"
         )
 
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse late values that contradict the store's, or whose trajectories among ``ids`` are absent."""
+        raise StoreError("annotate: this buffer has no store of its own")
+
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory of the store."""
         raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
@@ -264,6 +269,12 @@ class StoreSink(Sink):
         self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
         if self.mirror is not None:
             self.mirror.start()
+
+    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        trajectories = as_list(trajectories)
+        if any(map(has_late_values, trajectories)):
+            return add_with_values(trajectories, super().add, self)
+        return super().add(trajectories)
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories; on a full queue this waits or raises, according to the options.
@@ -378,6 +389,13 @@ class StoreSink(Sink):
         if any(self._view.contents.is_pending(number) for number in said.ids):
             self.writer.flush()
         uninterrupted(partial(self.writer.annotate, said, rows))
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        if any(self._view.contents.is_pending(number) for number in ids):
+            self.writer.flush()
+        with self.writer.log.standing_still() as catalog:
+            catalog.check_known(ids)
+            check_given(said, catalog.notes.kinds)
 
     def history(self, trajectory_id: int) -> list[Note]:
         if self._view.contents.is_pending(trajectory_id):  # annotate flushes first

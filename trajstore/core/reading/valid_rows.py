@@ -53,7 +53,7 @@ class ValidRows:
     """A cache of valid rows, by trajectory id."""
 
     def __init__(self) -> None:
-        self._known: dict[int, npt.NDArray[np.int32]] = {}
+        self._known: dict[int, npt.NDArray[np.unsignedinteger]] = {}
         self._nbytes = 0
 
     def of(self, ids: IntArray, counts: IntArray, read: Callable[[IntArray], list[Flags]]) -> Valid:
@@ -71,7 +71,7 @@ class ValidRows:
             self._known, self._nbytes = {}, 0
         absent = np.flatnonzero([number not in self._known for number in ids.tolist()])
         for at, flags in zip(absent.tolist(), read(absent) if len(absent) else (), strict=True):
-            rows = np.flatnonzero(flags).astype(np.int32)
+            rows = np.flatnonzero(flags).astype(np.min_scalar_type(len(flags)))
             if len(rows) != counts[at]:
                 raise CorruptStoreError(
                     f"trajectory {shown_id(int(ids[at]))}: its field valid has {len(rows)} valid steps, the index "

@@ -18,6 +18,8 @@ Priority = tuple[float, float]
 class PriorityStore:
     """Keeps the ``maxsize`` trajectories of highest priority; of equal ones, the oldest is dropped first.
 
+    They are kept as they are given, not copied.
+
     Args:
         maxsize: maximum number of trajectories.
 

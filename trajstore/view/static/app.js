@@ -104,7 +104,7 @@ function follow() {
     const told = JSON.parse(event.data);
     state = told;
     live.dataset.live = "yes";
-    fill(live, `live · ${count(told.trajectories)} trajectories`);
+    fill(live, `following · ${count(told.trajectories)} trajectories`);
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
     say(told.trajectories);
@@ -128,8 +128,23 @@ async function tellBundle() {
   fill(document.getElementById("trouble"), said);
 }
 
+const KEYS = [
+  ["/", "filter, or find in messages"], ["arrows, j, k", "next and previous row, token or point"],
+  ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"],
+];
+
+/** Shows the keys in a dialog, which Escape closes. */
+function showKeys() {
+  const list = make("dl", { class: "keys" }, KEYS.flatMap(([key, action]) => [make("dt", {}, key), make("dd", {}, action)]));
+  const dialog = make("dialog", { "aria-label": "Keys", close: () => dialog.remove() }, make("h2", {}, "Keys"), list,
+    make("form", { method: "dialog" }, make("button", { type: "submit" }, "Close")));
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, textarea, select");
+  if (event.key === "?" && !typing && !document.querySelector("dialog")) showKeys();
   if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
     const filter = document.querySelector("input[type=search]");
     if (filter) {

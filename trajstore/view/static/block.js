@@ -186,11 +186,18 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
         plot.ctx.restore();
       };
       const plot = new uPlot({
-        width: Math.max(200, figure.clientWidth - 24), height: 124, padding: [8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
-        scales: { x: { time: false } }, axes: [axisOf({ size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
+        width: Math.max(200, figure.clientWidth - 24), height: 140, padding: [8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
+        scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [low, low + 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
+        axes: [axisOf({ label: "step", labelSize: 16, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
         series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
         hooks: { draw: [(shown) => {
-          for (const at of ends) line(shown, at, color("--bad"), [4, 4], "end");
+          let free = -Infinity; // text of an end begins behind that of the one before
+          for (const at of ends.sort((a, b) => a - b)) {
+            const left = shown.valToPos(at, "x", true);
+            const hasRoom = left >= free;
+            if (hasRoom) free = left + 60 * devicePixelRatio;
+            line(shown, at, color("--bad"), [4, 4], hasRoom ? "end" : "");
+          }
           line(shown, step, color("--ink"), []);
         }] },
       }, [x, ...lines], figure);

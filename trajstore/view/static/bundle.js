@@ -79,7 +79,8 @@ function sorted({ about, names }, rows, order) {
 function group({ about, rows }, { task, version }) {
   const all = rows.filter((row) => row.task === task);
   const versions = [...new Set(all.map((row) => row.version_high))].filter((one) => one !== null).sort((a, b) => a - b);
-  const wanted = version === null || version === undefined ? (about.pool ? null : versions.at(-1) ?? null) : Number(version);
+  const newest = about.pool ? null : versions.at(-1) ?? null;
+  const wanted = version === "all" ? null : version === null || version === undefined ? newest : Number(version);
   return { task, versions, version: wanted, rollouts: wanted === null ? all : all.filter((row) => row.version_high === wanted) };
 }
 

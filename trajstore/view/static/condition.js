@@ -16,7 +16,7 @@ export function conditionField(where, example, asked) {
     return { element, condition: () => where, suggest() {} };
   }
   const filter = make("input", {
-    type: "search", id: "filter", spellcheck: "false", autocomplete: "off", value: where, placeholder: "version_high > 0", "aria-describedby": "refused",
+    type: "search", id: "filter", spellcheck: "false", autocomplete: "off", value: where, placeholder: "for example version_high > 0", "aria-describedby": "refused",
   });
   const condition = () => filter.value.trim();
   const element = make("form", { class: "question", role: "search", "aria-label": "Condition", submit: (event) => {
@@ -24,6 +24,6 @@ export function conditionField(where, example, asked) {
     asked();
   } }, make("label", { for: "filter" }, "Filter"), filter, make("button", { type: "submit" }, "Apply"));
   filter.addEventListener("search", () => filter.value === "" && element.requestSubmit());
-  const suggest = (task) => typeof task === "string" && filter.setAttribute("placeholder", visible(example(`'${task.replaceAll("'", "''")}'`)));
+  const suggest = (task) => typeof task === "string" && filter.setAttribute("placeholder", `for example ${visible(example(`'${task.replaceAll("'", "''")}'`))}`);
   return { element, condition, suggest };
 }

@@ -41,7 +41,9 @@ export async function show(main, { parameters, keep, signal }) {
   const from = Math.max(0, Math.min((chosen < 0 ? all : chosen) - VERSIONS / 2, all - VERSIONS));
   const to = Math.min(all, from + VERSIONS);
   const versions = make("nav", { class: "versions", "aria-label": "Policy versions" }, all > 1
-    ? [make("span", { class: "quiet" }, "policy version"), from ? toVersion(told.versions[from - 1], `‹ ${count(from)} earlier`) : null,
+    ? [make("span", { class: "quiet" }, "policy version"), make("a", {
+      href: `#/group?${new URLSearchParams({ task, version: "all" })}`, "aria-current": told.version === null ? "page" : null,
+    }, "all"), from ? toVersion(told.versions[from - 1], `‹ ${count(from)} earlier`) : null,
       ...told.versions.slice(from, to).map((version) => toVersion(version)),
       to < all ? toVersion(told.versions[to], `${count(all - to)} later ›`) : null] : []);
   const select = make("select", { id: "color", change: () => {
@@ -104,7 +106,9 @@ export async function show(main, { parameters, keep, signal }) {
       conversations[0].slice(0, shared).map(messageOf)) : null);
     for (const { rollout, said } of read) {
       fill(said);
-      if (!rollout.error) showConversation(said, rollout.messages, shared);
+      if (rollout.error) continue;
+      if (shared && rollout.messages.length === shared) fill(said, make("p", { class: "nothing" }, "It ends with the common messages above."));
+      else showConversation(said, rollout.messages, shared);
     }
     fill(siblings, read.map(({ element }) => element), left
       ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} left)`) : null);

@@ -176,6 +176,7 @@ def new_session(
     guidance: GuidanceConfig | None = None,
     asks: Sequence[int] = range(4),
     longest: tuple[int | None, int | None] = (None, None),
+    draws_ahead: int = 0,
     **options: Any,
 ) -> ReplaySession:
     """Return a session of four tasks; the caller closes it."""
@@ -189,6 +190,7 @@ def new_session(
         n_rollout=N,
         max_prompt_length=longest[0],
         max_response_length=longest[1],
+        draws_ahead=draws_ahead,
         guidance=guidance or GuidanceConfig(),
     )
     tokenizer = RunTokenizer("tokens", decoder=decoder)

@@ -93,8 +93,8 @@ def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["sampled", "joined before"])
-def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSession) -> None:
-    """A session of two outputs adds a row beyond the plan; verl would pad 17 rows to 32."""
+def test_groups_keep_their_size_beside_sessions_of_several_outputs(filtered: bool, make_session: MakeSession) -> None:
+    """A session of two outputs adds a row beyond the plan: verl pads 17 rows to 32."""
     session = make_session()
     plane.fill(session)
     uids = plane.expecting(session)
@@ -106,16 +106,34 @@ def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSes
         session.join_finished(set(uids), tags, "acc")
         batch = KVBatchMeta(partition_id=TRAINING, keys=list(tags), tags=list(tags.values()))
         assert len(batch) == 4 * N + 1
-    joined = session.join(batch, 4 * N)
-    assert upsample_batch_to_divisible_size(joined, 4 * N, plane.EOS) is joined
-    replayed = [key for key in joined.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
-    assert sorted(replayed) == ["u0_1000_0", "u1_1000_0", "u2_1000_0"], "the last of the plan is left out"
+    joined = session.join(batch)
+    assert plane.sessions(joined) == dict.fromkeys(uids, N)
     there = [key for key in (tq.kv_list(TRAINING) or {}).get(TRAINING, {}) if "_" in key]
     assert sorted(there) == sorted(joined.keys)
     plane.rate(joined)
     figures = session.scored(joined, 2)
-    assert figures["experience_replay/histories_without_room"] == 1
-    assert figures["experience_replay/replayed_rows"] == 3
+    assert figures["experience_replay/histories_refused/without_room"] == 0
+    assert figures["experience_replay/replayed_rows"] == 4
+    padded = session.balanced(upsample_batch_to_divisible_size(joined, 4 * N, plane.EOS), ranks=1, multiple=4 * N)
+    for part in (padded.keys[: 4 * N], padded.keys[4 * N :]):
+        replayed = [key for key in part if key in joined.keys and int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
+        assert len(replayed) == 2
+        assert len([key for key in part if key in joined.keys]) in (8, 9), "neither mini-batch is mostly padding"
+
+
+def test_the_age_counts_in_the_step_that_trains(make_session: MakeSession, caplog: pytest.LogCaptureFixture) -> None:
+    """Rollouts of step 1 are 4 steps old in step 5."""
+    session = make_session(max_policy_age=3, draws_ahead=1)
+    plane.fill(session)
+    assert [len(item.histories) for item in session.plan(TASKS, 0.5, 4)] == [0] * 4, "trained in step 5"
+    session.expect({f"u{number}": item.histories for number, item in enumerate(session.plan(TASKS, 0.5, 3))})
+    fresh = [row for number in range(4) for row in rollouts(f"u{number}", N - 1, number)]
+    session.plan(TASKS, 0.5, 5)
+    joined = session.join(plane.put(fresh))
+    assert len(joined) == len(fresh), "the prompts waited for another step"
+    plane.rate(joined)
+    assert session.scored(joined, 5)["experience_replay/histories_refused/too_old"] == 4
+    assert "its age in step 5 is 4, above max_policy_age" in caplog.text
 
 
 def test_prompts_may_say_how_many_sessions_they_have(make_session: MakeSession) -> None:
@@ -127,7 +145,7 @@ def test_prompts_may_say_how_many_sessions_they_have(make_session: MakeSession) 
     joining = session.expect(dict.fromkeys(wanted, held), wanted)
     assert joining == {"two": 1, "usual": 2, "many": 2}, "each makes a fresh rollout"
     rows = [row for uid, count in wanted.items() for row in rollouts(uid, count - joining.get(uid, 0))]
-    joined = session.join(plane.put(rows), 2 * N)
+    joined = session.join(plane.put(rows))
     assert plane.sessions(joined) == wanted
     plane.rate(joined)
     session.scored(joined, 2)
@@ -190,7 +208,7 @@ def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSessio
     uids = {f"u{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)}
     joining = session.expect(uids)
     assert set(joining.values()) == {2}
-    joined = session.join(plane.put([row for index, uid in enumerate(uids) for row in rollouts(uid, N - 2, index)]), N)
+    joined = session.join(plane.put([row for index, uid in enumerate(uids) for row in rollouts(uid, N - 2, index)]))
     before = list(joined.keys)
     assert all(int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION for key in before[2 * N :])
     batch = session.balanced(joined, ranks=2, multiple=N)

@@ -1,0 +1,86 @@
+"""Late values of the trajectories of a handle, set by the stores that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from trajstore.core.store.given import Said
+from trajstore.core.store.notes import Note
+from trajstore.core.store.row_notes import Rows
+from trajstore.core.store.run_ids import own_id
+from trajstore.distributed.server import MOST_STORES
+from trajstore.errors import TrajectoryUnavailableError
+
+if TYPE_CHECKING:
+    from trajstore.distributed.handle import DistributedReplayBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesOfHandle:
+    """Sets and returns late values; for :func:`trajstore.annotate` and :func:`trajstore.notes_of`.
+
+    Args:
+        _handle: the handle.
+    """
+
+    _handle: DistributedReplayBuffer
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Set late values, after all stores have agreed to them; those by row store by store.
+
+        Raises:
+            ConfigurationError: a value contradicts the kind that its name has in a store; nothing was set. Or rows do
+                not fit their trajectories, or another kind of rows; stores of lower ranks have set theirs.
+            TrajectoryUnavailableError: an id is in no store; nothing was set.
+            StoreUnreachableError, StoreWriteError: a store failed; others may have set theirs.
+        """
+        ids = tuple(map(own_id, said.ids))
+        ranks = self._ranks(ids)
+        self.check_values(ids, said)
+        self._handle._stores.call_all({rank: _part(said, ids, rows, rank) for rank in ranks}, "annotate")
+        self._handle.refresh()
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse late values that a store cannot set.
+
+        Raises:
+            ConfigurationError, TrajectoryUnavailableError, StoreUnreachableError: see :meth:`annotate`.
+        """
+        stores = self._handle._stores
+        mine = {rank: [number for number in ids if number % MOST_STORES == rank] for rank in stores.look_whole()}
+        stores.call_all({rank: (part, said) for rank, part in mine.items()}, "check_values")
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return the late values of a trajectory, the earliest first.
+
+        Raises:
+            TrajectoryUnavailableError: the id is in no store.
+            StoreUnreachableError: its store does not answer.
+        """
+        number = own_id(trajectory_id)
+        (rank,) = self._ranks([number])
+        notes: list[Note] = self._handle._stores.call(rank, "history", number)
+        return notes
+
+    def _ranks(self, ids: Sequence[int]) -> set[int]:
+        """Return the ranks of the stores that gave these ids.
+
+        Raises:
+            TrajectoryUnavailableError: there is no such store.
+        """
+        for number in ids:
+            if number % MOST_STORES not in self._handle.stores:
+                raise TrajectoryUnavailableError(f"no trajectory of {self._handle.name!r} has the id {number}")
+        return {number % MOST_STORES for number in ids}
+
+
+def _part(said: Said, ids: Sequence[int], rows: Rows, rank: int) -> tuple[Said, dict[str, list[torch.Tensor]]]:
+    """Return the values for the trajectories of one store."""
+    at = [place for place, number in enumerate(ids) if number % MOST_STORES == rank]
+    values = {name: [given[place] for place in at] for name, given in said.values.items()}
+    part = replace(said, ids=tuple(ids[place] for place in at), values=values)
+    return part, {name: [tensors[place] for place in at] for name, tensors in rows.items()}
