@@ -254,6 +254,8 @@ def test_late_values_through_a_handle(shared: None) -> None:
         with pytest.raises(TrajectoryUnavailableError, match="has the id 7"):
             notes_of(handle, 7)
         assert len(notes_of(handle, ids[0])) == 3
+        (again,) = handle.add_trajectories([learner.get(ids[2])]).committed(120)
+        assert torch.equal(learner.get(again).notes["advantage"], advantages[ids[2]])
         handle.clear()
 
 
@@ -280,6 +282,12 @@ def test_rows_of_all_stores_are_asked(
         assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
         numbered = handle.query().where("metadata.tool.number >= 10").order_by("metadata.tool.number").ids()
         assert numbered.tolist() == ids[10:]
+        for only in ({"where": "metadata.tool.number >= 10"}, {"ids": ids[10:]}):
+            tasks = [
+                item.task_id for item in handle.sample_trajectories(9, **only) if isinstance(item, AgentTrajectory)
+            ]
+            assert sorted(tasks) == ["t1", "t2"]
+            assert set(handle.draw(64, **only).ids.tolist()) == set(ids[10:])
         text = "select rank, count(*) as n from trajectories where task is not null group by rank order by rank"
         assert handle.query().sql(text).rows() == sorted(Counter(number % 1024 for number in ids).items())
         asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")

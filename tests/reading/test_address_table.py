@@ -366,9 +366,9 @@ def test_in_a_forked_child_no_copy_runs() -> None:
 
 
 def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
-    slots = SlotTable()
+    slots = AddressTable(1)
     several = slots.add_shards(2, np.array([5, 7]), np.array([1, 1]))
-    shard, memory = slots.add_shard(3, 9, 1), slots.add_memory(1)
+    shard, memory = slots.add_shard(3, 9, 1), slots.add_memory(MappedShard(SCHEMA, [0], None), 1)
     assert [*several.tolist(), shard, memory] == [0, 1, 2, 3]
     assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
     assert slots.are_memory(np.array([0, 1, 2, 3, UNAVAILABLE])).tolist() == [False, False, False, True, False]

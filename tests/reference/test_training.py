@@ -57,7 +57,6 @@ def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
         tokenizer,
         world,
         steps=config.warm_start_steps,
-        learning_rate=config.warm_start_learning_rate,
         seed=config.seed,
     )
     worker = RolloutWorker(model, tokenizer, world)

@@ -39,7 +39,7 @@ for value, names in (
     (-1, "success_threshold min_reward experience_lbound TrainerConfig.seed"),
     (2.5, "success_threshold min_reward success experience_lbound experience_rbound retrieve_timeout summary_timeout"),
     (2.5, "cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
-    (2.5, "warm_start_learning_rate entropy_coeff max_grad_norm"),
+    (2.5, "entropy_coeff max_grad_norm"),
     (True, "enable unsolved_first drop_negative_off_policy clip_off_policy use_current_policy_entropy text in_turns"),
     (True, "exp_is_correct prepare_in_background enable_summarizer enable_context_generator val_summarizer_save"),
     (True, "init_experience_before_training"),

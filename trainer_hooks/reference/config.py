@@ -42,7 +42,6 @@ class TrainerConfig(Settings):
     max_grad_norm: Positive = 1.0
     warm_start_steps: Whole = 200
     """Supervised steps on replies that ignore the goal; see ``warm_start``."""
-    warm_start_learning_rate: Positive = 2e-3
     evaluate_every: Count = 5
     """Steps between evaluations; these use their own generator and do not count as rollouts."""
     evaluation_rollouts: Count = 4

@@ -112,7 +112,6 @@ class ReferenceTrainer(Closing):
             self.tokenizer,
             self.environment,
             steps=self.config.warm_start_steps,
-            learning_rate=self.config.warm_start_learning_rate,
             seed=self.config.seed,
             template=self._template,
         )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 _ROWS = 32
+_LEARNING_RATE = 2e-3
 
 
 def warm_start(
@@ -31,7 +32,6 @@ def warm_start(
     environment: Environment,
     *,
     steps: int,
-    learning_rate: float,
     seed: int,
     template: ExperienceTemplate | None = None,
 ) -> float:
@@ -44,13 +44,12 @@ def warm_start(
         tokenizer: of the model.
         environment: whose replies are imitated.
         steps: optimizer steps.
-        learning_rate: of the first one.
         seed: of the episodes.
         template: if given, every other episode begins with experience that contains its replies. So the model learns to
             read experience, like a language model; it does not learn correct replies, as these ignore the goal.
     """
     random = Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(steps, 1))
     value = 0.0
     for _ in range(steps):

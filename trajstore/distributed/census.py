@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trajstore.core.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.core.sampling.draws import Draws, Window
 from trajstore.distributed.listing import Listing
-from trajstore.distributed.roll import News, joined, taken, without
+from trajstore.distributed.roll import News, without
 from trajstore.errors import EmptyBufferError, listed
 
 _EMPTY = np.zeros(0, np.int64)
@@ -61,7 +61,7 @@ class Census:
             if isinstance(change, Additions):
                 parts.append(change)
             elif parts:
-                parts[:] = [without(joined(parts), change)]
+                parts[:] = [without(Additions.joined(parts), change)]
         if news.whole or news.changes or rank in self._absent:
             self._changed()
         self._absent.discard(rank)
@@ -193,22 +193,22 @@ class Census:
             return
         first = int(fresh[0])
         if not len(known) or rows.ids[first] > known.max():
-            sampler.added(taken(rows, fresh))
+            sampler.added(rows.at(fresh))
             return
         state = sampler.state_dict()
         sampler.evicted(known[known > rows.ids[first]])
-        sampler.added(taken(rows, np.arange(first, len(rows))))
+        sampler.added(rows.at(np.arange(first, len(rows))))
         sampler.load_state_dict(state)
 
     def _rows(self) -> Additions:
         if self._table is None:
             parts = [part for rank, additions in self._parts.items() if rank not in self._absent for part in additions]
-            whole = joined(parts) if parts else _NONE
+            whole = Additions.joined(parts) if parts else _NONE
             order = np.argsort(whole.ids, kind="stable")
-            settled = taken(whole, order[whole.ids[order] < self._settled])
+            settled = whole.at(order[whole.ids[order] < self._settled])
             again = _again(settled)
-            self._copies = taken(settled, np.flatnonzero(again))
-            self._table = taken(settled, np.flatnonzero(~again)) if again.any() else settled
+            self._copies = settled.at(np.flatnonzero(again))
+            self._table = settled.at(np.flatnonzero(~again)) if again.any() else settled
             self._listing = Listing(self._table.ids, self._table.samples, np.cumsum(self._table.samples))
         return self._table
 

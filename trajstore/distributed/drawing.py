@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from trajstore.core.base.arguments import columns_or_none, whole
 from trajstore.core.buffer.sampling import Batch
 from trajstore.core.columns.fields import nest
 from trajstore.core.feeding.source import joined
-from trajstore.core.sampling.base import Drawn, Sampler
+from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
 from trajstore.core.sampling.draws import Draws
+from trajstore.core.sampling.selection import Selection, selected
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.census import Census
@@ -35,6 +37,7 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     listed,
 )
+from trajstore.query import Query
 from trajstore.trajectory import AnyTrajectory
 
 T = TypeVar("T")
@@ -59,6 +62,7 @@ class DrawingHandle:
         self._draws = Draws(options.seed)
         self._reads = Reads(stores)
         self._survey = Survey(stores, routes, options.refresh_interval, self._reads.renew)
+        self._uniform: dict[Any, Selection] = {}
         self._closed = False
         self.sample_window_size = options.sample_window_size
 
@@ -123,7 +127,9 @@ class DrawingHandle:
         with self._lock:
             self._survey.refresh(True)
 
-    def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
+    def draw(
+        self, num_chunks: int, *, sampler: Sampler | None = None, where: str | None = None, ids: Ids | None = None
+    ) -> Drawn:
         """Choose transitions among the newest trajectories of all responsive stores, as a buffer does.
 
         If these stores have no trajectories, waits for the unresponsive ones.
@@ -134,10 +140,32 @@ class DrawingHandle:
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        sampler = self.selected(sampler, where, ids)
         if sampler is not None:
             return self._chosen(num_chunks, sampler)
         with self._drawing(None) as census:
             return census.samples(num_chunks, self.sample_window_size, self._draws)
+
+    def selected(
+        self, sampler: Sampler | None, where: str | None, ids: Ids | None, unit: Unit = "sample"
+    ) -> Sampler | None:
+        """Return the sampler for draws with these arguments, see :meth:`Reader.selected`."""
+        return selected(sampler, where, ids, unit, self._uniform)
+
+    @abstractmethod
+    def query(self, relation: str = "trajectories") -> Query:
+        """Return a query over the trajectories of all stores."""
+
+    def _evaluate(self, selection: Selection) -> None:
+        """Update the matching ids, unless the stores' trajectories are the same and were asked within the interval."""
+        with self._lock:
+            self._survey.refresh(False)
+            listing = self._survey.census.listing
+        before, asked = selection.seen if isinstance(selection.seen, tuple) else (None, 0.0)
+        if selection.where is None or (before is listing and time.monotonic() - asked < self._options.refresh_interval):
+            return
+        now = time.monotonic()
+        selection.match(self.query().where(selection.where).ids(), (listing, now))
 
     def _chosen(self, count: int, sampler: Sampler) -> Drawn:
         with self._drawing(sampler) as census:
@@ -152,6 +180,8 @@ class DrawingHandle:
         Raises:
             StoreUnreachableError: the store has not answered for ``deadline``.
         """
+        if isinstance(sampler, Selection):
+            self._evaluate(sampler)
         until = time.monotonic() + self._options.deadline
         pause = _PAUSE
         while True:
@@ -172,7 +202,7 @@ class DrawingHandle:
 
     def _look(self, sampler: Sampler | None) -> Census:
         self._check_open()
-        return self._survey.look(sampler)
+        return self._survey.look(None if sampler is None else sampler.selection or sampler)
 
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -253,8 +283,12 @@ class DrawingHandle:
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
         sampler: Sampler | None = None,
+        where: str | None = None,
+        ids: Ids | None = None,
     ) -> dict[str, Any]:
         """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
+
+        A condition is evaluated again at most every ``refresh_interval`` seconds, or when trajectories came or went.
 
         If a store does not answer for ``patience``, its rows are drawn again from the others. Rows that are evicted
         before they are read are drawn again, too.
@@ -265,6 +299,7 @@ class DrawingHandle:
             SchemaMismatchError: see :meth:`read`.
         """
         columns = columns_or_none(columns)
+        sampler = self.selected(sampler, where, ids)
         if sampler is not None and sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
         if sampler is None:
@@ -286,12 +321,15 @@ class DrawingHandle:
             else:
                 return values if sampler is None else Batch(values, drawn)
 
-    def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
+    def sample_trajectories(
+        self, count: int, *, sampler: Sampler | None = None, where: str | None = None, ids: Ids | None = None
+    ) -> list[AnyTrajectory]:
         """Draw whole trajectories without replacement (a sampler may repeat); all if ``count`` is larger.
 
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
         """
+        sampler = self.selected(sampler, where, ids, "trajectory")
         if sampler is not None and sampler.unit != "trajectory":
             raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
         drawn = self._whole(count, sampler)

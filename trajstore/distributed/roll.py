@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
@@ -94,26 +93,9 @@ class Roll(Sampler):
 
     def _join(self) -> None:
         if len(self._parts) > 1:
-            self._parts = [joined(self._parts)]
-
-
-def joined(parts: Sequence[Additions]) -> Additions:
-    """Concatenate additions."""
-    tasks = None if any(part.tasks is None for part in parts) else [task for part in parts for task in part.tasks or ()]
-    columns = ("ids", "samples", "versions")
-    ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in columns)
-    known = [part.names for part in parts if part.names is not None]
-    names = np.concatenate(known) if len(known) == len(parts) else None
-    return Additions(ids, samples, versions, tasks, names)
+            self._parts = [Additions.joined(self._parts)]
 
 
 def without(part: Additions, evicted: IntArray) -> Additions:
     """Return additions without some of their trajectories."""
-    return taken(part, np.flatnonzero(~np.isin(part.ids, evicted)))
-
-
-def taken(part: Additions, places: npt.NDArray[np.intp]) -> Additions:
-    """Return the trajectories of additions at ``places``, in that order."""
-    tasks = None if part.tasks is None else [part.tasks[at] for at in places.tolist()]
-    names = None if part.names is None else part.names[places]
-    return Additions(part.ids[places], part.samples[places], part.versions[places], tasks, names)
+    return part.at(np.flatnonzero(~np.isin(part.ids, evicted)))

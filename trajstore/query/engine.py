@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
-from trajstore.errors import MissingDependencyError
+from trajstore.errors import ConfigurationError, MissingDependencyError
+
+_users: list[int] = []
+"""The process that used Polars first."""
 
 
 def polars() -> ModuleType:
@@ -12,6 +16,7 @@ def polars() -> ModuleType:
 
     Raises:
         MissingDependencyError: Polars is not installed, or is older than version 2, whose scan interface differs.
+        ConfigurationError: the process was forked after Polars was used: its threads are absent here.
     """
     try:
         import polars
@@ -19,4 +24,10 @@ def polars() -> ModuleType:
         raise MissingDependencyError("polars", "query") from None
     if int(polars.__version__.partition(".")[0]) < 2:
         raise MissingDependencyError("polars>=2", "query")
+    _users[:] = _users or [os.getpid()]
+    if _users[0] != os.getpid():
+        raise ConfigurationError(
+            "queries and where= do not work in a process that was forked after one was used, because Polars' threads "
+            "do not survive a fork; start it with the method 'spawn' (DataLoader: multiprocessing_context='spawn')"
+        )
     return polars

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from trajstore.core.buffer.view import View
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling.base import Additions, Sampler
+from trajstore.core.sampling.selection import rearrange
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.errors import ConfigurationError, listed
 
@@ -76,17 +77,8 @@ class Following:
         if self._is_replaced(index):
             self._forget_others(contents)
             positions = _without(np.arange(first, end), unavailable)
-            known, wanted = self._sampler.ids, ids[positions]
-            self._sampler.evicted(np.setdiff1d(known, wanted))
-            stay = known[np.isin(known, wanted)]
-            moved = np.flatnonzero(stay != wanted[: len(stay)])
-            state = self._sampler.state_dict() if len(moved) else None
-            same = int(moved[0]) if len(moved) else len(stay)
             # A rank's commit that is seen after younger ones of other ranks comes before them.
-            self._sampler.evicted(stay[same:])
-            self._add(contents, positions[same:])
-            if state is not None:
-                self._sampler.load_state_dict(state)
+            rearrange(self._sampler, ids[positions], lambda same: self._add(contents, positions[same:]))
         else:
             lost = _without(np.arange(unavailable.start, min(unavailable.stop, self._end)), self._unavailable)
             self._sampler.evicted(np.concatenate([ids[self._first : min(first, self._end)], ids[lost]]))

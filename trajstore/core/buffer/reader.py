@@ -6,9 +6,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +38,9 @@ from trajstore.core.formats import get_format
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.plan import RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot
-from trajstore.core.sampling.base import Drawn, Sampler
+from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
 from trajstore.core.sampling.draws import Draws, Window
+from trajstore.core.sampling.selection import Selection, selected
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.core.store.run_ids import id_from
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
@@ -48,7 +48,6 @@ from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
     from trajstore.query import Query
-    from trajstore.query.reader import Queries
 
 
 class Reader(Closing):
@@ -75,13 +74,13 @@ class Reader(Closing):
     ) -> None:
         self.live = live
         self.sampling = Sampling(live, draws)
+        self._uniform: dict[Any, Selection] = {}
         self.sample_window_size = sample_window_size
         self.trajectory_format = "pt"
         self.left_out = 0
         self._draws = draws
         self._format = get_format(self.trajectory_format)
         self._storage_options = storage_options
-        self._queries: Queries | None = None
         self._counter = 0
 
     @staticmethod
@@ -146,6 +145,8 @@ class Reader(Closing):
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
         sampler: Sampler | None = None,
+        where: str | None = None,
+        ids: Ids | None = None,
     ) -> dict[str, Any]:
         """Draw transitions from the window of the newest trajectories, uniformly with replacement or by a sampler.
 
@@ -156,6 +157,10 @@ class Reader(Closing):
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
             sampler: chooses the transitions; pass the same object each time, since it tracks additions and evictions.
+            where: draw only trajectories that match this condition on facts, as for ``query().where``; evaluated before
+                each draw, so that new trajectories that match join and those that match no longer leave. Draws are then
+                with replacement, and not cut to the window.
+            ids: draw only these trajectories.
 
         Returns:
             A nested dict of tensors ``[num_chunks, ...]`` with keys and dtypes as they were added. With a sampler it
@@ -171,6 +176,7 @@ class Reader(Closing):
         """
         num_chunks, columns = whole("num_chunks", num_chunks, 1), columns_or_none(columns)
         _check_out(out)
+        sampler = self.selected(sampler, where, ids)
         if sampler is not None:
             check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
@@ -191,18 +197,33 @@ class Reader(Closing):
 
         return nest(self.live.locked(draw).read(out))
 
-    def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
+    def selected(
+        self, sampler: Sampler | None, where: str | None, ids: Ids | None, unit: Unit = "sample"
+    ) -> Sampler | None:
+        """Return the sampler for draws with these arguments of :meth:`sample`; None for plain uniform draws.
+
+        Raises:
+            ConfigurationError: the sampler has drawn with other ones, or one is invalid.
+        """
+        return selected(sampler, where, ids, unit, self._uniform)
+
+    def sample_trajectories(
+        self, count: int, *, sampler: Sampler | None = None, where: str | None = None, ids: Ids | None = None
+    ) -> list[AnyTrajectory]:
         """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.
 
         Args:
             count: how many, at least 1; with a :class:`~trajstore.core.sampling.GroupSampler` how many tasks.
             sampler: chooses instead; one that draws whole trajectories.
+            where: draw only trajectories that match, see :meth:`sample`.
+            ids: draw only these trajectories.
 
         Raises:
             EmptyBufferError: there is nothing to sample from.
             ConfigurationError: ``count`` is less than 1, or the sampler draws transitions.
         """
         count = whole("count", count, 1)
+        sampler = self.selected(sampler, where, ids, "trajectory")
         if sampler is not None:
             check_unit(
                 sampler, "trajectory", "this sampler draws transitions; make it with unit='trajectory', or call sample"
@@ -217,13 +238,16 @@ class Reader(Closing):
 
         return self.sampling.together(sampler, draw)
 
-    def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
+    def draw(
+        self, num_chunks: int, *, sampler: Sampler | None = None, where: str | None = None, ids: Ids | None = None
+    ) -> Drawn:
         """Choose rows as :meth:`sample` does, without reading them; :meth:`read` reads them, also in another process.
 
         Raises:
             ConfigurationError: an argument is out of range; names it.
             EmptyBufferError: there is nothing to sample from.
         """
+        sampler = self.selected(sampler, where, ids)
         return self.sampling.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
 
     def read(
@@ -304,10 +328,7 @@ class Reader(Closing):
         Raises:
             ConfigurationError: there is no such relation.
         """
-        if self._queries is None:
-            # The query package is above the core, so it is imported on first use.
-            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self.live.locked))
-        return self._queries.query(relation)
+        return self.sampling.query(relation)
 
     @property
     def closed(self) -> bool:

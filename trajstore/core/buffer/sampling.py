@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 import numpy as np
@@ -29,8 +30,13 @@ from trajstore.core.reading.plan import RowPlan
 from trajstore.core.reading.tokens import TokenRows, token_rows
 from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler
 from trajstore.core.sampling.draws import Draws, Window
+from trajstore.core.sampling.selection import Selection
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
+    from trajstore.query.reader import Queries
 
 T = TypeVar("T")
 
@@ -95,6 +101,7 @@ class Sampling:
     def __init__(self, view: View, draws: Draws) -> None:
         self._view = view
         self._draws = draws
+        self._queries: Queries | None = None
         self._own_name = f"memory {uuid4()}"
         self._within: int | None = None
         """The thread inside a call of :meth:`together`."""
@@ -122,13 +129,16 @@ class Sampling:
         check_kind("sampler", sampler, Sampler, _SAMPLER)
         if sampler is None:
             return self._view.locked(call)
+        follower = sampler.selection or sampler
+        if isinstance(follower, Selection):
+            self._evaluate(follower)
 
         def tell_and_call(contents: Contents) -> T:
-            self._follow(contents, sampler)
+            self._follow(contents, follower)
             return call(contents)
 
         def call_if_told(contents: Contents) -> tuple[T] | None:
-            following = self._following.get(sampler)
+            following = self._following.get(follower)
             return None if following is None or following.is_behind(contents) else (within(contents),)
 
         def within(contents: Contents) -> T:
@@ -143,6 +153,22 @@ class Sampling:
         done = self._view.locked(call_if_told)
         # An interrupt would leave a sampler updated by half; in this thread the next draw waits for it.
         return uninterrupted(lambda: self._view.locked(within)) if done is None else done[0]
+
+    def query(self, relation: str) -> Query:
+        """Return a query over the trajectories, see :meth:`Reader.query`."""
+        if self._queries is None:
+            # The query package is above the core, so it is imported on first use.
+            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self._view.locked))
+        return self._queries.query(relation)
+
+    def _evaluate(self, selection: Selection) -> None:
+        """Update the matching ids, unless the facts are the same. Without the lock: Polars' threads may need it."""
+        if selection.where is None or self._within == threading.get_ident():
+            return
+        query = self.query("trajectories")
+        facts = query.facts()
+        if facts is not selection.seen:
+            selection.match(query.where(selection.where).ids(), facts)
 
     def choose(
         self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None
@@ -162,7 +188,7 @@ class Sampling:
             if fits is None:  # custom samplers may lack the argument
                 drawn = sampler.draw(count, self._draws.generator_for(sampler), first)
             else:
-                _check_fits(sampler)
+                _check_fits(sampler.inner if isinstance(sampler, Selection) else sampler)
                 drawn = sampler.draw(count, self._draws.generator_for(sampler), first, fits=fits)
             positions = self.rows(contents, drawn)
         names = self._view.names_at(contents, positions)

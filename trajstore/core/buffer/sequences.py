@@ -14,7 +14,7 @@ from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
 from trajstore.core.columns.fields import nest, resolved
 from trajstore.core.reading.contents import Contents
-from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler, uniform
+from trajstore.core.sampling.base import Drawn, Fits, Ids, IntArray, Sampler, uniform
 from trajstore.core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_after, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
@@ -42,6 +42,8 @@ def sample_sequences(
     *,
     pad: bool = False,
     sampler: Sampler | None = None,
+    where: str | None = None,
+    ids: Ids | None = None,
     columns: Sequence[str] | None = None,
     ends: Ends = ("dones",),
 ) -> Batch:
@@ -54,6 +56,8 @@ def sample_sequences(
         pad: also draw starts less than ``length`` steps before an end; the last step is repeated and
             masked in ``mask``. Without it, the draw is uniform over starts of whole sequences.
         sampler: chooses the starts instead of a uniform draw.
+        where: draw only trajectories that match, see :meth:`Reader.sample`.
+        ids: draw only these trajectories.
         columns: dotted names of the columns wanted; None = all.
         ends: columns in which a true value ends an episode with this step.
 
@@ -73,6 +77,8 @@ def sample_sequences(
 
     columns = columns_or_none(columns)
 
+    sampler = buffer.selected(sampler, where, ids)
+
     def sample(contents: Contents) -> Batch:
         fits = None if pad else _has_whole(buffer, contents, count, length, ends)
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
@@ -90,6 +96,8 @@ def sample_n_step(
     gamma: float,
     *,
     sampler: Sampler | None = None,
+    where: str | None = None,
+    ids: Ids | None = None,
     columns: Sequence[str] | None = None,
     ends: Ends = ("dones",),
     terminations: str = "terminations",
@@ -106,6 +114,8 @@ def sample_n_step(
         n: steps of each at most.
         gamma: discount of a step, in ``[0, 1]``.
         sampler: chooses the first steps instead of a uniform draw.
+        where: draw only trajectories that match, see :meth:`Reader.sample`.
+        ids: draw only these trajectories.
         columns: dotted names of the columns wanted, besides rewards; None = all.
         ends: columns in which a true value ends an episode with this step.
         terminations: column in which a true value is a terminal state, without bootstrapping.
@@ -124,6 +134,8 @@ def sample_n_step(
     count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
     ends, columns = _checked(buffer, ends), columns_or_none(columns)
     text("terminations", terminations)
+
+    sampler = buffer.selected(sampler, where, ids)
 
     def sample(contents: Contents) -> Batch:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
@@ -162,6 +174,8 @@ def sample_hindsight(
     strategy: Literal["future", "final"] = "future",
     horizon: int = 1000,
     sampler: Sampler | None = None,
+    where: str | None = None,
+    ids: Ids | None = None,
     columns: Sequence[str] | None = None,
     ends: Ends = ("dones",),
 ) -> Batch:
@@ -181,6 +195,8 @@ def sample_hindsight(
         strategy: take the new goal uniformly from this and later steps of the episode, or from its last step.
         horizon: limit on the steps ahead; longer episodes are an error, since goals beyond would not be drawn.
         sampler: chooses the transitions instead of a uniform draw.
+        where: draw only trajectories that match, see :meth:`Reader.sample`.
+        ids: draw only these trajectories.
         columns: dotted names of the columns wanted, including those above; None = all.
         ends: columns in which a true value ends an episode with this step.
 
@@ -197,6 +213,8 @@ def sample_hindsight(
     ends, columns = _checked(buffer, ends), columns_or_none(columns)
     text("goal", goal), text("achieved", achieved)
     check_instance("reward", reward, Callable, "a function of achieved and goal")
+
+    sampler = buffer.selected(sampler, where, ids)
 
     def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], list[str], IntArray, torch.Tensor]:
         first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
@@ -225,7 +243,7 @@ def sample_hindsight(
     first, values, (goal, achieved, _), chosen, goals = buffer.sampling.together(sampler, sample)
     relabelled = torch.zeros(len(first), dtype=torch.bool)
     if len(chosen):
-        where = torch.from_numpy(chosen)
+        rows = torch.from_numpy(chosen)
         if goals.shape[1:] != values[goal].shape[1:]:
             raise ConfigurationError(
                 f"goal {goal} is {list(values[goal].shape[1:])}, achieved {achieved} {list(goals.shape[1:])}: "
@@ -233,14 +251,14 @@ def sample_hindsight(
             )
         for name in (goal, goal.replace("curr_obs.", "next_obs.", 1)):
             if name in values:
-                values[name][where] = goals.to(values[name].dtype)
-        rewards = reward(values[achieved][where], goals)
-        if rewards.shape != values["rewards"][where].shape:
+                values[name][rows] = goals.to(values[name].dtype)
+        rewards = reward(values[achieved][rows], goals)
+        if rewards.shape != values["rewards"][rows].shape:
             raise ConfigurationError(
-                f"reward returned {list(rewards.shape)}, must be {list(values['rewards'][where].shape)}"
+                f"reward returned {list(rewards.shape)}, must be {list(values['rewards'][rows].shape)}"
             )
-        values["rewards"][where] = rewards.to(values["rewards"].dtype)
-        relabelled[where] = True
+        values["rewards"][rows] = rewards.to(values["rewards"].dtype)
+        relabelled[rows] = True
     return Batch({**nest(values), "relabelled": relabelled}, first)
 
 

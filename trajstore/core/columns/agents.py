@@ -77,12 +77,12 @@ def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None
     for name in _TEXTS:
         if type(values[name]) is not str and not isinstance(values[name], str | None):
             raise _wrong_type(name, values[name], "a string")
-    metadata, messages, reward = values["metadata"], values["messages"] or [], values["reward"]
+    metadata, messages, reward = values["metadata"], values["messages"], values["reward"]
     if not isinstance(metadata, dict | None):
         raise _wrong_type("metadata", metadata, "a dict")
-    if not isinstance(messages, list):
+    if not isinstance(messages, list | None):
         raise _wrong_type("messages", messages, "a list of dicts")
-    for at, message in enumerate(messages):
+    for at, message in enumerate(messages or ()):
         if not isinstance(message, dict):
             raise _wrong_type(f"messages[{at}]", message, "a dict")
     terminated = values["is_terminated"]

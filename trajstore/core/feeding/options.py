@@ -22,7 +22,8 @@ from trajstore.core.base.arguments import (
     whole,
 )
 from trajstore.core.columns.limits import shown
-from trajstore.core.sampling.base import Drawn, Sampler, Unit
+from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
+from trajstore.core.sampling.selection import Selection, selected
 from trajstore.errors import ConfigurationError
 
 Layout = Literal["packed", "padded"]
@@ -80,6 +81,9 @@ class LoaderOptions(TypedDict, total=False):
 
     Attributes:
         sampler: sampler to use instead of the buffer's uniform draws.
+        where: draw only trajectories of the buffer that match this condition on facts, as for ``query().where``. It is
+            evaluated before each draw, so that new trajectories that match join. Demonstrations are not affected.
+        ids: draw only these trajectories of the buffer.
         min_size: minimum trajectories in the buffer before the first batch (1).
         columns: names of the columns to read; None = all.
         rank: (r, W): rank r of W, which gets its part of every global batch. All ranks draw the same batches; their
@@ -93,6 +97,8 @@ class LoaderOptions(TypedDict, total=False):
     """
 
     sampler: Sampler | None
+    where: str | None
+    ids: Ids | None
     min_size: int
     columns: Sequence[str] | None
     rank: tuple[int, int]
@@ -276,3 +282,14 @@ def check_sampler(name: str, sampler: Sampler | None, unit: Unit) -> None:
         raise ConfigurationError(
             f"{name}: draws {drawn[sampler.unit]}, and these batches are made of {drawn[unit]}; give it unit={unit!r}"
         )
+
+
+def selection_of(options: LoaderOptions, unit: Unit) -> Sampler | None:
+    """Return the sampler of a loader, with the selection by ``where`` and ``ids``; None for uniform draws."""
+    check_sampler("sampler", options.get("sampler"), unit)
+    return selected(options.get("sampler"), options.get("where"), options.get("ids"), "sample")
+
+
+def told_selection(sampler: Sampler | None) -> dict[str, Any]:
+    """Return the selection of a loader's sampler, for its state."""
+    return sampler.told if isinstance(sampler, Selection) else {"where": None, "ids": None}

@@ -26,7 +26,9 @@ from trajstore.core.feeding.options import (
     check_options,
     check_replay,
     check_sampler,
+    selection_of,
     share_of_batch,
+    told_selection,
 )
 from trajstore.core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
 from trajstore.core.sampling.states import check_state
@@ -198,9 +200,8 @@ class BatchSource(Source[DrawnBatch]):
             )
         min_demos = 1 if options.get("min_demo_size") is None else options["min_demo_size"]
         self._needed = options.get("min_size", 1), min_demos
-        self._samplers = options.get("sampler"), options.get("demo_sampler")
-        for name, sampler in zip(("sampler", "demo_sampler"), self._samplers, strict=True):
-            check_sampler(name, sampler, "sample")
+        check_sampler("demo_sampler", options.get("demo_sampler"), "sample")
+        self._samplers = selection_of(options, "sample"), options.get("demo_sampler")
         self._columns = options.get("columns")
         self._common = options.get("common_columns", False)
         self._told_differing: list[str] = []
@@ -210,7 +211,8 @@ class BatchSource(Source[DrawnBatch]):
     @property
     def told(self) -> dict[str, Any]:
         windows = [None if buffer is None else buffer.sample_window_size for buffer in (self.replay, self.demos)]
-        return {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
+        sizes = {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
+        return {**sizes, **told_selection(self._samplers[0])}
 
     @property
     def closed(self) -> bool:
@@ -357,6 +359,7 @@ class BatchSource(Source[DrawnBatch]):
         if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
         check_state(state, ("batches", "of", "replay", "demos", "samplers"))
+        check_batches(state["batches"], self.told)
         given = [part is not None for part in (state["demos"], *state["samplers"])]
         here = [part is not None for part in (self.demos, *self._samplers)]
         if given != here:
@@ -365,7 +368,6 @@ class BatchSource(Source[DrawnBatch]):
             )
         if state.get("drawn_demos") is not None and self.demos is not None:
             check_rows(state["drawn_demos"], self.demos)
-        check_batches(state["batches"], self.told)
         differences = check_belonging("replay buffer", self.replay, state["of"][0])
         return (
             differences

@@ -26,8 +26,9 @@ from trajstore.core.feeding.options import (
     LongTrajectories,
     TokenOptions,
     check_options,
-    check_sampler,
+    selection_of,
     share_of_batch,
+    told_selection,
 )
 from trajstore.core.feeding.packing import Room, lay_out
 from trajstore.core.feeding.source import Source, still_there
@@ -82,8 +83,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches: nothing is filled up")
         self._rank, self._batch_size = share_of_batch(options, self._batch_size, buffer)
         self._min_size = options.get("min_size", 1)
-        self._sampler = options.get("sampler")
-        check_sampler("sampler", self._sampler, "trajectory")
+        self._sampler = selection_of(options, "trajectory")
         self._columns = options.get("columns")
         self._waiting: list[_Waiting] = []
         self._skipped = 0
@@ -97,6 +97,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             "lookahead": self._lookahead,
             "long": self._long,
             "sample_window_size": [self._buffer.sample_window_size],
+            **told_selection(self._sampler),
         }
 
     @property
@@ -243,12 +244,12 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
         check_state(state, ("buffer", "sampler", "waiting", "waiting_names", "skipped", "batches", "of"))
+        check_batches(state["batches"], self.told)
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
                 f" {'none' if self._sampler is None else 'one'}"
             )
-        check_batches(state["batches"], self.told)
         waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
         then = np.asarray(state["waiting_names"], np.int64)
         check_names("what waits for a pack", waiting, then, self._buffer.sampling.names_of(waiting))

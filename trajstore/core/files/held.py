@@ -168,8 +168,11 @@ class HeldFolder:
         Raises:
             CorruptStoreError: it is a folder, a pipe, a socket, a device or a symbolic link in a circle.
         """
-        with self._naming_file(name) as root:
+        root = self.number
+        try:
             descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644, dir_fd=root)
+        except OSError as error:
+            raise self._named_file(error, name) from error
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             os.close(descriptor)
@@ -186,16 +189,10 @@ class HeldFolder:
         finally:
             os.close(descriptor)
 
-    @contextmanager
-    def _naming_file(self, name: str) -> Iterator[int]:
-        """Do as :meth:`naming`, for names that must be regular files."""
-        with self.naming(name) as number:
-            try:
-                yield number
-            except OSError as error:
-                if error.errno in _NOT_A_FILE:
-                    raise self._no_file(name, os.strerror(error.errno)) from error
-                raise
+    def _named_file(self, error: OSError, name: str) -> Exception:
+        """Do as :meth:`named`, for names that must be regular files."""
+        is_file = error.errno not in _NOT_A_FILE
+        return self.named(error, name) if is_file else self._no_file(name, os.strerror(error.errno or errno.EIO))
 
     def _no_file(self, name: str, what: str) -> CorruptStoreError:
         return CorruptStoreError(f"{self.path / name}: not a file ({what}); restore it from a copy")
@@ -206,8 +203,11 @@ class HeldFolder:
         Raises:
             CorruptStoreError: it is not a regular file.
         """
-        with self._naming_file(name) as root:
+        root = self.number
+        try:
             status = os.stat(name, dir_fd=root)
+        except OSError as error:
+            raise self._named_file(error, name) from error
         if not stat.S_ISREG(status.st_mode):
             raise self._no_file(name, _KINDS.get(stat.S_IFMT(status.st_mode), "no file"))
         return status

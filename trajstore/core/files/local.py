@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,13 +190,15 @@ class LocalDirectory(Directory):
             raise FileNotFoundError(errno.ENOENT, text, f"{self.url}/{folder}")
 
     def publish(self, files: Sequence[EncodedFile]) -> None:
-        names = [check_name(file.name) for file in files]
+        names = [*map(check_name, map(attrgetter("name"), files))]
         folders = self._make_folders(names)
         written: list[str] = []
         try:
             for file in files:
                 written.append(file.name + TEMPORARY_SUFFIX)
-                self._write_file(written[-1], file.pieces)
+                with self._root.opened(written[-1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+                    write_all(descriptor, file.pieces)
+                    os.fsync(descriptor)
             for temporary, name in zip(written, names, strict=True):
                 self._root.rename(temporary, name)
                 self._segments.pop(name, None)
@@ -220,18 +223,15 @@ class LocalDirectory(Directory):
         super().bring(source, copies)
         self._sync(folders)
 
-    def _write_file(self, name: str, pieces: Iterable[Buffer]) -> None:
-        with self._root.opened(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-            write_all(descriptor, pieces)
-            os.fsync(descriptor)
-
     def _make_folders(self, names: Iterable[str]) -> list[str]:
         """Create the files' folders where absent; return all folders that must be synced then.
 
         Raises:
             FileNotFoundError: a folder in the directory existed before and was removed.
         """
-        changed = dict.fromkeys(name.rpartition("/")[0] for name in names)
+        changed: dict[str, None] = {}
+        for name in names:
+            changed[name.rpartition("/")[0]] = None
         for folder in list(changed):
             absent = []
             above = folder
@@ -255,11 +255,13 @@ class LocalDirectory(Directory):
 
     def _sync(self, folders: Iterable[str]) -> None:
         """Fsync the folders that :meth:`_make_folders` returned, and mark them durable."""
-        folders = list(folders)
+        durable = set[str]()
         for folder in folders:
             self._root.sync(folder)
+            if folder and "/" not in folder:
+                durable.add(folder)
         with self._mutex:
-            self._durable.update(folder for folder in folders if folder and "/" not in folder)
+            self._durable |= durable
 
     # -- the log -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from trajstore.core.columns.flat import FlatTrajectory
@@ -58,9 +59,12 @@ class ShardContent:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Total rows per column."""
-        axes = {column.axis for column in self.schema.columns}
-        total = {axis: sum([extent.rows(axis) for extent in self.extents]) for axis in axes}
-        return tuple(total[column.axis] for column in self.schema.columns)
+        extents = np.array(self.extents, np.int64).reshape(-1, 4)
+        steps, batch, extra, document = extents.T
+        more = (steps + extra) * batch
+        total = np.array([steps * batch, more, more, extra, document]).sum(axis=1)  # by axis
+        rows: tuple[int, ...] = tuple(total[self.schema.layout[0]].tolist())
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

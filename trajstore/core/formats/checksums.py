@@ -26,7 +26,6 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
         encoded: result of encoding ``content``.
         format_name: name of the format.
         name: the shard's name, as given to the format.
-        name: the shard's name, as given to the format.
         content: the shard's trajectories.
     """
     schema, rows = content.schema, content.rows
@@ -35,8 +34,10 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
     for column, place in enumerate(encoded.places):
         if place is not None:
             regions[place.file].append((place.offset, place.offset + lengths[column]))
-    files = tuple(_stored_file(file, sorted(inside)) for file, inside in zip(encoded.files, regions, strict=True))
-    return ShardManifest(name, format_name, schema, files, encoded.places, encoded.column_crc32, rows)
+    files = []
+    for file, inside in zip(encoded.files, regions, strict=True):
+        files.append(StoredFile(file.name, file.nbytes, _crc32_outside(file.pieces, sorted(inside))))
+    return ShardManifest(name, format_name, schema, tuple(files), encoded.places, encoded.column_crc32, rows)
 
 
 def encoded_shard(
@@ -84,10 +85,6 @@ def column_region(manifest: ShardManifest, column: int) -> tuple[int, int]:
     if place is None:
         raise ValueError(f"column {manifest.schema.columns[column].name} of {manifest.name} is not mapped")
     return place.offset, place.offset + manifest.rows[column] * manifest.schema.row_nbytes[column]
-
-
-def _stored_file(file: EncodedFile, inside: Sequence[tuple[int, int]]) -> StoredFile:
-    return StoredFile(file.name, file.nbytes, _crc32_outside(file.pieces, inside))
 
 
 def _crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:

@@ -114,13 +114,8 @@ def _storage_types() -> Mapping[torch.dtype, type[Any]]:
     return {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 
 
-class _Storage:
-    """Placeholder of a tensor's storage in the pickle; becomes a persistent id."""
-
-    __slots__ = ("identity",)
-
-    def __init__(self, kind: type[Any], key: int, size: int) -> None:
-        self.identity = ("storage", kind, str(key), "cpu", size)
+class _Storage(tuple[str, type[Any], str, str, int]):
+    """A tensor's storage in the pickle: kind, key and size, as its persistent id."""
 
 
 class _SlotPickler(pickle.Pickler):
@@ -133,7 +128,7 @@ class _SlotPickler(pickle.Pickler):
         self.slots: list[TensorSlot] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        return obj.identity if type(obj) is _Storage else None
+        return tuple(obj) if type(obj) is _Storage else None
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not TensorSlot:
@@ -154,8 +149,8 @@ class _SlotPickler(pickle.Pickler):
         place: tuple[Any, ...] = 0, tuple(obj.shape), tuple(reversed(strides[: len(obj.shape)])), False, OrderedDict()
         kind = _storage_types().get(obj.dtype)
         if kind is not None:
-            return torch._utils._rebuild_tensor_v2, (_Storage(kind, key, count), *place)
-        storage = _Storage(torch.UntypedStorage, key, count * obj.dtype.itemsize)
+            return torch._utils._rebuild_tensor_v2, (_Storage(("storage", kind, str(key), "cpu", count)), *place)
+        storage = _Storage(("storage", torch.UntypedStorage, str(key), "cpu", count * obj.dtype.itemsize))
         return torch._utils._rebuild_tensor_v3, (storage, *place, obj.dtype)
 
 

@@ -27,7 +27,7 @@ UNAVAILABLE = -1
 """Marks a trajectory that was only in memory and has been evicted; not a slot."""
 
 _MEMORY = -1
-_FEWEST = 64
+_FEWEST, _SPARE_COLUMNS = 64, 8
 
 
 class SlotTable:
@@ -61,13 +61,13 @@ class SlotTable:
 
     def add_shard(self, source: int, row: int, entries: int) -> int:
         """Return a slot for one more shard, see :meth:`add_shards`."""
-        slot = self._new()
+        if self._free:
+            slot = self._free.pop()
+        else:
+            self._reserve(self._count + 1)
+            slot, self._count = self._count, self._count + 1
         self._source[slot], self._row[slot], self._refcounts[slot] = source, row, entries
         return slot
-
-    def add_memory(self, entries: int) -> int:
-        """Return a slot for ``entries`` trajectories in memory."""
-        return self.add_shard(_MEMORY, UNAVAILABLE, entries)
 
     def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """Return a mask of the slots in memory; False for :data:`UNAVAILABLE`."""
@@ -78,12 +78,8 @@ class SlotTable:
         """Return source number and row of a slot on disk."""
         return int(self._source[slot]), int(self._row[slot])
 
-    def leave(self, slots: npt.NDArray[np.intp]) -> list[int]:
-        """Decrement the reference counts of these slots, once per occurrence.
-
-        Returns:
-            The slots without references.
-        """
+    def emptied(self, slots: npt.NDArray[np.intp]) -> list[int]:
+        """Decrement the reference counts of these slots, once per occurrence; return those without references."""
         left, counts = np.unique(slots, return_counts=True)
         self._refcounts[left] -= counts
         emptied: list[int] = left[self._refcounts[left] == 0].tolist()
@@ -96,14 +92,8 @@ class SlotTable:
         """
         self._free.extend(slots)
 
-    def _new(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._reserve(self._count + 1)
-        self._count += 1
-        return self._count - 1
-
     def _reserve(self, count: int) -> None:
+        """Grow the arrays to hold this many slots."""
         have = len(self._source)
         if count <= have:
             return
@@ -111,9 +101,6 @@ class SlotTable:
             grown = np.zeros(max(count, 2 * have, _FEWEST), np.int32)
             grown[:have] = getattr(self, name)
             setattr(self, name, grown)
-
-
-_FEWEST, _SPARE_COLUMNS = 64, 8
 
 
 class Rows(Protocol):
@@ -161,7 +148,7 @@ class ShardOpener(Protocol):
         """Return a reader of a shard."""
 
 
-class AddressTable:
+class AddressTable(SlotTable):
     """Maps and unmaps slots. Guarded by ``Contents.lock``, except ``copies``, which has its own lock.
 
     Args:
@@ -177,12 +164,12 @@ class AddressTable:
     """
 
     def __init__(self, map_limit: int) -> None:
+        super().__init__()
         self.columns = ColumnInterner()
         self.first: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
         self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
         self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._slots = SlotTable()
-        self.copies = RunningCopies(self._slots.free)
+        self.copies = RunningCopies(self.free)
         self._sources: list[ShardOpener] = []
         self._rows: dict[int, Rows] = {}
         """Owners of the rows of resident slots, and of all slots in memory."""
@@ -197,33 +184,18 @@ class AddressTable:
         self._sources.append(source)
         return len(self._sources) - 1
 
-    def add_shards(
-        self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
-    ) -> npt.NDArray[np.intp]:
-        """Return one slot per shard, see :meth:`SlotTable.add_shards`."""
-        slots = self._slots.add_shards(source, rows, entries)
-        self._reserve()
-        return slots
-
-    def add_shard(self, source: int, row: int, entries: int) -> int:
-        """Return a slot for another shard of a source, with ``entries`` references."""
-        slot = self._slots.add_shard(source, row, entries)
-        self._reserve()
-        return slot
-
     def leave(self, slots: npt.NDArray[np.intp]) -> None:
         """Decrement the reference counts of these slots, once per occurrence.
 
         Unreferenced slots are freed: shards are unmapped (a map would hold the disk space of a deleted file), memory is
         released.
         """
-        for slot in self._slots.leave(slots):
+        for slot in self.emptied(slots):
             self.copies.let_go(self._unmap(slot), slot)
 
     def add_memory(self, rows: Rows, entries: int) -> int:
         """Return a slot for rows in memory, with ``entries`` references."""
-        slot = self._slots.add_memory(entries)
-        self._reserve()
+        slot = self.add_shard(_MEMORY, UNAVAILABLE, entries)
         self._rows[slot] = rows
         return slot
 
@@ -232,10 +204,6 @@ class AddressTable:
         for slot in [slot for slot, owner in self._rows.items() if any(owner is row for row in rows)]:
             self.copies.let_go(self._unmap(slot), slot)
 
-    def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the slots in memory; False for unavailable ones."""
-        return self._slots.are_memory(slots)
-
     def block(self, slot: int) -> Block:
         """Return the block of trajectories that exist only in this slot."""
         rows = self._rows[slot]
@@ -243,21 +211,16 @@ class AddressTable:
             raise AssertionError(f"slot {slot} has rows that come from a shard")
         return rows
 
-    def shard_of(self, slot: int) -> tuple[int, int]:
-        """Return source number and row of a slot on disk."""
-        return self._slots.shard_of(slot)
-
-    def _reserve(self) -> None:
-        """Grow the arrays to hold all slots and columns."""
-        slots, columns = len(self._slots), len(self.columns.specs)
+    def _reserve(self, count: int) -> None:
+        super()._reserve(count)
+        slots, columns = len(self._source), len(self.columns.specs)
         have, width = self.first.shape
         if slots <= have and columns <= width:
             return
-        rows = have if slots <= have else max(slots, 2 * have, _FEWEST)
         wide = width if columns <= width else max(columns, width + _SPARE_COLUMNS)
         # New arrays, never resized in place: running copies keep the old ones.
-        first, axes = np.zeros((rows, wide), np.int64), np.zeros((rows, wide), np.int8)
-        signature = np.full(rows, -1, np.int32)
+        first, axes = np.zeros((slots, wide), np.int64), np.zeros((slots, wide), np.int8)
+        signature = np.full(slots, -1, np.int32)
         first[:have, :width], axes[:have, :width], signature[:have] = self.first, self.axes, self.signature
         self.first, self.axes, self.signature = first, axes, signature
 
@@ -307,11 +270,11 @@ class AddressTable:
         """
         absent = np.unique(slots[self.signature[slots] < 0])
         undecoded = []
-        for slot, in_memory in zip(absent.tolist(), self._slots.are_memory(absent).tolist(), strict=True):
+        for slot, in_memory in zip(absent.tolist(), self.are_memory(absent).tolist(), strict=True):
             if in_memory:  # mapped lazily: most are written without being sampled
                 self._make_resident(slot, self._rows[slot])
                 continue
-            source, row = self._slots.shard_of(slot)
+            source, row = self.shard_of(slot)
             shard = self._sources[source].map_shard(row)
             if shard is None:
                 undecoded.append(slot)
@@ -344,7 +307,7 @@ class AddressTable:
 
     def _make_resident(self, slot: int, rows: Rows) -> None:
         numbers, signature = self.columns.of(rows.schema)
-        self._reserve()
+        self._reserve(0)
         self._rows[slot] = rows
         self.first[slot, numbers] = rows.addresses
         self.axes[slot, numbers] = axes_of(rows.schema)

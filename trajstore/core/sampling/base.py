@@ -14,6 +14,9 @@ import torch
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+Ids = Sequence[int | str] | IntArray
+"""Ids of trajectories, as numbers or as they are shown: ``"3/17"``."""
+
 Unit = Literal["sample", "trajectory"]
 """Unit of sampling: transitions (one step of one environment), or whole trajectories."""
 
@@ -44,6 +47,23 @@ class Additions:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def at(self, places: npt.NDArray[np.intp]) -> Additions:
+        """Return the trajectories at these places, in that order."""
+        tasks = None if self.tasks is None else [self.tasks[at] for at in places.tolist()]
+        names = None if self.names is None else self.names[places]
+        return Additions(self.ids[places], self.samples[places], self.versions[places], tasks, names)
+
+    @staticmethod
+    def joined(parts: Sequence[Additions]) -> Additions:
+        """Concatenate additions."""
+        tasks = None
+        if all(part.tasks is not None for part in parts):
+            tasks = [task for part in parts for task in part.tasks or ()]
+        columns = ("ids", "samples", "versions")
+        ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in columns)
+        known = [part.names for part in parts if part.names is not None]
+        return Additions(ids, samples, versions, tasks, np.concatenate(known) if len(known) == len(parts) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,8 @@ class Sampler(ABC):
     unit: Unit = "sample"
     needs_tasks: bool = False
     remembers: bool = False
+    selection: Sampler | None = None
+    """Tells this sampler of the trajectories selected by ``where`` and ``ids``; None = of all."""
 
     @property
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -70,7 +70,9 @@ class NewEntries:
         ]
         weights, facts = [flat.model_weights_id for flat in flats], [flat.facts for flat in flats]
         columns = columns_of(np.array(numbers, np.int64), weights, ids, uuids, texts, committed)
-        return NewEntries(columns | fact_columns(list(_facts_of(facts)), texts), texts, weights, facts)
+        if facts.count(None) < len(facts):
+            columns |= fact_columns(_facts_by_kind(facts), texts)
+        return NewEntries(columns, texts, weights, facts)
 
     @staticmethod
     def joined(parts: Sequence[NewEntries]) -> NewEntries:
@@ -107,7 +109,7 @@ class NewEntries:
     @property
     def extents(self) -> npt.NDArray[np.int64]:
         """Steps, batch, extra rows and bytes of the document, ``[trajectories, 4]``."""
-        return np.stack([self.columns[name] for name in _EXTENT], axis=1).astype(np.int64)
+        return np.stack([*map(self.columns.__getitem__, _EXTENT)], axis=1).astype(np.int64)
 
 
 def starts_of(extents: Sequence[Extent] | npt.NDArray[np.int64], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
@@ -140,16 +142,15 @@ def columns_of(
         "trajectory_id": np.array(ids, np.int64),
         **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
         "committed": np.full(len(numbers), committed, np.int64),
-        "weights": np.array([texts.add(text) for text in weights], np.int32),
+        "weights": np.array([*map(texts.add, weights)], np.int32),
         "uuid": np.frombuffer(uuids, "V16"),
     }
 
 
-def _facts_of(every: Sequence[Mapping[str, Any] | None]) -> Iterator[tuple[Any, int]]:
-    """Yield the facts (None for step trajectories) and the length of each run of one kind."""
-    for facts, run in groupby(every, key=lambda facts: facts is not None):
-        items = list(run)
-        yield (facts_to_json([item for item in items if item is not None]) if facts else None), len(items)
+def _facts_by_kind(every: Sequence[Mapping[str, Any] | None]) -> list[tuple[Any, int]]:
+    """Return the facts (None for step trajectories) and the length of each run of one kind."""
+    runs = [list(run) for _, run in groupby(every, key=lambda facts: facts is not None)]
+    return [(None if run[0] is None else facts_to_json([item or {} for item in run]), len(run)) for run in runs]
 
 
 def entries_to_json(entries: NewEntries) -> dict[str, Any]:

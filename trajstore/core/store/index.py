@@ -452,8 +452,8 @@ class TrajectoryIndex:
 
     def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
         """Create missing fact columns; the number of score names is limited."""
-        for name in columns:
-            if self._has(name) or not is_optional(name):
+        for name in [name for name in columns if name not in self._arrays]:
+            if name in self._waiting or not is_optional(name):
                 continue
             if not name.startswith(SCORE) or sum(fact.startswith(SCORE) for fact in self.facts) < MOST_SCORES:
                 self._arrays[name] = unknown(name, len(self.ends))
@@ -589,8 +589,12 @@ def renumbered(
     columns: Mapping[str, npt.NDArray[Any]], source: StringTable, target: StringTable
 ) -> dict[str, npt.NDArray[Any]]:
     """Return columns with text numbers of ``source`` translated to ``target``, which receives the texts."""
-    numbered = () if source is target else [name for name in columns if name == "weights" or is_text(name)]
-    return {**columns, **{name: target.extend(source, columns[name]) for name in numbered}}
+    if source is target:
+        return dict(columns)
+    return {
+        name: target.extend(source, column) if name == "weights" or is_text(name) else column
+        for name, column in columns.items()
+    }
 
 
 def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:

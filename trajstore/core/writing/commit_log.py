@@ -96,7 +96,7 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._unwritten: list[Said] = []
+        self.unwritten: list[Said] = []
         """Late values whose record could not be written, in the order of the calls."""
         self._taken_in: set[int] = set()
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
@@ -326,7 +326,7 @@ class CommitLog:
         """
         with self.changing():
             catalog = self.catalog
-            check_given(said, catalog.notes.foreseen(self._unwritten)[0])
+            check_given(said, catalog.notes.foreseen(self.unwritten)[0])
             catalog.check_known(said.ids)
             kept = said.rows is None and not said.source
             try:
@@ -336,7 +336,7 @@ class CommitLog:
                 raise
             except StoreWriteError:
                 if kept:
-                    self._unwritten.append(said)
+                    self.unwritten.append(said)
                 raise
 
     def _annotate(self, said: Said, retry: str) -> None:
@@ -345,7 +345,7 @@ class CommitLog:
         def apply() -> Show:
             noted = catalog.annotate(said, catalog.generation + 1)
             catalog.generation += 1
-            self._unwritten = [other for other in self._unwritten if other is not said]
+            self.unwritten = [other for other in self.unwritten if other is not said]
             return partial(self._listener.noted, noted)
 
         self._append(lambda: (annotate_line(catalog, said), apply), retry)
@@ -363,10 +363,10 @@ class CommitLog:
             self._write_values()
 
     def _write_values(self) -> None:
-        if self._unwritten:
+        if self.unwritten:
             self._settle()
-        while self._unwritten:
-            said = self._unwritten[0]
+        while self.unwritten:
+            said = self.unwritten[0]
             gone = self.catalog.unknown(said.ids)
             if gone:
                 logger.warning(
@@ -375,7 +375,7 @@ class CommitLog:
                     self.directory.url,
                     ids_in_words(sorted(gone)),
                 )
-                self._unwritten[0] = said = said.without(gone)
+                self.unwritten[0] = said = said.without(gone)
             try:
                 self.catalog.notes.check(said)
             except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
@@ -386,7 +386,7 @@ class CommitLog:
             if said.ids:
                 self._annotate(said, "flush()")
             else:
-                del self._unwritten[0]
+                del self.unwritten[0]
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
         """Return the ids without a trajectory in the store."""

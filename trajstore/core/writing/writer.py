@@ -143,7 +143,8 @@ class StoreWriter:
             raise
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
-        uninterrupted(self.log.write_values)
+        if self.log.unwritten:
+            uninterrupted(self.log.write_values)
         if self.log.must_keep_house or self._listener.to_evict():
             uninterrupted(self.log.keep_house)
         if self.log.renewal_due:
