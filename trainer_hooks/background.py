@@ -184,14 +184,14 @@ class PoolFiles:
         if self._path is not None and self._save_freq is not None and step % self._save_freq == 0:
             self._manager.save_experience_pool_to_disk(self._path / f"step_{step}")
 
-    def load_cut(self, state: Mapping[str, Any]) -> None:
-        """Restore the cut of a checkpoint."""
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the pool of a checkpoint."""
         before = len(self._manager)
-        self._manager.load_state_dict(dict(state))
+        self._manager.load_state_dict(state)
         self.begun = True
         logger.info(
             "experience pool: back at step %d of the checkpoint with %s; the store held %d, and what entered since the"
-            " checkpoint is not used. Without the checkpoint's cut these %d would have been used as they are",
+            " checkpoint is not used. Without the checkpoint's state these %d would have been used as they are",
             self._manager.global_steps,
             self._size(),
             before,

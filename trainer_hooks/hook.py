@@ -37,7 +37,6 @@ from trainer_hooks.masks import compute_response_mask, regularizer_masks, replac
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, with_replacements
 from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
-from trainer_hooks.replay.cut import PoolCut
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trajstore.core.base.arguments import finite, share, whole
@@ -375,6 +374,7 @@ class ReplayHook(Closing, Generic[Task]):
             self._handed_over.note(replay.manager.global_steps, done)
             figures |= replay.figures.rollouts(done, replayed)
             replay.files.save_if_due()
+            replay.manager.flush()
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
         return metrics.shown({**taken, **replay.collate.metrics, **figures}, self.config.figures)
 
@@ -397,29 +397,27 @@ class ReplayHook(Closing, Generic[Task]):
             self._replay.manager.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pool's cut for the checkpoint: plain containers, with the trajectories; empty if disabled."""
+        """Return the pool's state for the checkpoint: plain containers, with the trajectories; empty if disabled."""
         if self._replay is None:
             return {}
-        manager = self._replay.manager
-        cut = PoolCut.from_dict(manager.state_dict())
-        return dataclasses.replace(cut, entries={}, trajectories=manager.task2trajectories).to_dict()
+        return self._replay.manager.state_dict(self_contained=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a cut; later entries leave the pool. An empty state changes nothing.
+        """Restore a state; later entries leave the pool. An empty state changes nothing.
 
         Raises:
-            ConfigurationError: the cut has another tokenizer, or another dataset.
-            CorruptStoreError: ``state`` is not a cut.
+            ConfigurationError: the state has another tokenizer, or another dataset.
+            CorruptStoreError: ``state`` is not a pool's state.
         """
         if self._replay is not None and state:
             self._handed_over.forget()
-            self._replay.files.load_cut(state)
+            self._replay.files.load_state(state)
             self._replay.collate.check_tasks()
 
     def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Restore the pool to its state at a step, and log the choice and its alternatives.
 
-        Uses the cut if there is one, else the newest ``step_N`` of ``pool_path`` not after ``step``; else the pool
+        Uses the state if there is one, else the newest ``step_N`` of ``pool_path`` not after ``step``; else the pool
         stays.
 
         Args:

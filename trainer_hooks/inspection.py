@@ -13,10 +13,10 @@ import orjson
 
 from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry
 from trainer_hooks.replay.facts import POOL_FACTS
-from trainer_hooks.replay.journal import JOURNAL_KEY, recover
 from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
 from trainer_hooks.replay.persistence import BUCKETS_FILE, TRAJECTORIES_FILE, read_buckets, read_pool, saved_pools
-from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.state import recover
+from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
 from trajstore.core.columns.schema import DOCUMENT
 from trajstore.core.files.base import Directory
 from trajstore.core.reading.shard_access import ShardAccess
@@ -37,19 +37,19 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     """Return a report on a store's pool, and a mask of its trajectories over the index.
 
     Returns:
-        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``,
-        ``journal_records``, and ``left_records``, those that left the pool but are not deleted yet; and the mask. None
-        if the store is no pool's.
+        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
+        ``others``: trajectories that left the pool but are not deleted yet, or are none of it; and the mask. None if
+        the store is no pool's.
 
     Raises:
-        CorruptStoreError: the pool's journal cannot be decoded.
+        CorruptStoreError: the pool's point or a mark cannot be decoded.
     """
     access = ShardAccess(catalog)
     try:
         documents = _Documents(catalog, access)
         if not documents.are_of_a_pool():
             return None
-        recovered = recover(documents, PoolRules(n_rollout=1), _entry)
+        recovered = recover(documents, _entry)
     finally:
         access.close()
     live = [entry.trajectory_id for entry in recovered.state.all_entries()]
@@ -59,8 +59,7 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
         "demonstrations": recovered.state.demonstrations(),
         "difficulties": {str(key): count for key, count in sorted(recovered.state.buckets.sizes().items())},
         "skipped_tasks": len(recovered.state.skip),
-        "journal_records": len(recovered.records),
-        "left_records": len(set(recovered.garbage)),
+        "others": len(catalog.index) - len(live),
     }
     return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
 
@@ -83,6 +82,7 @@ class _Documents:
     """The records of a store without their tensors."""
 
     def __init__(self, catalog: Catalog, access: ShardAccess) -> None:
+        self._catalog = catalog
         self._index = catalog.index
         self._access = access
 
@@ -92,7 +92,7 @@ class _Documents:
             try:
                 if self._access.schema(self._index, position).kind != "agent":
                     return False
-                return JOURNAL_KEY in self._read(position).metadata
+                return POOL_KEY in self._read(position).metadata
             except (StoreError, OSError):
                 continue
         return False
@@ -103,10 +103,13 @@ class _Documents:
     def ids(self) -> list[int]:
         return [int(number) for number in self._index["trajectory_id"]]
 
+    def newest_point(self) -> PoolPoint | None:
+        return newest_point(self._catalog)
+
     def _read(self, position: int) -> AgentTrajectory:
         record = self._access.trajectory(self._index, position, (DOCUMENT,))
         if not isinstance(record, AgentTrajectory):
-            raise StoreError(f"position {position}: a step trajectory, which is no record of a pool")
+            raise StoreError(f"position {position}: a step trajectory, which is none of a pool")
         return record
 
 

@@ -15,7 +15,7 @@ from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.columns.facts import GIVEN, RECORDED
 from trajstore.core.feeding import TokenLoader
-from trajstore.errors import SchemaMismatchError
+from trajstore.errors import ConfigurationError, SchemaMismatchError
 
 
 def rollout(number: int, **fields: Any) -> AgentTrajectory:
@@ -66,6 +66,31 @@ def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None
         assert same(writer.get(1), recorded[1])
         writer.points.rollback(0)
         assert all(same(writer.get(number), recorded[number]) for number in ids)
+
+
+def test_what_get_returned_is_added_with_its_late_values(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "first") as first, writer_to(tmp_path / "second") as second:
+        recorded = [rollout(0), rollout(1, metadata={"own": 1}), replace(rollout(2), reward=None)]
+        ids = first.add_trajectories([*recorded, Trajectory(rewards=torch.ones(2, 1, 1))])
+        annotate(first, ids[1:3], {"outcome": 0.25, "reward_tests": [5, None], "judge": 0.5, "tag": "cheat"})
+        annotate(first, ids[3:], {"advantage": [torch.full((2, 1), 7.0)]})
+        annotate(first, ids[:1], {"advantage": [torch.arange(4.0)]})
+        empty = Trajectory()
+        again = second.add_trajectories([first.get(ids[0]), empty, *(first.get(number) for number in ids[1:])])
+        condition = "judge = 0.5 and tag = 'cheat' and outcome = 0.25"
+        assert second.query().where(condition).ids().tolist() == again[1:3]
+        for old, new in zip(ids[:3], again[:3], strict=True):
+            assert same(replace(second.get(new), notes={}), replace(first.get(old), notes={}))
+        assert second.get(again[1]).metadata[RECORDED] == {"outcome": 1.0, "reward_tests": 3}
+        assert torch.equal(second.get(again[0]).notes["advantage"], torch.arange(4.0))
+        assert torch.equal(second.get(again[3]).notes["advantage"], torch.full((2, 1), 7.0))
+        annotate(second, again[1:3], dict.fromkeys(("outcome", "reward_tests", "judge", "tag")))
+        assert same(second.get(again[1]), recorded[1])
+        annotate(second, again[0], {"other": "text"})
+        annotate(first, ids[1], {"other": 1.0})
+        with pytest.raises(ConfigurationError, match="other"):
+            second.add_trajectories([recorded[0], first.get(ids[1])])
+        assert len(second) == 4
 
 
 def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_for(tmp_path: Path) -> None:

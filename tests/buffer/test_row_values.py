@@ -149,8 +149,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: P
             annotate(tmp_path / "store", 0, {"advantages": [rows_of(0)]})
         assert sorted((tmp_path / "store" / "shards").iterdir()) == files
         assert notes_of(writer, 0)[-1].generation == generation
-        with pytest.raises(InvalidTrajectoryError, match="advantages: values by row that were given late"):
-            writer.add_trajectories([writer.get(0)])
+        with pytest.raises(InvalidTrajectoryError, match="advantages: late values by row need a store"):
+            TrajectoryReplayBuffer().add_trajectories([writer.get(0)])
         annotate(writer, 0, {"count": [torch.ones(4, 2, dtype=torch.int64)]})
         with pytest.raises(SchemaMismatchError, match="trajectory 1 was given no rows, and int64 has no NaN"):
             writer.sample(16, columns=["notes.count"])

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.operations import export
+from trajstore.operations.single import read_single
+from trajstore.query.messages import text_of
 from trajstore.testing.witness import witness
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -167,3 +170,91 @@ def test_a_url_is_refused_with_what_to_do(words: str, store: Path, capsys: pytes
     error = capsys.readouterr().err
     assert "s3://bucket/out is a URL" in error
     assert "then copy them there" in error
+
+
+CHAT = """{% for message in messages %}{{ message.role }}: {{ message.content or "" }}
+{% for call in message.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments }}</call>
+{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_an_import_reads_an_export_back(store: Path, tmp_path: Path, form: str) -> None:
+    phases = [
+        torch.tensor([1 + 2j, complex("nan"), 0, complex("infj"), 0, 1], dtype=torch.complex64),
+        torch.zeros(6) * 1j,
+    ]
+    with writer_to(store) as writer:
+        annotate(writer, [2, 4], {"phase": phases, "adv": [torch.tensor([0.5, float("nan"), -2, float("-inf")])] * 2})
+        annotate(writer, [0, 3], {"judge": [0.25, 0.5], "select": "read", "outcome": 7.0, "reward_style": 3})
+        annotate(writer, 0, {"judge": None})
+    for words in (["export", store, tmp_path / "out", "--to", form], ["import", tmp_path / "out", tmp_path / "made"]):
+        assert main(list(map(str, words))) == 0
+    with TrajectoryReplayBuffer.open(store) as first, TrajectoryReplayBuffer.open(tmp_path / "made") as second:
+        for number, made in zip((0, 2, 3, 4), second.trajectory_ids.tolist(), strict=True):
+            assert same(vars(first.get(number)), vars(second.get(made)))
+        names = ("task", "outcome", "judge", "select", "reward_style", "reward_judge", "turns", "version_high")
+        wanted = first.query().where("kind = 'agent'").order_by("trajectory_id").select(*names).rows()
+        assert second.query().order_by("trajectory_id").select(*names).rows() == wanted
+    recorded, made_first = read_single(store, 0).trajectory, read_single(tmp_path / "made", 0).trajectory
+    assert same(vars(recorded), vars(made_first)), "without late values"
+    assert main(["export", str(tmp_path / "made"), str(tmp_path / "again"), "--to", form]) == 0
+    assert main(["import", str(tmp_path / "again"), str(tmp_path / "made")]) == 2, "it exists"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, with NaN equal to itself."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and str(one.tolist()) == str(other.tolist())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+def test_chat_templates_see_tool_calls_of_parquet(store: Path, tmp_path: Path) -> None:
+    datasets, jinja = pytest.importorskip("datasets"), pytest.importorskip("jinja2")
+    assert main(["export", str(store), str(tmp_path / "out"), "--to", "parquet"]) == 0
+    loaded = datasets.load_dataset(
+        "parquet", data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "c"), split="train"
+    )
+    text = jinja.Template(CHAT).render(messages=loaded[0]["messages"])
+    assert text.count("<call>f {}</call>") == 1
+    assert text == jinja.Template(CHAT).render(
+        messages=[{**m, "content": text_of(m.get("content"))} for m in rollout(0).messages]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: is no JSON"),
+        ("[1]", "line 1: is no JSON object"),
+        ('{"tokens": [1]}', "line 1: 'tokens' is no field of an export; put it in metadata"),
+        ('{"input_ids": [1, null]}', "line 1: is no rollout of an export: ValueError('null in place of a number')"),
+        ('{"input_ids": [1.5]}', "line 1: is no rollout of an export"),
+        ('{"task_id": 7}', "field task_id: 7 is a int"),
+        ("", "has no rollouts"),
+    ],
+)
+def test_what_is_no_export_is_refused_by_name_and_leaves_nothing(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line)
+    assert main(["import", str(tmp_path / "in.jsonl"), str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_json_lines_refuse_integers_that_readers_do_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = AgentTrajectory(input_ids=torch.arange(2), metadata={"seeds": [1, 2**63]})
+    path = stored(tmp_path / "store", [large])
+    assert main(["export", str(path), str(tmp_path / "out.jsonl")]) == 2
+    assert (
+        "trajectory 0: metadata.seeds[1] is 9223372036854775808, but readers of JSON lines" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out.jsonl").exists()
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "parquet"]) == 0
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "made")]) == 0
+    with TrajectoryReplayBuffer.open(tmp_path / "made") as reader:
+        assert same(vars(reader.get(0)), vars(large))

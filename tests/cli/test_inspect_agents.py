@@ -155,17 +155,15 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
         manager.admit([*made, build("a", 10, 0.0), build("b", 10, 0.0), build("c", 1, 1.0), build("c", 2, 1.0)])
     store.close()
     report = inspect(tmp_path / "pool")
-    assert (report["kind"], report["trajectories"]) == ("store", 10)
+    assert (report["kind"], report["trajectories"]) == ("store", 4)
     assert report["pool"] == {
         "trajectories": 4,
         "tasks": 2,
         "demonstrations": 0,
         "difficulties": {"2": 2},
         "skipped_tasks": 1,
-        "journal_records": 2,
-        "left_records": 4,
+        "others": 0,
     }
-    assert report["tokens"]["min"] > 0, "records of the journal have no tokens, and are no rollouts"
     assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 4)
     assert report["policy"]["versions"] == {"min": 2, "max": 3}
     code, out, _ = run("inspect", tmp_path / "pool")
@@ -173,8 +171,8 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert f"{tmp_path / 'pool'}: experience pool" in out
     assert figure_of["trajectories"] == "4 of 2 tasks"
-    assert figure_of["records besides"] == "2 of its journal, 4 of what left it and is not deleted yet"
-    assert figure_of["tasks by successes in their last step"] == "2: 2"
+    assert "not of the pool" not in figure_of
+    assert figure_of["tasks by difficulty (estimated successes of n_rollout)"] == "2: 2"
     assert figure_of["solved tasks left out"] == "1"
     figure_of = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
     assert figure_of["outcomes"] == "1 (1 of 4 read)"

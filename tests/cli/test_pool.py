@@ -187,7 +187,7 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     ]
     words = ("--success-threshold", 0.7, "--n-rollout", 40)
     out = run.out("pool", "import", tmp_path / "bounds", tmp_path / "rollouts", *words)
-    assert "4 are of tasks with not more than 0 or not fewer than 8 successes out of 40 (n_rollout)" in out
+    assert "entered: 4 of 15" in out, "the upper bound follows n_rollout: 10 successes of 40 are few"
     stored(tmp_path / "nameless", [build("", 1), build("a", 2, None), build("b", 3, metadata={REPLAY_MARK: True})])
     out = run.out("pool", "import", tmp_path / "none", tmp_path / "nameless")
     assert "not taken: 1 have no task_id" in out

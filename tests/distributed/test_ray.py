@@ -254,6 +254,8 @@ def test_late_values_through_a_handle(shared: None) -> None:
         with pytest.raises(TrajectoryUnavailableError, match="has the id 7"):
             notes_of(handle, 7)
         assert len(notes_of(handle, ids[0])) == 3
+        (again,) = handle.add_trajectories([learner.get(ids[2])]).committed(120)
+        assert torch.equal(learner.get(again).notes["advantage"], advantages[ids[2]])
         handle.clear()
 
 

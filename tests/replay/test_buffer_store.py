@@ -13,7 +13,7 @@ from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import Trajectory
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
@@ -85,7 +85,7 @@ def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promis
         known = {name for earlier in seen for held in earlier["entries"].values() for name in held}
         assert {name for held in state["entries"].values() for name in held} <= known
     train(manager, reached + 1)
-    manager.compact()
+    manager.flush()
     assert view(manager)["buckets"]
     store.close()
 
@@ -93,8 +93,8 @@ def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promis
 def test_a_buffer_that_cannot_keep_a_pool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="auto_save"):
         BufferStore(TrajectoryReplayBuffer())
-    with pytest.raises(ConfigurationError, match="capacity: 10, must be at least 256"):
-        BufferStore.open(tmp_path / "pool", capacity=10)
+    with pytest.raises(ConfigurationError, match="max_trajectories"):
+        BufferStore.open(tmp_path / "pool", capacity=0)
     assert not (tmp_path / "pool").exists()
 
 
@@ -108,41 +108,43 @@ def test_a_directory_of_step_trajectories_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_what_a_cut_names_is_held(tmp_path: Path, reopened: bool) -> None:
-    """A cut keeps the records of its entries after all of them were replaced."""
+def test_a_pool_goes_back_to_its_checkpoints_and_forward_again(tmp_path: Path, reopened: bool) -> None:
+    """A point keeps its trajectories after all of them were replaced."""
     store = BufferStore.open(tmp_path / "pool")
     manager = ExperienceManager(RULES, store=store)
-    for number in range(8):
+    states, seen = [], []
+    for number in range(60):
         train(manager, number)
-    cut, before = manager.state_dict(), view(manager)
-    manager.hold([cut])
-    for number in range(8, 60):
-        train(manager, number)
+        if number % 5 == 3:
+            manager.flush()
+        if number in (7, 30, 59):
+            states.append(manager.state_dict())
+            seen.append((view(manager), manager.global_steps, store.ids()))
+            manager.hold(states)
     if reopened:
+        train(manager, 60)
         store.close()
         store = BufferStore.open(tmp_path / "pool")
         manager = ExperienceManager(RULES, store=store)
-        manager.hold([cut])
-    for number in range(60, 120):
+        manager.hold(states)
+    for at in (0, 2, 1):
+        manager.load_state_dict(states[at])
+        assert (view(manager), manager.global_steps) == seen[at][:2]
+        manager.hold(states)
+    for number in range(31, 45):
         train(manager, number)
-    held = {number for ids in cut["entries"].values() for number in ids}
-    assert held <= set(store.ids())
-    assert len(store.ids()) < 120 + len(held), "garbage that is not held goes all the same"
-
-    manager.load_state_dict(cut)
-    assert view(manager) == before
-    manager.hold([])
-    for number in range(8, 200):
-        train(manager, number)
-    manager.compact()
-    live = {number for ids in manager.state_dict()["entries"].values() for number in ids}
-    assert held - live
-    assert not (held - live) & set(store.ids()), "let go, it is given up"
+    manager.flush()
+    manager.hold([manager.state_dict()])
+    assert [point.kind for point in store._buffer.points.snapshots] == ["point"]
+    assert len(store.ids()) == len(manager)
+    with pytest.raises(StoreNotFoundError, match=states[0]["point"]):
+        manager.load_state_dict(states[0])
+    assert len(manager) == len(store.ids())
     store.close()
 
 
-def test_a_cut_of_another_store_names_nothing_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Ids start at 0 in every store, so foreign ids would name other trajectories."""
+def test_a_point_of_another_store_is_not_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Points have the same names in every store."""
     store = BufferStore.open(tmp_path / "pool")
     manager = ExperienceManager(RULES, store=store)
     other = BufferStore.open(tmp_path / "other")
@@ -150,12 +152,25 @@ def test_a_cut_of_another_store_names_nothing_here(tmp_path: Path, caplog: pytes
     for number in range(8):
         train(manager, number)
         train(stranger, number + 3)
+    before = view(stranger)
     stranger.load_state_dict(manager.state_dict())
-    assert view(stranger)["entries"] == {}
-    assert view(stranger)["buckets"] == view(manager)["buckets"]
+    assert view(stranger) == before
     assert "of another store" in caplog.text
     store.close()
     other.close()
+
+
+def test_training_steps_may_begin_again_in_a_pool(tmp_path: Path) -> None:
+    store = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(RULES, store=store)
+    train(manager, 100)
+    first, then = manager.state_dict(), view(manager)
+    train(manager, 3)
+    second, now = manager.state_dict(), view(manager)
+    for state, contents in ((first, then), (second, now)):
+        manager.load_state_dict(state)
+        assert view(manager) == contents
+    store.close()
 
 
 def test_a_pool_that_is_begun_among_other_trajectories_says_so(
@@ -199,5 +214,5 @@ def test_a_pool_is_asked(tmp_path: Path) -> None:
     assert scored == len(rows)  # one of -1.0 in each
     store.close()
     reader = TrajectoryReplayBuffer.open(tmp_path / "pool")
-    assert reader.query().count() > len(rows)  # includes journal records and removed histories
+    assert reader.query().count() == len(rows)
     assert isinstance(reader.query().table(), pl.DataFrame)

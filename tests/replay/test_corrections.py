@@ -98,15 +98,19 @@ def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path)
     pool._ledger.store.close()
 
 
-def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: Path) -> None:
+def test_a_pool_that_was_corrected_is_saved_and_resumed_as_any(tmp_path: Path) -> None:
     pool = full_pool(tmp_path / "store")
     annotate(tmp_path / "store", ids_of(pool)["b/3"], {"outcome": 0.0})
     until_taken_in(pool, ids_of(pool)["b/3"], 0.0)
     pool.global_steps = 2
-    pool.compact()
-    cut = pool.state_dict()
-    pool.load_state_dict(cut)
-    assert drawn(pool) == ["a/0", "a/1"]
+    state = pool.state_dict()
+    annotate(tmp_path / "store", ids_of(pool)["a/0"], {"outcome": 0.0})
+    until_taken_in(pool, ids_of(pool)["a/0"], 0.0)
+    pool.load_state_dict(state)
+    assert drawn(pool) == ["a/1"], "nothing was added since, so that a later correction stays"
+    pool.admit([build("b", 10), build("b", 11, outcome=0.0)])
+    pool.load_state_dict(state)
+    assert drawn(pool) == ["a/0", "a/1"], "the store went back to the point with its values"
     pool.save_experience_pool_to_disk(tmp_path / "files")
     other = ExperienceManager(RULES)
     other.load_experience_pool_from_disk(tmp_path / "files")

@@ -1,9 +1,9 @@
-"""A crash leaves a prefix of the additions to the store; every prefix must open as a pool."""
+"""A crash leaves a prefix of the changes to the store; every prefix must open as a pool."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.replay.conftest import build, rollouts, step, view
 from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
-from trainer_hooks.replay.ledger import COMPACT_AFTER
-from trainer_hooks.replay.store import LEAST_CAPACITY
+from trainer_hooks.replay.ledger import MOST_LEFT
+from trainer_hooks.replay.store import PoolPoint
 from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -31,31 +31,43 @@ class LoggedStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple[str, Any]] = []
-        self.flushed = 0
+        self.points: dict[str, tuple[PoolPoint, dict[int, AgentTrajectory]]] = {}
         self.fail_after: int | None = None
 
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+    def _write(self) -> None:
         if self.fail_after is not None:
             self.fail_after -= 1
             if self.fail_after < 0:
                 raise OSError(28, "No space left on device")
+
+    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+        self._write()
         self.log += [("add", trajectory) for trajectory in trajectories]
         return super().add_trajectories(trajectories)
 
-    def flush(self) -> None:
-        self.flushed = sum(kind == "add" for kind, _ in self.log)
-
     def evict(self, ids: Sequence[int], /) -> None:
-        assert self.flushed == sum(kind == "add" for kind, _ in self.log), "evicted what nothing durable replaces"
+        assert self.log[-1][0] == "save", "evicted before a point says so"
         self.log.append(("evict", list(ids)))
         super().evict(ids)
+
+    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+        self._write()
+        self.log.append(("save", document))
+        self._point = PoolPoint(f"step-{len(self.log)}", dict(document))
+        self.points[self._point.name] = self._point, dict(self._kept)
+        return self._point.name
+
+    def go_to(self, name: str, /) -> None:
+        self._point, kept = self.points[name]
+        self._kept = dict(kept)
 
     def first(self, count: int) -> LoggedStore:
         restored = LoggedStore()
         for kind, value in self.log[:count]:
             if kind == "add":
                 restored.add_trajectories([value])
-                restored.flush()
+            elif kind == "save":
+                restored.save(value, keep=False)
             else:
                 restored.evict(value)
         return restored
@@ -63,7 +75,7 @@ class LoggedStore(MemoryStore):
 
 def whole(manager: ExperienceManager) -> dict[str, Any]:
     """Return a pool's contents, step and random generator state."""
-    return {**view(manager), "generator": manager.state_dict()["generator"], "step": manager.global_steps}
+    return {**view(manager), "generator": manager._ledger.document()["generator"], "step": manager.global_steps}
 
 
 rollout = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.5, 1.0, 1.5]), st.integers(0, 5))
@@ -120,11 +132,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(drawn) <= valid
 
     @rule()
-    def compact(self) -> None:
-        self.manager.compact()
+    def flush(self) -> None:
+        self.manager.flush()
 
     @rule()
-    def crash(self) -> None:
+    def crash_after_a_point(self) -> None:
+        self.manager.flush()
         self.store = self.store.first(len(self.store.log))
         self.manager = ExperienceManager(RULES, store=self.store)
 
@@ -133,7 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
         restored = ExperienceManager(RULES, store=self.store.first(max(0, len(self.store.log) - back)))
         listed = [task for tasks in restored.difficulty2task_dict.values() for task in tasks]
         assert len(listed) == len(set(listed))
-        assert all(1 <= len(held) <= 2 for held in restored.task2trajectories.values())
+        assert all(restored.task2trajectories.values())
         assert not restored.skip_uid_set & set(restored.task2trajectories)
 
     @invariant()
@@ -153,18 +166,43 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_the_generator_goes_on_where_the_newest_record_was_made() -> None:
+def test_a_resumed_pool_draws_like_one_that_went_on() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
-    manager.sample_tasks_from_replaypool(1)
     step(manager, [rollout for task in TASKS for rollout in rollouts(task, [1.0, 0.0])])
     manager.sample_tasks_from_replaypool(2)
     manager.global_steps = 4
-    step(manager, rollouts("a", [1.0, 1.0, 0.0]))
+    step(manager, rollouts("a", [1.0, 1.0, 0.0], first=10))
+    manager.waiting_tasks["late"] = None
+    state, then = manager.state_dict(), whole(manager)
+    drawn = [manager.sample_tasks_from_replaypool(2) for _ in range(4)]
+    step(manager, rollouts("b", [1.0, 1.0]))
+    step(manager, rollouts("d", [1.0, 0.0]))
+    manager.flush()
+
+    reopened = ExperienceManager(RULES, store=store.first(len(store.log)))
+    assert whole(reopened) == whole(manager)
+    assert not reopened.waiting_tasks, "only a checkpoint restores them"
+    manager.load_state_dict(state)
+    assert whole(manager) == then
+    assert list(manager.waiting_tasks) == ["late"]
+    assert [manager.sample_tasks_from_replaypool(2) for _ in range(4)] == drawn
+
+
+def test_what_was_admitted_after_the_point_is_in_the_pool_and_can_be_drawn() -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    step(manager, [*rollouts("a", [1.0, 0.0, 0.0, 0.0]), *rollouts("b", [0.0, 0.0])])
+    manager.flush()
+    manager.global_steps = 7
+    step(manager, [*rollouts("a", [1.0, 1.0, 1.0, 0.0], first=10), *rollouts("c", [1.0, 0.0])], [0.5] * 6)
+    manager.seed([build("d", 1, entropy=None, old_log_probs=None, metadata={"demonstration": True})])
+    assert store.log[-1][0] == "add", "no point since"
     again = ExperienceManager(RULES, store=store.first(len(store.log)))
-    assert whole(again) == whole(manager)
-    for _ in range(4):
-        assert again.sample_tasks_from_replaypool(2) == manager.sample_tasks_from_replaypool(2)
+    assert view(again)["entries"] == view(manager)["entries"]
+    assert again.difficulty2task_dict == {0: ["b", "d"], 2: ["c"], 3: ["a"]}
+    assert again.global_steps == 7
+    assert sorted(again.get_valid_replay_task_ids()) == ["a", "c", "d"]
 
 
 def test_what_a_crash_kept_from_being_evicted_goes_later() -> None:
@@ -172,14 +210,14 @@ def test_what_a_crash_kept_from_being_evicted_goes_later() -> None:
     manager = ExperienceManager(RULES, store=store)
     for entropy in (3, 2, 1):
         step(manager, rollouts("a", [1.0, 1.0, 0.0], first=10 * entropy), [entropy] * 3)
-    manager.compact()
+    manager.flush()
     assert store.log[-1][0] == "evict"
     restored = store.first(len(store.log) - 1)
     again = ExperienceManager(RULES, store=restored)
     assert whole(again) == whole(manager)
-    assert len(restored.ids()) > 3
-    again.compact()
-    assert len(restored.ids()) == 3  # two trajectories and the snapshot
+    assert len(restored.ids()) == 6
+    again.flush()
+    assert len(restored.ids()) == 2
     assert whole(ExperienceManager(RULES, store=restored)) == whole(manager)
 
 
@@ -187,28 +225,31 @@ def test_a_full_disk_leaves_the_pool_as_it_was() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     step(manager, rollouts("a", [1.0, 0.0]))
+    manager.flush()
     before = whole(manager)
     store.fail_after = 0
     with pytest.raises(OSError, match="No space"):
         manager.save_trajectories_to_memory([build("a", 7)])
-    with pytest.raises(OSError, match="No space"):
-        manager.update_difficulty2task_dict([build("b", 8)])
-    with pytest.raises(OSError, match="No space"):
-        manager.compact()
-    store.fail_after = None
     assert whole(manager) == before
+    manager.update_difficulty2task_dict([build("b", 8, 0.0)])
+    with pytest.raises(OSError, match="No space"):
+        manager.flush()
     assert whole(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
+    store.fail_after = None
+    manager.flush()
+    assert whole(ExperienceManager(RULES, store=store.first(len(store.log)))) == whole(manager) != before
 
 
 @pytest.mark.parametrize("additions", [0, 1])
 def test_loading_replaces_the_pool_whole_or_not_at_all(additions: int) -> None:
     source = ExperienceManager(RULES)
     step(source, rollouts("new", [1.0, 1.0, 0.0]))
-    saved = source.state_dict() | {"tokenizer_fingerprint": ""}
+    saved = source.state_dict()
 
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     step(manager, rollouts("old", [1.0, 0.0]))
+    manager.flush()
     before = whole(manager)
     store.fail_after = additions
     with pytest.raises(OSError, match="No space"):
@@ -217,55 +258,54 @@ def test_loading_replaces_the_pool_whole_or_not_at_all(additions: int) -> None:
     assert whole(manager) == before
     assert whole(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
 
+    start = len(store.log)
     manager.load_state_dict(saved)
     after = whole(manager)
     assert list(after["entries"]) == ["new"]
     end = len(store.log)
-    assert {
-        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"]) for length in range(3, end + 1)
-    } == {("old",), ("new",)}
+    assert [
+        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"]) for length in range(start, end + 1)
+    ] == [("old",)] * 3 + [("new",)] * 2
     assert whole(ExperienceManager(RULES, store=store.first(end))) == after
 
 
-def test_foreign_records_are_left_alone_and_damaged_ones_named() -> None:
+@pytest.mark.parametrize("mark", [3, {"kind": "entry", "step": 0}, {"step": 0, "difficulty": "1", "replaces": None}])
+def test_foreign_trajectories_are_left_alone_and_unknown_marks_named(mark: Any) -> None:
     store = LoggedStore()
     store.add_trajectories([build("foreign")])
     assert len(ExperienceManager(RULES, store=store)) == 0
-    store.add_trajectories(
-        [AgentTrajectory(metadata={"experience_pool": {"kind": "tasks", "sequence": 0, "tasks": 3}})]
-    )
-    with pytest.raises(CorruptStoreError, match="journal"):
+    store.add_trajectories([build("a", metadata={"experience_pool": mark})])
+    with pytest.raises(CorruptStoreError, match="trajectory 1 has the mark"):
         ExperienceManager(RULES, store=store)
 
 
-def test_lost_journal_records_are_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", [{"version": 99}, {"uses": 3}, {"difficulty2task_dict": {"1": ["a"], "2": ["a"]}}])
+def test_a_point_of_another_version_is_named(damage: dict[str, Any]) -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
-    for number in range(3):
-        step(manager, rollouts(TASKS[number], [1.0, 0.0]))
     manager.flush()
-    store.evict(store.ids()[:1])
-    assert sorted(ExperienceManager(RULES, store=store).get_valid_replay_task_ids()) == ["b", "c"]
-    assert "lacks 1 records" in caplog.text
+    store.save({**store.log[-1][1], **damage}, keep=False)
+    with pytest.raises(CorruptStoreError, match="not the state of an experience pool"):
+        ExperienceManager(RULES, store=store)
 
 
-def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journal() -> None:
+def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_nothing_else() -> None:
     class Bounded(LoggedStore):
         def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
             ids = super().add_trajectories(trajectories)
-            MemoryStore.evict(self, self.ids()[:-LEAST_CAPACITY])
+            MemoryStore.evict(self, self.ids()[:-20])
             return ids
 
     store = Bounded()
     manager = ExperienceManager(RULES, store=store)
-    for number in range(300):
+    for number in range(30):
         step(manager, rollouts(f"t{number}", [1.0, 1.0, 0.0]))
-        if number % 20 == 0 or number > 290:
-            again = ExperienceManager(RULES, store=copy.deepcopy(store))
-            assert again.difficulty2task_dict == manager.difficulty2task_dict
-            assert view(again)["entries"] == view(manager)["entries"]
-    manager.compact()
-    assert 100 < len(manager) <= LEAST_CAPACITY
+        manager.flush()
+        again = ExperienceManager(RULES, store=copy.deepcopy(store))
+        assert again.difficulty2task_dict == manager.difficulty2task_dict
+        assert view(again)["entries"] == view(manager)["entries"]
+    assert len(manager) == 20
+    assert manager.left["unavailable"] == 40
 
 
 def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
@@ -282,25 +322,6 @@ def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
     for most in (1, 2, 10):
         other = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=most), store=store)
         assert view(other)["entries"] == there
-
-
-def test_records_of_earlier_versions_say_what_left_by_the_rules() -> None:
-    store = LoggedStore()
-    manager = ExperienceManager(RULES, store=store)
-    for number in range(6):
-        manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
-    for number in store.ids():
-        store.get(number).metadata["experience_pool"].pop("replaces", None)
-    assert view(ExperienceManager(RULES, store=store))["entries"] == view(manager)["entries"]
-
-
-def test_a_task_does_not_outgrow_its_number_where_a_record_is_lost() -> None:
-    store = LoggedStore()
-    manager = ExperienceManager(RULES, store=store)
-    for number in range(5):
-        manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
-    MemoryStore.evict(store, [store.ids()[2]])  # the last replaced it and must now replace another
-    assert len(ExperienceManager(RULES, store=store)) == 2
 
 
 @pytest.mark.parametrize("mode", ["argmin", "argmax", "reward", "random"])
@@ -325,10 +346,16 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
                 for _ in range(4)
             ]
         )
-        ends[len(store.log)] = view(manager)
-    assert any(kind == "evict" for kind, _ in store.log)
-    assert len(store.ids()) < 2 * COMPACT_AFTER, "compaction keeps the journal short"
-    for end, seen in [*list(ends.items())[:20], *list(ends.items())[20::5]]:
-        recovered = view(ExperienceManager(checked, store=store.first(end)))
-        for part in ("buckets", "skip", "entries"):  # step and generator may come from an unchanged later step
-            assert recovered[part] == seen[part]
+        if number % 3 == 0:
+            manager.flush()
+            ends[len(store.log)] = view(manager)
+    for end, seen in [*list(ends.items())[:8], *list(ends.items())[8::3]]:
+        assert view(ExperienceManager(checked, store=store.first(end))) == seen
+
+
+def test_a_pool_that_is_never_flushed_evicts_what_left_it() -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(3 * MOST_LEFT):
+        manager.save_trajectories_to_memory([build("a", number, entropy=1 / (1 + number))])
+    assert len(store.ids()) < MOST_LEFT + len(manager)

@@ -92,8 +92,6 @@ def test_starving_buckets_are_counted_on_after_a_resume() -> None:
         assert name not in metrics
         *_, metrics = do_step(resumed, step, tasks=["b", "c"], successes=1)
     assert metrics[name] == 1.0
-    old = {key: value for key, value in replay.state_dict().items() if key != "draws"}
-    hook().resume(old, 15)  # a cut written by an earlier version
 
 
 def test_no_bucket_starves_before_replay_begins() -> None:

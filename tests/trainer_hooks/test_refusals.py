@@ -22,9 +22,9 @@ from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trainer_hooks.replay import PoolRules
-from trainer_hooks.replay.journal import PoolState
 from trainer_hooks.replay.notices import why_nothing
 from trainer_hooks.replay.prompts import prompt_of, prompt_of_row
+from trainer_hooks.replay.state import PoolState
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 

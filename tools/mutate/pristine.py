@@ -162,7 +162,7 @@ def _pool_store(path: Path) -> None:
     store = BufferStore.open(path)
     pool = ExperienceManager(RULES, store=store)
     _fill(pool, range(9))
-    pool.compact()
+    pool.flush()
     store.close()
     store = BufferStore.open(path)
     pool = ExperienceManager(RULES, store=store)

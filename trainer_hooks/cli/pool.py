@@ -108,7 +108,7 @@ def _run(options: Namespace, out: Output) -> int:
     if options.outcome is not None:
         raise ConfigurationError(f"--outcome: {options.files} is no file of transcripts; leave it out")
     if options.action == "export":
-        return _export(options, rules, out)
+        return _export(options, out)
     done = import_pool(
         options.store,
         options.files,
@@ -140,14 +140,14 @@ def _message_tokenizer(options: Namespace) -> MessageTokenizer | None:
     return MessageTokenizer.of(tokenizer, options.context or "linear", options.think_hint or "")
 
 
-def _export(options: Namespace, rules: PoolRules, out: Output) -> int:
+def _export(options: Namespace, out: Output) -> int:
     """Write a pool as files; return 1 if some of its trajectories are damaged."""
     from trainer_hooks.replay.exchange import export_pool
 
     for name in ("replace", "same_run", "task_prefix", "tokenizer", *_OF_MESSAGES):
         if getattr(options, name):
             raise ConfigurationError(f"--{name.replace('_', '-')}: is of an import; leave it out")
-    done = export_pool(options.store, options.files, rules)
+    done = export_pool(options.store, options.files)
     if options.json:
         names = ("source", "trajectories", "tasks", "unreadable")
         out.json({name: getattr(done, name) for name in names})

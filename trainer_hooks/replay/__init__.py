@@ -1,7 +1,7 @@
 """Experience replay for GRPO: pools successful rollouts and mixes their tasks into batches.
 
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``ledger``, ``notices`` →
-``journal`` → ``store``, ``selection``, ``compact`` → ``rules``, ``entry`` → ``buckets``, ``outcomes``. ``transcripts``
+``state`` → ``store``, ``selection``, ``compact`` → ``rules``, ``entry`` → ``buckets``, ``outcomes``. ``transcripts``
 and ``message_rows`` make rows of conversations, ``persistence`` and ``agentevolver`` read and write a pool's files,
 ``rows`` joins a rollout's rows into one trajectory, and ``contract`` compares tokenizers.
 """

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer_hooks.replay.entry import EARLIER_RUN, of_earlier_run
-from trainer_hooks.replay.journal import JOURNAL_KEY
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.outcomes import asked_for, is_replayed, known_outcome
 from trainer_hooks.replay.persistence import newest_pool
 from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
-from trainer_hooks.replay.store import BufferStore
+from trainer_hooks.replay.store import POOL_KEY, BufferStore
+from trajstore.core.files.opening import open_directory
 from trajstore.core.reading.places import POOL_FILES, find_place
+from trajstore.core.store.catalog import Catalog
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -65,13 +66,12 @@ class Exchanged:
     without_log_probs: int = 0
 
 
-def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exchanged:
+def export_pool(store: str | Path, folder: str | Path) -> Exchanged:
     """Write the pool of a store as files (``difficulty2task_dict.json`` and others); the run may still be going on.
 
     Args:
         store: directory or URL of the pool's store; only read.
         folder: output directory, such as ``experience_pool/step_120``; an existing one is replaced.
-        rules: needed only for records of earlier versions, which do not name the trajectories that they displaced.
 
     Raises:
         StoreNotFoundError: there is no store.
@@ -83,7 +83,7 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ConfigurationError(f"{folder}: is a file; give the folder that is to be written")
     with _Reader(store) as reader:
-        manager = ExperienceManager(rules, store=reader)
+        manager = ExperienceManager(PoolRules(n_rollout=1), store=reader)
         manager.save_experience_pool_to_disk(folder)
         return Exchanged(
             str(store), len(manager), len(manager.get_task_ids()), manager.refused, unreadable=reader.unreadable
@@ -207,7 +207,6 @@ def _sentences(
     left_out: Mapping[LeftOut, int], rollouts: Sequence[AgentTrajectory], rules: PoolRules
 ) -> tuple[str, ...]:
     """Return how many rollouts could never enter, and why, the most frequent reason first."""
-    low, high = rules.experience_lbound, rules.experience_rbound
     positive = rules.save_filter == "positive"
     below = [rollout for rollout in rollouts if not is_replayed(rollout) and not is_worth_keeping(rollout, rules)]
     highest = max((outcome for rollout in below if (outcome := known_outcome(rollout)) is not None), default=0.0)
@@ -218,8 +217,7 @@ def _sentences(
         "not_worth_keeping": f"{failing}: the highest outcome is {highest:g}, {bound}",
         "solved": "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
         " without a failure since, is a success",
-        "out_of_bounds": f"are of tasks with not more than {low:g} or not fewer than {high:g} successes out of"
-        f" {rules.n_rollout} (n_rollout)",
+        "out_of_bounds": f"are of tasks that do not have {rules.bounds} (n_rollout)",
         "not_best": "are not the best of their task and step (save_filter)",
     }
     counts = Counter({texts[reason]: count for reason, count in left_out.items()})
@@ -263,21 +261,25 @@ class _Reader(BufferStore):
         readable = []
         for number in self.ids():
             with suppress(CorruptStoreError):  # counted in `unreadable`
-                record = self.get(number)
-                if record.task_id or JOURNAL_KEY not in record.metadata:  # another pool's task records are no rollouts
-                    readable.append(record)
+                readable.append(self.get(number))
         return sorted(readable, key=_step_of)
 
     def holds_pool(self) -> bool:
-        """Return whether a record is an experience pool's. In a pool's store the newest one is."""
+        """Return whether a trajectory is an experience pool's. In a pool's store the newest one is."""
         for number in reversed(self.ids()):
             try:
                 record = self._buffer.get(number)
             except StoreError:
                 continue  # damaged: reported elsewhere
-            if isinstance(record, AgentTrajectory) and JOURNAL_KEY in record.metadata:
+            if isinstance(record, AgentTrajectory) and POOL_KEY in record.metadata:
                 return True
         return False
+
+    def close(self) -> None:
+        self._buffer.close()
+
+    def _catalog(self) -> Catalog:
+        return Catalog.open(open_directory(self._path))
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_hooks.replay.journal import PoolState
+from trainer_hooks.replay.state import PoolState
 
 if TYPE_CHECKING:
     from polars import DataFrame

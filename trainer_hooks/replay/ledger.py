@@ -1,7 +1,7 @@
-"""The pool's state and its store: every change is recorded in the store first.
+"""The pool's state and its store.
 
-If the store fails, the state stays as it was. A crash loses only the newest changes, those that the store had not yet
-written.
+A change is made in memory; its trajectories go to the store at once, everything else with the next saved point. After
+a crash the pool has every trajectory that the store has committed.
 
 Takes no lock: only the training loop that owns the pool calls it.
 """
@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer_hooks.replay import journal
-from trainer_hooks.replay.entry import Departure, PoolEntry
-from trainer_hooks.replay.journal import (
+from trainer_hooks.replay.entry import Departure, PoolEntry, is_demonstration
+from trainer_hooks.replay.outcomes import outcome_of
+from trainer_hooks.replay.selection import AdmissionPlan
+from trainer_hooks.replay.state import (
     PoolState,
     TaskChange,
+    generator_state,
+    record_of,
     recover,
+    set_generator_state,
+    warn_of_unreadable,
 )
-from trainer_hooks.replay.outcomes import outcome_of
-from trainer_hooks.replay.rules import PoolRules
-from trainer_hooks.replay.selection import AdmissionPlan
 from trainer_hooks.replay.store import BufferStore, PoolStore
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
@@ -35,46 +37,44 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COMPACT_AFTER = 64
-"""Number of task records and dead trajectories after which a snapshot is written; also written after this many
-additions, if they are at least half of the pool. So the newest snapshot is never among the older half of a store's
-records: a store that evicts its oldest loses trajectories, not the journal."""
+MOST_LEFT = 64
+"""Number of trajectories that left the pool after which a point is saved, so that they can be evicted."""
 
 
 class PoolLedger:
-    """Recovers the pool of a store, and keeps state and store in step.
+    """Reads the pool of a store, and keeps state and store in step.
 
     Args:
-        store: where records are kept.
-        rules: used to read the store's records.
-        generator: set to the recorded state, if there is one; recorded with every change.
+        store: where trajectories and points are kept.
+        generator: set to the saved state, if there is one; saved with every point.
 
     Raises:
-        CorruptStoreError: a record of the pool cannot be decoded.
+        CorruptStoreError: the pool cannot be decoded.
     """
 
-    def __init__(self, store: PoolStore, rules: PoolRules, generator: np.random.Generator) -> None:
-        recovered = recover(store, rules)
+    def __init__(self, store: PoolStore, generator: np.random.Generator) -> None:
+        self.store = store
+        self.generator = generator
+        self.left: Counter[str] = Counter()
+        """How many trajectories have left the state since it was opened, by reason (see ``Departure``). Those that
+        could not be read then are among them."""
+        self._read_store()
+        self.state.begin_run()
+        self._saved: Mapping[str, Any] = {}
+        """Document of the newest point that this object saved."""
+        if isinstance(store, BufferStore):
+            store.before_close = self.save
+
+    def _read_store(self) -> None:
+        recovered = recover(self.store)
         if recovered.generator is not None:
-            journal.set_generator_state(generator, recovered.generator)
+            set_generator_state(self.generator, recovered.generator)
         self.state = recovered.state
         """The pool's contents, changed only by this class."""
-        self.generator = generator
-        self.global_steps = recovered.global_steps
-        """The training step that records are made at."""
-        self.fingerprint = recovered.fingerprint
-        """Tokenizer of the recovered trajectories; empty if unknown."""
-        self.left: Counter[str] = Counter()
-        """How many trajectories have left the state since it was opened, by reason (see ``Departure``). Records that
-        could not be read then are among them."""
-        self._count(Departure.UNREADABLE, recovered.unreadable)
-        self.store = store
-        self._sequence = recovered.sequence
-        self._records = recovered.records
+        self._point = recovered.point
+        """Name of the point whose trajectories the store has; empty if others were added since."""
         self._garbage = recovered.garbage
-        self._added = recovered.added
-        self._held: frozenset[int] = frozenset()
-        self._drawn: dict[tuple[str, bytes], None] = {}
+        self._count(Departure.UNREADABLE, recovered.unreadable)
 
     def query(self, relation: str) -> Query:
         """Return a query over all records of the store.
@@ -102,7 +102,7 @@ class PoolLedger:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
                 self._forget(entry, Departure.UNAVAILABLE)
             except StoreError as error:  # one damaged record does not hide the others
-                journal.warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
+                warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
                 self._forget(entry, Departure.UNREADABLE)
         return records
 
@@ -128,90 +128,101 @@ class PoolLedger:
             self.state.set_entries(entry.task_id, tuple(fresh if other is entry else other for other in held))
 
     def change(self, changes: Mapping[str, TaskChange]) -> None:
-        """Record and apply changes to buckets and skip set. Changes without effect are not recorded."""
-        needed = {task: change for task, change in changes.items() if self.state.differs(task, change)}
-        if not needed:
-            return
-        record = journal.tasks_record(
-            needed,
-            uses={key: self.state.uses[key] for key in self._drawn if key in self.state.uses},
-            sequence=self._sequence,
-            global_steps=self.global_steps,
-            generator=self.generator,
-        )
-        self._records.extend(self.store.add_trajectories([record]))
-        self._drawn = {}
-        self._sequence += 1
-        left = self.state.apply(needed)
+        """Apply changes to buckets and skip set."""
+        left = self.state.apply(changes)
         self._count(Departure.TASK_SOLVED, len(left))
         self._garbage.extend(left)
-        self._compact_if_due()
 
     def note_used(self, entries: Sequence[PoolEntry]) -> None:
-        """Count one use of each of these entries. The counts are recorded with the next change of the pool."""
+        """Count one use of each of these entries."""
         for entry in entries:
             key = (entry.task_id, entry.digest)
             self.state.uses[key] = self.state.uses.get(key, 0) + 1
-            self._drawn[key] = None
 
     def add(self, plan: AdmissionPlan) -> None:
         """Store the trajectories of a plan and apply the plan."""
-        records = [
-            journal.record_of(trajectory, "entry", self.global_steps, replaces=plan.replaces.get(number))
-            for number, trajectory in plan.accepted.items()
-        ]
-        for task, entries in plan.with_ids(self.store.add_trajectories(records) if records else []).items():
+        for task, entries in plan.with_ids(self._store(plan, self.state)).items():
             self.state.set_entries(task, entries)
         self._count(Departure.REPLACED, plan.displaced)
         self._garbage.extend(plan.replaces.values())
-        self._added += len(records)
-        self._compact_if_due()
+        if len(self._garbage) >= MOST_LEFT:
+            self.save()
 
-    def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
-        """Add stored trajectories to a state that will replace this one; those no longer stored are left out."""
-        self._count(Departure.UNREADABLE, fresh.adopt(self.store, ids)[1])
-
-    def replace(self, fresh: PoolState, plan: AdmissionPlan, global_steps: int, generator: np.random.Generator) -> None:
-        """Replace the state by ``fresh`` and the plan's trajectories. In the store, one record does this.
+    def replace(self, fresh: PoolState, plan: AdmissionPlan, generator: np.random.Generator) -> None:
+        """Replace the state by ``fresh`` and the plan's trajectories. In the store, one point does this.
 
         The pool's generator is set to the state of ``generator``.
         """
-        records = [journal.record_of(trajectory, "staged", global_steps) for trajectory in plan.accepted.values()]
-        fresh.entries.update(plan.with_ids(self.store.add_trajectories(records) if records else []))
-        fresh.uses = fresh.live_uses()
-        before = {entry.trajectory_id for entry in self.state.all_entries()}
-        live = {entry.trajectory_id for entry in fresh.all_entries()}
+        before, garbage, state_before = self.state, self._garbage, generator_state(self.generator)
+        ids = self._store(plan, fresh, staged=True)
+        fresh.entries.update(plan.with_ids(ids))
+        fresh.uses, fresh.rows = fresh.live_uses(), before.rows
+        self.state, self._garbage = fresh, [*garbage, *(entry.trajectory_id for entry in before.all_entries())]
+        set_generator_state(self.generator, generator_state(generator))
         try:
-            snapshot = self._write_snapshot(fresh, global_steps, generator)
+            self.save()
         except BaseException:
-            self._garbage.extend(live - before)
+            self.state, self._garbage = before, [*garbage, *ids]
+            set_generator_state(self.generator, state_before)
             raise
-        self._garbage = sorted({*self._garbage, *self._records, *before} - live)
         self._count(Departure.REPLACED, plan.displaced)
-        fresh.rows = self.state.rows
-        self.state, self._records, self.global_steps = fresh, snapshot, global_steps
-        self._drawn = {}
-        journal.set_generator_state(self.generator, journal.generator_state(generator))
-        self._collect()
 
-    def hold(self, ids: Collection[int]) -> None:
-        """Keep these trajectories in the store even when they leave the pool, until the next call."""
-        self._held = frozenset(ids)
+    def _store(self, plan: AdmissionPlan, state: PoolState, **staged: bool) -> list[int]:
+        """Store the trajectories of a plan and return their ids."""
+        records = []
+        for number, trajectory in plan.accepted.items():
+            task = trajectory.task_id
+            difficulty = state.buckets.difficulty(task)
+            if difficulty is None and is_demonstration(trajectory) and task not in state.skip:
+                difficulty = 0
+            mark = {"step": state.global_steps, "difficulty": difficulty, "replaces": plan.replaces.get(number)}
+            records.append(record_of(trajectory, **mark, **staged))
+        if not records:
+            return []
+        self._point = ""
+        return self.store.add_trajectories(records)
 
-    def compact(self) -> None:
-        """Write the whole state as one record, and evict obsolete records.
+    def document(self) -> dict[str, Any]:
+        """Return everything but the trajectories as plain containers."""
+        return {**self.state.to_document(), "generator": generator_state(self.generator)}
 
-        Trajectories that the store has evicted leave the state.
+    def save(self, *, keep: bool = False) -> str:
+        """Save the pool as a point of its store, unless the newest one is equal; return its name.
+
+        Then trajectories that have left the pool are evicted. Those that the store has evicted leave the pool.
+
+        Args:
+            keep: whether the point stays when later ones are saved.
+
+        Raises:
+            StoreWriteError: the store could not write; the points before are unchanged.
         """
+        self.store.flush()
+        ids = self.store.ids()
         before = self.state.count()
-        self.state.keep_only(set(self.store.ids()))
+        self.state.keep_only(set(ids))
         self._count(Departure.UNAVAILABLE, before - self.state.count())
-        self.state.uses = self.state.live_uses()
-        snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
-        self._drawn = {}
-        self._garbage.extend(self._records)
-        self._records = snapshot
-        self._collect()
+        document = {**self.document(), "newest": ids[-1] if ids else -1, "left": list(self._garbage)}
+        if keep or document != self._saved:
+            self._point = self.store.save(document, keep=keep)
+            self._saved = document
+        if self._garbage:
+            self.store.evict(self._garbage)
+            self._garbage = []
+        return self._point
+
+    def go_to(self, name: str) -> None:
+        """Restore a point, unless the store has its trajectories already; then their late values stay.
+
+        Raises:
+            StoreNotFoundError: there is no such point; nothing was changed.
+            CorruptStoreError: it cannot be decoded.
+        """
+        if name != self._point:
+            self.store.go_to(name)
+        rows = self.state.rows
+        self._read_store()
+        self.state.rows, self._saved = rows, {}
 
     def _forget(self, entry: PoolEntry, reason: Departure) -> None:
         self.state.forget(entry)
@@ -220,23 +231,3 @@ class PoolLedger:
     def _count(self, reason: Departure, number: int) -> None:
         if number:
             self.left[reason.value] += number
-
-    def _compact_if_due(self) -> None:
-        dead = len(self._records) + len(self._garbage) - len(self._held.intersection(self._garbage))
-        grown = self._added >= COMPACT_AFTER and self._added >= self.state.count() // 2
-        if dead >= COMPACT_AFTER or grown:
-            self.compact()
-
-    def _write_snapshot(self, state: PoolState, global_steps: int, generator: np.random.Generator) -> list[int]:
-        snapshot = journal.snapshot_record(
-            state, sequence=self._sequence, global_steps=global_steps, generator=generator
-        )
-        ids = self.store.add_trajectories([snapshot])
-        self._sequence += 1
-        self._added = 0
-        return ids
-
-    def _collect(self) -> None:
-        self.store.flush()  # evict only once the replacement is durable
-        self.store.evict([number for number in self._garbage if number not in self._held])
-        self._garbage = [number for number in self._garbage if number in self._held]

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, token_digest
 from trainer_hooks.replay.facts import with_pool_facts
-from trainer_hooks.replay.journal import JOURNAL_KEY, PoolState, recover, trajectory_of_entry
 from trainer_hooks.replay.persistence import read_pool
-from trainer_hooks.replay.rules import PoolRules
+from trainer_hooks.replay.state import PoolState, recover, trajectory_of_entry
+from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.files.base import Directory
+from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.run_ids import id_from
+from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
 from trajstore.trajectory import AgentTrajectory
 
@@ -30,7 +33,7 @@ class SeenPool:
     """A pool's contents at one moment.
 
     Attributes:
-        buffer: has its trajectories, perhaps among other records.
+        buffer: has its trajectories, perhaps among others.
         state: of the pool.
         difficulties: tasks per difficulty by step, as far back as known.
         of_files: whether it was read from files, which lack the number of draws and the time of entry.
@@ -78,9 +81,7 @@ class SeenPool:
         """
         number = id_from("trajectory_id", shown)
         if all(entry.trajectory_id != number for entry in self.state.all_entries()):
-            raise TrajectoryUnavailableError(
-                f"trajectory {shown}: it is none of the pool: it has left it, or is a record of its journal"
-            )
+            raise TrajectoryUnavailableError(f"trajectory {shown}: it is none of the pool, or has left it")
         record = self.buffer.get(number)
         if not isinstance(record, AgentTrajectory):
             raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which is no history of a pool")
@@ -88,7 +89,7 @@ class SeenPool:
 
 
 class Records:
-    """The records of a pool's store, each read once, for recovery.
+    """The trajectories of a pool's store, each read once, and its newest saved point.
 
     Args:
         reader: shows the store.
@@ -97,26 +98,37 @@ class Records:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._known: dict[int, AgentTrajectory] = {}
-        """Records without messages and tokens."""
+        """Trajectories without messages and tokens."""
         self._entries: dict[int, PoolEntry | Refusal] = {}
-        self._difficulties: dict[int, dict[int, int]] = {}
+        self._files: list[str] = []
 
     def look(self) -> SeenPool:
         """Return the pool as the reader shows it now.
 
-        Difficulties are known from the journal's newest snapshot on; those seen earlier are kept.
-
         Raises:
-            CorruptStoreError: its journal cannot be decoded.
+            CorruptStoreError: its point or a mark cannot be decoded.
         """
-        recovered = recover(self, PoolRules(n_rollout=1), lambda _, number: self._entries[number])
+        self._files = self._point_files()
+        recovered = recover(self, lambda _, number: self._entries[number])
         kept = set(self.ids())
         self._known = {number: record for number, record in self._known.items() if number in kept}
         self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
-        first = min(recovered.difficulties, default=0)
-        earlier = {step: sizes for step, sizes in self._difficulties.items() if step < first}
-        self._difficulties = earlier | recovered.difficulties
-        return SeenPool(self._reader, recovered.state, self._difficulties)
+        return SeenPool(self._reader, recovered.state, recovered.state.difficulties)
+
+    def is_current(self) -> bool:
+        """Return whether no point was saved since :meth:`look`."""
+        return self._files == self._point_files()
+
+    def newest_point(self) -> PoolPoint | None:
+        return newest_point(Catalog.open(self._directory()))
+
+    def _directory(self) -> Directory:
+        (catalog,) = self._reader.live.catalogs_by_rank().values()
+        return catalog.directory
+
+    def _point_files(self) -> list[str]:
+        """Return the files of all snapshots; the names of states change with every point."""
+        return sorted(self._directory().listing(PINS_FOLDER)[0])
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         known = self._known.get(trajectory_id)
@@ -124,8 +136,8 @@ class Records:
             return known
         record = self._reader.get(trajectory_id)
         if not isinstance(record, AgentTrajectory):
-            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which is no record of a pool")
-        mark = {key: value for key, value in record.metadata.items() if key == JOURNAL_KEY}
+            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which is none of a pool")
+        mark = {key: value for key, value in record.metadata.items() if key == POOL_KEY}
         self._entries[trajectory_id] = entry_of(record, trajectory_id)
         light = AgentTrajectory(
             task_id=record.task_id, metadata=mark, tokenizer_fingerprint=record.tokenizer_fingerprint

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trainer_hooks.replay.buckets import bucket_probabilities
 from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry, problem_of
-from trainer_hooks.replay.journal import PoolState
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import has_known_age, outcome_refusal
+from trainer_hooks.replay.state import PoolState
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -174,13 +174,12 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
         return f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {levels}"
     if not state.entries:
         reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
-        low, high = rules.experience_lbound, rules.experience_rbound
         if state.skip:
             reasons.append(f"{len(state.skip)} tasks are solved and need none")
         else:
             reasons.append(
                 f"no success entered yet: an outcome must reach success_threshold = {rules.success_threshold:g}, of a"
-                f" task with more than {low} and fewer than {high} successes out of {rules.n_rollout}"
+                f" task with {rules.bounds}"
             )
         return "the pool has no trajectory; " + "; ".join(reasons)
     held = list(state.entries)

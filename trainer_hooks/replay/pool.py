@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainer_hooks.replay import journal, persistence
+from trainer_hooks.replay import persistence
 from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
-from trainer_hooks.replay.cut import Draws, PoolCut
 from trainer_hooks.replay.entry import (
     REWARD_FINGERPRINT,
     Departure,
@@ -48,9 +47,10 @@ from trainer_hooks.replay.selection import (
     undecided,
     worthy,
 )
+from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy, trajectory_of_entry
 from trainer_hooks.replay.store import MemoryStore, PoolStore
 from trajstore.core.base.arguments import truth, whole, whole_or_none
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
@@ -110,15 +110,11 @@ class ExperienceManager:
             check_same(tokenizer.fingerprint, tokenizer_fingerprint, "tokenizer")
             tokenizer_fingerprint = tokenizer.fingerprint
         self.reward_fingerprint = reward_fingerprint
-        self.refused: Counter[str] = Counter()
-        """Number of refused trajectories so far, by reason (see ``Refusal``)."""
-        self.draws: Draws = []
-        """Draws of the newest steps, for a figure; kept in the pool's cut."""
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
-        self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
-        check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
+        self._ledger = PoolLedger(MemoryStore() if store is None else store, self._generator)
+        check_same(self._state.fingerprint, tokenizer_fingerprint, "the pool in the store")
         check_demonstrations(self._state.demonstrations(), rules)
-        self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
+        self._state.fingerprint = tokenizer_fingerprint or self._state.fingerprint
         self._counting = False
         self._notices = PoolNotices()
         warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
@@ -242,7 +238,7 @@ class ExperienceManager:
         rollouts = self._with_tokens(rollouts, "experience pool")
         outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
         check_trajectories(
-            worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._fingerprint
+            worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._state.fingerprint
         )  # before all changes
         self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
         kept = self._keep(rollouts, None, outcomes, left_out)
@@ -264,13 +260,13 @@ class ExperienceManager:
         return self._take(self._with_tokens(trajectories, "experience pool"))
 
     def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> int:
-        fingerprint = check_trajectories(trajectories, self._fingerprint)
+        fingerprint = check_trajectories(trajectories, self._state.fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         marked = [with_reward_fingerprint(trajectory, self.reward_fingerprint) for trajectory in trajectories]
         plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked, rows=self._state.rows)
         self._ledger.add(plan)
         self._refuse(plan.refused, trajectories)
-        self._fingerprint = fingerprint
+        self._state.fingerprint = fingerprint
         return len(plan.accepted)
 
     def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
@@ -302,7 +298,7 @@ class ExperienceManager:
             if demonstration.task_id not in state.buckets and demonstration.task_id not in state.skip
         ]
         held = [task for task in dict.fromkeys(unplaced) if task in state.entries]
-        self._ledger.change({task: journal.TaskChange(0, skip=False) for task in held})
+        self._ledger.change({task: TaskChange(0, skip=False) for task in held})
         return self.refused - before
 
     # ---- before a step ----
@@ -392,7 +388,7 @@ class ExperienceManager:
                 wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
             self._ledger.note_used(wanted)
             versions.update(entry.policy_version for entry in wanted)
-            chosen.extend(journal.replayed_copy(record) for _, record in records)
+            chosen.extend(replayed_copy(record) for _, record in records)
         return chosen
 
     def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
@@ -411,9 +407,7 @@ class ExperienceManager:
         candidates = {
             name: self._ledger.read(self._state.eligible(name, self.rules, self.training_step)) for name in names
         }
-        return {
-            task: [journal.replayed_copy(record) for _, record in held] for task, held in candidates.items() if held
-        }
+        return {task: [replayed_copy(record) for _, record in held] for task, held in candidates.items() if held}
 
     # ---- contents ----
 
@@ -423,12 +417,12 @@ class ExperienceManager:
 
         Setting it applies outcomes that were corrected since (``annotate``).
         """
-        return self._ledger.global_steps
+        return self._state.global_steps
 
     @global_steps.setter
     def global_steps(self, value: int) -> None:
-        goes_back = not self._counting or int(value) < self._ledger.global_steps
-        self._ledger.global_steps = int(value)
+        goes_back = not self._counting or int(value) < self._state.global_steps
+        self._state.global_steps = int(value)
         self._ledger.correct()
         self._counting = True
         if goes_back:
@@ -472,7 +466,21 @@ class ExperienceManager:
     @property
     def tokenizer_fingerprint(self) -> str:
         """Tokenizer of the pool's trajectories; empty if unknown."""
-        return self._fingerprint
+        return self._state.fingerprint
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Number of refused trajectories so far, by reason (see ``Refusal``)."""
+        return self._state.refused
+
+    @property
+    def draws(self) -> Draws:
+        """Draws of the newest steps, for a figure; kept in checkpoints."""
+        return self._state.draws
+
+    @draws.setter
+    def draws(self, value: Draws) -> None:
+        self._state.draws = value
 
     @property
     def left(self) -> Counter[str]:
@@ -546,95 +554,90 @@ class ExperienceManager:
                 reward = replace(trajectory.reward or Reward(), outcome=outcome(trajectory))
                 metadata = {**trajectory.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
                 rated.append(replace(trajectory, reward=reward, metadata=metadata))
-        state = self._state
-        fresh = journal.PoolState(
-            DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
-        )
+        fresh = PoolState.of_document(self._state.to_document())
         plan = plan_admissions(
             {}, [trajectory for trajectory in rated if is_worth_keeping(trajectory, self.rules)], self.rules
         )
-        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self._ledger.replace(fresh, plan, self._generator)
         self._refuse(plan.refused, rated)
         return len(self)
 
     def flush(self) -> None:
-        """Block until every change so far is as durable as the store can make it.
+        """Save the pool as a point of its store, in which it would survive a crash exactly as it is now.
+
+        The point replaces that of the previous call. Trajectories that have left the pool are evicted.
 
         Raises:
             StoreWriteError: the store could not write.
         """
-        self._ledger.store.flush()
+        self._ledger.save()
 
-    def compact(self) -> None:
-        """Write the whole state as one record, and evict obsolete records.
+    def state_dict(self, *, self_contained: bool = False) -> dict[str, Any]:
+        """Return the pool's state for a checkpoint, as plain containers.
 
-        Raises:
-            StoreWriteError: the store could not write; nothing was evicted.
-        """
-        self._ledger.compact()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the pool's cut for a checkpoint: plain containers.
-
-        With a durable store it has the ids of trajectories (:meth:`hold` keeps them there), which are flushed. Without
-        one it contains the trajectories.
-        """
-        self.flush()
-        durable = self._ledger.store.durable
-        entries = self._state.entries.items()
-        return PoolCut(
-            difficulty2task_dict=self.difficulty2task_dict,
-            skip_uid_set=list(self._state.skip),
-            generator=journal.generator_state(self._generator),
-            global_steps=self.global_steps,
-            refused=dict(self.refused),
-            tokenizer_fingerprint=self._fingerprint,
-            store_id=self._ledger.store.store_id,
-            entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
-            trajectories={} if durable else self._held(),
-            uses=self._state.live_uses(),
-            waiting=list(self._state.waiting),
-            draws=list(self.draws),
-        ).to_dict()
-
-    def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the trajectories of these cuts in the store even if they leave the pool, until the next call.
-
-        A run can then go back to any checkpoint that it may resume from. The store's own capacity still applies.
+        With a durable store this names a saved point, which stays until :meth:`hold` releases it. Otherwise it has the
+        trajectories.
 
         Args:
-            cuts: the results of :meth:`state_dict` at those checkpoints.
+            self_contained: include the trajectories even if the store is durable.
 
         Raises:
-            CorruptStoreError: one is not a cut; nothing was changed.
+            StoreWriteError: the store could not write.
         """
-        known = [PoolCut.from_dict(cut) for cut in cuts]
-        named = [cut.entries for cut in known if cut.store_id == self._ledger.store.store_id]
-        self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
+        store = self._ledger.store
+        if store.durable and not self_contained:
+            return {"store_id": store.store_id, "point": self._ledger.save(keep=True)}
+        held = {task: list(map(persistence.to_plain, held)) for task, held in self._held().items()}
+        return {**self._ledger.document(), "trajectories": held}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def hold(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the saved points of these states, and remove those of all other checkpoints.
+
+        A run can then go back to any checkpoint that it may resume from.
+
+        Args:
+            states: the results of :meth:`state_dict` at those checkpoints.
+        """
+        store = self._ledger.store
+        store.hold({str(state["point"]) for state in states if state.get("store_id") == store.store_id})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned. Trajectories no longer in the store are left out.
+
+        If the store is still at the state's point, outcomes that were corrected since stay.
 
         Raises:
             ConfigurationError: the state's pool was made with another tokenizer, or has demonstrations that the rules
-                would never replay; nothing was changed.
-            CorruptStoreError: ``state`` is not a cut; nothing was changed.
+                would never replay.
+            CorruptStoreError: ``state`` is not a pool's state; nothing was changed.
+            StoreNotFoundError: the store has no such point; nothing was changed.
         """
-        cut = PoolCut.from_dict(state)
-        check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
-        held = self._with_tokens(
-            [trajectory for trajectories in cut.trajectories.values() for trajectory in trajectories], "the saved pool"
-        )
-        fresh = cut.state()
-        if cut.store_id == self._ledger.store.store_id:
-            self._ledger.adopt(fresh, cut.entries)
-        elif cut.entries:
+        if "point" in state:
+            self._go_to(str(state.get("store_id")), str(state["point"]))
+            return
+        fresh = PoolState.of_document(state)
+        try:
+            generator = generator_of(state["generator"])
+            held = [persistence.from_plain(plain) for plains in state["trajectories"].values() for plain in plains]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
+        check_same(fresh.fingerprint, self._state.fingerprint, "the saved pool")
+        self._go_on_with(fresh, self._with_tokens(held, "the saved pool"), "the saved pool", generator)
+
+    def _go_to(self, store_id: str, point: str) -> None:
+        if store_id != self._ledger.store.store_id:
             logger.warning(
-                "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
+                "experience pool: the checkpoint names a point of another store (%s); the pool stays as it is in this"
+                " one (%s)",
+                store_id,
+                self._ledger.store.store_id or "in memory",
             )
-        self._go_on_with(fresh, held, "the saved pool", cut.global_steps, cut.make_generator(), refused=cut.refused)
-        self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
-        self.draws = cut.draws
+            return
+        fingerprint = self._state.fingerprint
+        self._ledger.go_to(point)
+        self._state.fingerprint = fingerprint or self._state.fingerprint
+        check_demonstrations(self._state.demonstrations(), self.rules)
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
 
     def save_experience_pool_to_disk(self, directory: str | Path) -> None:
         """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.
@@ -645,7 +648,7 @@ class ExperienceManager:
         Raises:
             StoreWriteError: it did not reach the disk; earlier files are unchanged.
         """
-        contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
+        contents = persistence.PoolContents(self._state.buckets.to_dict(), list(self._state.skip), self._held())
         persistence.write_pool(Path(directory), contents)
 
     def load_experience_pool_from_disk(
@@ -684,29 +687,28 @@ class ExperienceManager:
             )
         if not truth("same_run", same_run):
             held = [of_earlier_run(trajectory) for trajectory in held]
-        fingerprint = check_trajectories(held, self._fingerprint)
-        fresh = journal.PoolState(
-            DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
+        fresh = PoolState(
+            DifficultyBuckets(contents.difficulty2task_dict),
+            dict.fromkeys(contents.skip_uid_set),
+            global_steps=self.global_steps if global_steps is None else global_steps,
+            refused=self.refused,
+            draws=self.draws,
+            fingerprint=check_trajectories(held, self._state.fingerprint),
         )
-        step = self.global_steps if global_steps is None else global_steps
-        self._go_on_with(fresh, held, directory, step, self._generator, unreadable=contents.unreadable)
+        self._go_on_with(fresh, held, directory, self._generator, unreadable=contents.unreadable)
         if global_steps is not None:  # not before, so that the replaced pool gives no warning
             self._counting = True
             self._notices.ages(self._state.all_entries(), self.rules, global_steps)
-        self._fingerprint = fingerprint
         return len(held) + len(contents.unreadable)
 
     # ---- internals ----
 
     def _go_on_with(
         self,
-        fresh: journal.PoolState,
+        fresh: PoolState,
         held: Sequence[AgentTrajectory],
         source: object,
-        global_steps: int,
         generator: np.random.Generator,
-        *,
-        refused: Mapping[str, int] | None = None,
         unreadable: Sequence[str] = (),
     ) -> None:
         """Replace the pool by a state and some trajectories; warn of refused and unreadable ones.
@@ -714,11 +716,10 @@ class ExperienceManager:
         Raises:
             ConfigurationError: the rules would never replay its demonstrations; nothing was changed.
         """
-        plan = plan_admissions(fresh.entries, held, self.rules)
-        demonstrations = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
-        check_demonstrations(demonstrations, self.rules)
-        self._ledger.replace(fresh, plan, global_steps, generator)
-        self.refused = self.refused if refused is None else Counter(refused)
+        plan = plan_admissions({}, held, self.rules)
+        check_demonstrations(sum(map(is_demonstration, plan.accepted.values())), self.rules)
+        fresh.fingerprint = fresh.fingerprint or self._state.fingerprint
+        self._ledger.replace(fresh, plan, generator)
         for problem in unreadable[:MOST_TOLD]:
             logger.warning("experience pool: refused as malformed: %s", problem)
         lost = plan.refused + Counter({Refusal.MALFORMED.value: len(unreadable)})
@@ -761,7 +762,7 @@ class ExperienceManager:
         if not records:
             return {}
         try:
-            values = list(map(float, self.current_entropy([journal.replayed_copy(record) for _, record in records])))
+            values = list(map(float, self.current_entropy([replayed_copy(record) for _, record in records])))
             if len(values) != len(records) or not np.isfinite(values).all():
                 raise ValueError(f"{len(values)} values for {len(records)} trajectories, or not finite")
         except Exception as error:  # trainer code may raise anything; saved entropies are used
@@ -822,9 +823,7 @@ class ExperienceManager:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""
         held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
         return {
-            task: [journal.trajectory_of_entry(record) for _, record in records]
-            for task, records in held.items()
-            if records
+            task: [trajectory_of_entry(record) for _, record in records] for task, records in held.items() if records
         }
 
     def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
@@ -846,5 +845,5 @@ class ExperienceManager:
         return "; ".join(problem for problem, _ in self.tokenized.problems.most_common(3)) or "there are none"
 
     @property
-    def _state(self) -> journal.PoolState:
+    def _state(self) -> PoolState:
         return self._ledger.state

@@ -16,13 +16,13 @@ SaveFilter = Literal["success", "best", "positive"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions(Settings):
-    """The rules of a pool that do not depend on the size of a batch. ``None`` switches a bound off.
+    """The rules of a pool that do not depend on the size of a batch. ``None`` switches a limit off.
 
     Attributes:
         success_threshold: lowest outcome of a success; see :func:`~trainer_hooks.replay.outcomes.is_success`.
         experience_lbound: a task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this.
-        experience_rbound: they enter if its difficulty is below this. (ExGRPO's upper bound is inclusive: its 7 is 8
-            here.)
+        experience_rbound: they enter if its difficulty is below this; ``None`` = ``n_rollout``. (ExGRPO's upper bound
+            is inclusive: its 7 is 8 here.)
         save_filter: ``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every
             rollout with an outcome above 0, as in AgentEvolver. With partial rewards, ``positive`` admits and replays
             failures too.
@@ -50,7 +50,7 @@ class PoolOptions(Settings):
 
     success_threshold: Finite = 1.0
     experience_lbound: Number | None = 0
-    experience_rbound: Number | None = 8
+    experience_rbound: Number | None = None
     save_filter: SaveFilter = "success"
     exp_select_mode: SelectMode = "argmin"
     policy_versions: PolicyVersions = "any"
@@ -85,3 +85,10 @@ class PoolRules(PoolOptions):
     section: ClassVar[str] = "experience pool"
 
     n_rollout: Count
+
+    @property
+    def bounds(self) -> str:
+        """The successes with which a task's trajectories enter, for messages."""
+        low = "" if self.experience_lbound is None else f"more than {self.experience_lbound:g} and "
+        high = self.n_rollout if self.experience_rbound is None else self.experience_rbound
+        return f"{low}fewer than {high:g} successes out of {self.n_rollout}"

@@ -6,27 +6,66 @@ Takes no lock: only the training loop that owns the pool calls it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
+import orjson
 import torch
 
 from trajstore.core.base.arguments import path_or_url, text, whole_or_none
 from trajstore.core.base.closing import Closing
 from trajstore.core.base.settings import unknown
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+)
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
     from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.core.reading.contents import Contents
+    from trajstore.core.store.catalog import Catalog
     from trajstore.query import Query
 
-LEAST_CAPACITY = 256
-"""Smallest capacity of a pool's store, so that it never evicts the newest snapshot."""
+POOL_KEY = "experience_pool"
+"""Key of ``metadata`` for a pool trajectory's step, the difficulty of its task, and the trajectory that it replaces;
+and of the pool's document in a saved point's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPoint:
+    """A saved point of a pool's store.
+
+    Attributes:
+        name: of the point.
+        document: everything but the trajectories, as JSON values.
+    """
+
+    name: str
+    document: Mapping[str, Any]
+
+
+def newest_point(catalog: Catalog) -> PoolPoint | None:
+    """Return a pool's newest saved point on the current line of its store; ``None`` if there is none.
+
+    Raises:
+        CorruptStoreError: its state is damaged.
+    """
+    for head in reversed(catalog.points()):
+        text = catalog.read_state(head.step or 0).get(POOL_KEY)
+        if text is not None:
+            try:
+                return PoolPoint(head.name, orjson.loads(text))
+            except orjson.JSONDecodeError as error:
+                raise CorruptStoreError(f"{catalog.directory.url}: point {head.name}: not JSON: {error}") from error
+    return None
 
 
 class PoolRecords(Protocol):
@@ -41,6 +80,9 @@ class PoolRecords(Protocol):
 
     def ids(self) -> list[int]:
         """Return the ids of kept trajectories, ascending."""
+
+    def newest_point(self) -> PoolPoint | None:
+        """Return the newest saved point; ``None`` if there is none."""
 
 
 @runtime_checkable
@@ -70,6 +112,24 @@ class PoolStore(PoolRecords, Protocol):
     def evict(self, ids: Sequence[int], /) -> None:
         """Evict trajectories. Unknown ids are ignored."""
 
+    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+        """Save a point with this document and all trajectories; return its name.
+
+        Args:
+            document: JSON values.
+            keep: whether the point stays until :meth:`hold` removes it; otherwise the next point replaces it.
+        """
+
+    def go_to(self, name: str, /) -> None:
+        """Show the trajectories of a point again, and continue from it.
+
+        Raises:
+            StoreNotFoundError: there is no such point.
+        """
+
+    def hold(self, names: Collection[str], /) -> None:
+        """Remove all points but these and the newest one. Unknown names are ignored."""
+
 
 class MemoryStore:
     """Keeps records in this process only."""
@@ -80,6 +140,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._kept: dict[int, AgentTrajectory] = {}
         self._next = 0
+        self._point: PoolPoint | None = None
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """As :meth:`PoolStore.add_trajectories`."""
@@ -115,18 +176,33 @@ class MemoryStore:
         for trajectory_id in ids:
             self._kept.pop(trajectory_id, None)
 
+    def newest_point(self) -> PoolPoint | None:
+        """As :meth:`PoolStore.newest_point`."""
+        return self._point
+
+    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+        """As :meth:`PoolStore.save`. Only the newest point exists, for another pool that opens this store."""
+        self._point = PoolPoint("", dict(document))
+        return ""
+
+    def go_to(self, name: str, /) -> None:
+        """Raise an error: there is no earlier point in memory."""
+        raise StoreNotFoundError(f"{name}: a pool in memory keeps no points; its checkpoints contain the trajectories")
+
+    def hold(self, names: Collection[str], /) -> None:
+        """Do nothing."""
+
 
 class BufferStore(Closing):
-    """The pool's records in a trajectory buffer that writes to disk.
+    """The pool's trajectories in a trajectory buffer that writes to disk.
 
-    The buffer belongs to the pool. Its retention may have a capacity of at least 256 trajectories; then the pool's
-    oldest trajectories are evicted first. A smaller capacity would evict the pool's journal.
+    The buffer belongs to the pool. With a capacity, the pool's oldest trajectories are evicted first.
 
     Args:
         buffer: a buffer with ``auto_save=True``.
 
     Raises:
-        ConfigurationError: the buffer is in memory only, or its capacity is too small.
+        ConfigurationError: the buffer is in memory only.
     """
 
     durable = True
@@ -136,9 +212,12 @@ class BufferStore(Closing):
             raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
         if not buffer.auto_save:
             raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
-        _check_capacity(buffer.retention.max_trajectories)
         self._buffer = buffer
         self.store_id = str(buffer.store_id)
+        self.before_close: Callable[[], object] | None = None
+        """Called by :meth:`close`: saves the pool."""
+        self._is_kept = True
+        """Whether the newest point stays when another is saved."""
 
     @classmethod
     def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
@@ -147,7 +226,7 @@ class BufferStore(Closing):
         Args:
             path: ``auto_save_path`` of the buffer.
             format: ``trajectory_format`` of the buffer.
-            capacity: number of trajectories to keep, including the pool's own few records; ``None`` = no limit.
+            capacity: number of trajectories to keep; ``None`` = no limit.
 
         Raises:
             StoreLockedError: another process writes there.
@@ -157,7 +236,6 @@ class BufferStore(Closing):
         from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
         from trajstore.core.buffer.retention import Retention
 
-        _check_capacity(capacity)  # before a directory is created and locked
         retention = Retention(max_trajectories=capacity)
         return cls(
             TrajectoryReplayBuffer(
@@ -170,12 +248,17 @@ class BufferStore(Closing):
         )
 
     def close(self) -> None:
-        """Flush and close the buffer.
+        """Save the pool, and close the buffer. Idempotent.
 
         Raises:
             StoreWriteError: something did not reach the disk.
         """
-        self._buffer.close()
+        save, self.before_close = self.before_close, None
+        try:
+            if save is not None:
+                save()
+        finally:
+            self._buffer.close()
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """As :meth:`PoolStore.add_trajectories`."""
@@ -207,7 +290,7 @@ class BufferStore(Closing):
         return self._buffer.live.locked(look)
 
     def query(self, relation: str) -> Query:
-        """Return a query over all records, including the pool's own and trajectories that left the pool."""
+        """Return a query over all records, including trajectories that left the pool."""
         return self._buffer.query(relation)
 
     def flush(self) -> None:
@@ -221,10 +304,46 @@ class BufferStore(Closing):
         if known:
             self._buffer.evict(known)
 
+    def newest_point(self) -> PoolPoint | None:
+        """As :meth:`PoolStore.newest_point`."""
+        point = newest_point(self._catalog())
+        self._is_kept = point is None or point.document["kept"]
+        return point
 
-def _check_capacity(capacity: int | None) -> None:
-    if capacity is not None and capacity < LEAST_CAPACITY:
-        raise ConfigurationError(f"capacity: {capacity}, must be at least {LEAST_CAPACITY} for an experience pool")
+    def _catalog(self) -> Catalog:
+        from trajstore.core.files.opening import open_directory
+        from trajstore.core.store.catalog import Catalog
+
+        return Catalog.open(open_directory(str(self._buffer.auto_save_path)))
+
+    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+        """As :meth:`PoolStore.save`.
+
+        Points have their own numbers, because training steps may begin again in the same pool.
+        """
+        points = self._buffer.points
+        saved = points.saved
+        number = saved[-1].step + self._is_kept if saved else 0
+        text = orjson.dumps({**document, "kept": keep}, option=orjson.OPT_NON_STR_KEYS).decode()
+        name = points.save(number, {POOL_KEY: text}, keep=None).name
+        self._is_kept = keep
+        return name
+
+    def go_to(self, name: str, /) -> None:
+        """As :meth:`PoolStore.go_to`; the state before stays, as a snapshot, until :meth:`hold` removes it."""
+        self._buffer.points.go_to(name)
+
+    def hold(self, names: Collection[str], /) -> None:
+        """As :meth:`PoolStore.hold`. Pins of users stay."""
+        points = self._buffer.points
+        current = [point.name for point in points.saved]
+        kept = {*names, *current[-1:]}
+        snapshots = points.snapshots
+        unneeded = [snapshot.name for snapshot in snapshots if snapshot.kind == "point" and snapshot.name not in kept]
+        if not kept.intersection(snapshot.name for snapshot in snapshots).difference(current):
+            unneeded += [snapshot.name for snapshot in snapshots if snapshot.kind == "aside"]
+        for name in unneeded:
+            points.remove(name)
 
 
 def store_options(name: str, value: Any) -> Mapping[str, Any] | None:
@@ -241,5 +360,5 @@ def store_options(name: str, value: Any) -> Mapping[str, Any] | None:
         raise ConfigurationError(f"{name}.{problem}")
     path_or_url(f"{name}.path", value.get("path"))
     text(f"{name}.format", value.get("format", "pt"))
-    capacity = whole_or_none(f"{name}.capacity", value.get("capacity"), LEAST_CAPACITY)
+    capacity = whole_or_none(f"{name}.capacity", value.get("capacity"), 1)
     return value if capacity is None else {**value, "capacity": capacity}

@@ -96,6 +96,8 @@ class ReplaySession:
         )
         self.expect, self.join_finished = self._histories.expect, self._histories.join_finished
         """Methods of :class:`Histories`."""
+        self._resumed_from: Mapping[str, Any] | None = None
+        """State of the pool of the checkpoint resumed from, which may be elsewhere."""
         self._dropped = self._dropped_successes = self._failures = 0
         self._without_outcome = FirstTold(logger)
         self._recorder: RolloutRecorder | None = None
@@ -119,7 +121,6 @@ class ReplaySession:
                     draws_ahead=block.draws_ahead,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
-            self.hold_checkpoints()
         except BaseException:
             self.close()
             raise
@@ -363,11 +364,11 @@ class ReplaySession:
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store exactly the states of the checkpoints that verl can load."""
+        """Keep in the pool's store the points of the checkpoints that verl can load, and of the one resumed from."""
         manager = self._hook.manager
         if manager is not None:
-            cuts = [cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None]
-            self._on_disk(lambda: manager.hold(cuts))
+            states = [cut.pool for cut in restorable_cuts(self._checkpoints)] + [self._resumed_from]
+            self._on_disk(lambda: manager.hold([state for state in states if state is not None]))
 
     def resume(self, folder: Path | None, step: int) -> None:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
@@ -422,6 +423,7 @@ class ReplaySession:
             if cut.step != step:
                 logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
             self._hook.load_state_dict(cut.pool)
+            self._resumed_from = cut.pool
             if cut.step == step:
                 self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
                 self._histories.wanted = dict(cut.wanted)

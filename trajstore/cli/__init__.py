@@ -47,6 +47,7 @@ _BUILT_IN: tuple[Command, ...] = (
     view.COMMAND,
     verify.COMMAND,
     export.COMMAND,
+    export.IMPORT,
     copy.COPY,
     copy.REPAIR,
     restore.COMMAND,

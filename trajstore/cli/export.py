@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import Command, add_target
 from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import trajectories
 
@@ -37,6 +37,35 @@ def _run(options: Namespace, out: Output) -> int:
     out.line(f"{done.target}: {done.rollouts:,} rollout{'s' * (done.rollouts != 1)}")
     return int(bool(done.problems or done.damage))
 
+
+def _configure_import(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="FILES", help="file of JSON lines or Parquet, or folder of Parquet files")
+    add_target(parser, "OUT", "folder of the store; must be absent")
+    parser.add_argument("--format", choices=("pt", "pkl", "zarr"), default="pt", help="default: %(default)s")
+
+
+def _import(options: Namespace, out: Output) -> int:
+    from trajstore.operations.importing import import_rollouts
+
+    count = import_rollouts(options.source, options.target, options.format)
+    if options.json:
+        out.json({"target": options.target, "rollouts": count})
+    else:
+        out.line(f"{options.target}: {count:,} rollout{'s' * (count != 1)}")
+    return 0
+
+
+IMPORT = Command(
+    name="import",
+    summary="make a store of exported rollouts",
+    description=(
+        "Make a store of what export has written: rollouts with their dtypes and latest late values. Ids, UUIDs and "
+        "commit times are new; an export has no authors and no former values. The store appears when it is whole. "
+        "Parquet needs Polars (extra 'query')."
+    ),
+    configure=_configure_import,
+    run=_import,
+)
 
 COMMAND = Command(
     name="export",

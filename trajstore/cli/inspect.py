@@ -211,21 +211,19 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _pool(pool: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the figures of a store's pool and the number of its other records."""
+    """Return the figures of a store's pool and the number of its other trajectories."""
     shown = f", {pool['demonstrations']:,} of them demonstrations" if pool["demonstrations"] else ""
-    besides = [f"{pool['journal_records']:,} of its journal"]
-    if pool["left_records"]:
-        besides.append(f"{pool['left_records']:,} of what left it and is not deleted yet")
     return [
         ("trajectories", f"{pool['trajectories']:,} of {pool['tasks']:,} tasks{shown}"),
-        ("  records besides", ", ".join(besides)),
+        ("  not of the pool", f"{pool['others']:,}" if pool["others"] else ""),
         *_difficulties(pool),
     ]
 
 
 def _difficulties(pool: dict[str, Any]) -> list[tuple[str, str]]:
     sizes = ", ".join(f"{key}: {count:,}" for key, count in pool["difficulties"].items())
-    return [("tasks by successes in their last step", sizes), ("solved tasks left out", f"{pool['skipped_tasks']:,}")]
+    named = "tasks by difficulty (estimated successes of n_rollout)"
+    return [(named, sizes), ("solved tasks left out", f"{pool['skipped_tasks']:,}")]
 
 
 def _ranks(report: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ import numpy as np
 
 from trajstore.core.base.arguments import check_kind, one_of
 from trajstore.core.base.closing import Closing
-from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.buffer.adding_again import add_with_values, has_late_values
+from trajstore.core.buffer.content_watch import ContentWatch, as_list
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.receipts import Outbox, Receipt
@@ -141,12 +142,25 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         """Send trajectories to a store asynchronously; return a receipt.
 
         The tensors are copied before this returns. Trajectories resent after an actor or node failure are stored once.
-        Waits while ``max_pending_bytes`` are in flight.
+        Waits while ``max_pending_bytes`` are in flight; and until trajectories with late values are committed.
 
         Raises:
             InvalidTrajectoryError: a trajectory cannot be stored; nothing was sent.
             StoreUnreachableError, StoreWriteError: trajectories sent earlier cannot be stored at present.
         """
+        trajectories = as_list(trajectories)
+        if not any(map(has_late_values, trajectories)):
+            return self._send(trajectories)
+        receipts: list[Receipt] = []
+
+        def add(recorded: list[AnyTrajectory]) -> list[int]:
+            receipts.append(self._send(recorded))
+            return receipts[0].committed(self._options.deadline)
+
+        add_with_values(trajectories, add, self.sink)
+        return receipts[0]
+
+    def _send(self, trajectories: list[AnyTrajectory]) -> Receipt:
         flats = self._content.flatten(trajectories)
         self._check_open()
         return self._outbox.send(flats)

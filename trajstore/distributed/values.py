@@ -40,11 +40,19 @@ class ValuesOfHandle:
         """
         ids = tuple(map(own_id, said.ids))
         ranks = self._ranks(ids)
+        self.check_values(ids, said)
+        self._handle._stores.call_all({rank: _part(said, ids, rows, rank) for rank in ranks}, "annotate")
+        self._handle.refresh()
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse late values that a store cannot set.
+
+        Raises:
+            ConfigurationError, TrajectoryUnavailableError, StoreUnreachableError: see :meth:`annotate`.
+        """
         stores = self._handle._stores
         mine = {rank: [number for number in ids if number % MOST_STORES == rank] for rank in stores.look_whole()}
         stores.call_all({rank: (part, said) for rank, part in mine.items()}, "check_values")
-        stores.call_all({rank: _part(said, ids, rows, rank) for rank in ranks}, "annotate")
-        self._handle.refresh()
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory, the earliest first.

@@ -19,23 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import orjson
-import torch
 
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Buffer
 from trajstore.core.files.opening import local_target
-from trajstore.core.reading.late import COLUMNS
 from trajstore.core.store.facts import FACTS
 from trajstore.core.store.run_ids import ID_LIMIT, shown_id, written_id
 from trajstore.errors import ConfigurationError, TrajstoreError, written
 from trajstore.operations.opening import open_readable
+from trajstore.operations.rollout_rows import check_integers, parquet_schema, row_of, to_parquet
 from trajstore.query.engine import polars
-from trajstore.query.messages import text_of
 from trajstore.query.query import Query
 from trajstore.query.relations import late_columns
-from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory
+from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
     from polars import DataType
@@ -46,9 +44,6 @@ Form = Literal["jsonl", "parquet"]
 
 Progress = Callable[[int, int], None]
 """Called with (rollouts done, total)."""
-
-_TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
-_MASKS = (*TOKEN_COLUMNS, "response_mask")
 
 _PART_BYTES = 16 << 20
 """Size of the trajectories in one Parquet file; also the limit on those in memory."""
@@ -90,7 +85,8 @@ def export_rollouts(
 
     Each rollout is one line or row, oldest first: the fields of :class:`~trajstore.AgentTrajectory`,
     ``trajectory_id`` and ``committed``. Tensors are lists. Late values are in ``notes`` by name; those by row are
-    lists. In Parquet, ``outcome`` and ``success_rate`` are columns; each message has ``role``, ``content`` and all of
+    lists. ``exact`` has what lists lose, for :func:`trajstore.operations.importing.import_rollouts`. In Parquet,
+    ``outcome`` and ``success_rate`` are columns; each message has its texts and ``tool_calls`` as columns, and all of
     it as ``json``; each late value has a column ``notes.NAME`` (null where a rollout lacks it); ``rest`` has all other
     fields as JSON.
 
@@ -103,7 +99,7 @@ def export_rollouts(
         progress: called with (done, total) rollouts.
 
     Raises:
-        ConfigurationError: the target exists or is a URL, or the condition is wrong.
+        ConfigurationError: the target exists or is a URL, the condition is wrong, or JSON lines cannot have an integer.
         MissingDependencyError: Polars is not installed (extra ``query``).
         TrajstoreError: the source cannot be opened.
         StoreWriteError: the target cannot be written; nothing appears there.
@@ -123,7 +119,7 @@ def export_rollouts(
         is_run = bool((reader.trajectory_ids >= ID_LIMIT).any())
         done = Exported(str(target), damage=damage, steps=sum(row["kind"] != "agent" for row in rows))
         rows = [row for row in rows if row["kind"] == "agent"]
-        with written(f": the export {target} was not written"), _appearing(target) as folder:
+        with written(f": the export {target} was not written"), appearing(target) as folder:
             write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late, is_run)
             for portion, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
                 write(list(_read(reader, portion, late, done)))
@@ -163,27 +159,12 @@ def _read(
             continue
         done.rollouts += 1
         given = {late_name: row[late_name] for late_name in late if row.get(late_name) is not None}
-        given |= {late_name: _list(late_name, rows) for late_name, rows in rollout.notes.items() if late_name in late}
+        rollout.notes = {name: rows for name, rows in rollout.notes.items() if name in late}
         yield {
             "trajectory_id": written_id(row["trajectory_id"]),
             "committed": row["committed"],
-            **_fields(rollout, given),
+            **row_of(rollout, given),
         }
-
-
-def _fields(rollout: AgentTrajectory, late: Mapping[str, Any]) -> dict[str, Any]:
-    values = vars(rollout)
-    tensors = {name: _list(name, values[name]) for name in _TENSORS}
-    reward = None if rollout.reward is None else vars(rollout.reward)
-    return {**values, **tensors, "reward": reward, "notes": late}
-
-
-def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:
-    if tensor is None:
-        return None
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    numbers: list[Any] = real.to(torch.int64 if name in _MASKS else torch.float64).tolist()
-    return numbers
 
 
 def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
@@ -191,6 +172,8 @@ def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
     path.touch()
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
+        for rollout in rollouts:
+            check_integers(rollout)
         _append(path, (orjson.dumps(rollout) + b"\n" for rollout in rollouts))
 
     return write
@@ -200,24 +183,11 @@ def _parts(path: Path, late: Mapping[str, DataType], is_run: bool) -> Callable[[
     """Return a function that writes rollouts to the next file of a folder."""
     pl = polars()
     path.mkdir()
-    texts = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
-    message = pl.Struct({"role": pl.String, "content": pl.String, "json": pl.String})
-    schema = {
-        "trajectory_id": pl.String if is_run else pl.Int64,
-        **dict.fromkeys(texts, pl.String),
-        "committed": pl.Datetime("us", "UTC"),
-        **dict.fromkeys(("policy_version", "response_start"), pl.Int64),
-        **dict.fromkeys(("outcome", "success_rate", "entropy"), pl.Float64),
-        "is_terminated": pl.Boolean,
-        "messages": pl.List(message),
-        **{name: pl.List(pl.Int64 if name in _MASKS else pl.Float64) for name in _TENSORS},
-        **{f"{COLUMNS}{name}": kind for name, kind in late.items()},
-        "rest": pl.String,
-    }
+    schema = parquet_schema(late, is_run)
 
     def write(rollouts: Sequence[dict[str, Any]]) -> None:
         part = BytesIO()  # Polars reports a full disk as one of its own errors
-        pl.DataFrame([_row(rollout) for rollout in rollouts], schema=schema).write_parquet(part)
+        pl.DataFrame([to_parquet(rollout) for rollout in rollouts], schema=schema).write_parquet(part)
         _append(path / f"part-{sum(1 for _ in path.iterdir()):05d}.parquet", [part.getbuffer()])
 
     return write
@@ -230,29 +200,14 @@ def _append(path: Path, pieces: Iterable[Buffer]) -> None:
         os.fsync(file.fileno())
 
 
-def _row(rollout: dict[str, Any]) -> dict[str, Any]:
-    reward = rollout["reward"] or {}
-    return {
-        **rollout,
-        "outcome": reward.get("outcome"),
-        "success_rate": reward.get("success_rate"),
-        "messages": [
-            {"role": text_of(message.get("role")), "content": text_of(message.get("content")), "json": text_of(message)}
-            for message in rollout["messages"]
-        ],
-        **{f"{COLUMNS}{name}": value for name, value in rollout["notes"].items()},
-        "rest": text_of({"reward": rollout["reward"], "metadata": rollout["metadata"]}),
-    }
-
-
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
+def appearing(target: Path) -> Iterator[Path]:
     """Yield a hidden folder for building the target, then rename the target into place."""
     prefix = f".{target.name}.exporting."
     for left in target.parent.glob(f"{prefix}*"):
         with _locked(left) as mine:
             if mine:
-                logger.warning("%s: deletes what an export has left that was killed", left)
+                logger.warning("%s: deletes the leftovers of a killed command", left)
                 shutil.rmtree(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
@@ -263,7 +218,7 @@ def _appearing(target: Path) -> Iterator[Path]:
                 _sync(made)
             # Never replaces a file or a folder with content.
             if target.exists():
-                raise ConfigurationError(f"export: {target} has come into being meanwhile; nothing was replaced")
+                raise ConfigurationError(f"{target} has come into being meanwhile; nothing was replaced")
             made.rename(target)
             _sync(target.parent)
     finally:

@@ -5,6 +5,7 @@ Needs no writer. Writes nothing except a reader's lease while a writer has the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "measured": sum(part.get("measured", 0) for part in parts),
         "rewards": merge_rewards([part.get("rewards") for part in parts]),
         "episodes": merge_episodes([part.get("episodes") for part in parts]),
+        **_replayable(parts),
         "agents": merge_agents([part.get("agents") for part in parts]),
         "policy": merge_policies([part.get("policy") for part in parts]),
         "waiting": _waiting(place, parts),
@@ -130,6 +132,17 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "integrity": {"problems": problems},
         "parts": parts,
     }
+
+
+def _replayable(parts: Sequence[Report]) -> Report:
+    """Return the sums over the files of pools; nothing without any."""
+    pools = [part for part in parts if "replayable" in part]
+    if not pools:
+        return {}
+    refused: Counter[str] = Counter()
+    for part in pools:
+        refused.update(part["refused"])
+    return {"replayable": sum(part["replayable"] for part in pools), "refused": dict(refused)}
 
 
 def _waiting(place: Place, parts: Sequence[Report]) -> Report | None:
@@ -183,7 +196,7 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
 def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.NDArray[np.bool_]]:
     """Return the report on a store's pool, and a mask of the index entries that the figures cover.
 
-    For a pool's store, the mask selects the pool's trajectories. Damage to its journal is added to ``damage``.
+    For a pool's store, the mask selects the pool's trajectories. Damage to its state is added to ``damage``.
     """
     support = pool_support()
     try:

@@ -1,4 +1,4 @@
-"""The extension point for experience pools, whose records only packages above the store understand.
+"""The extension point for experience pools, whose state only packages above the store understand.
 
 A package registers one object under the entry point group ``trajstore.pools``; see :class:`PoolSupport`.
 """
@@ -53,7 +53,7 @@ class Pool(Protocol):
 
 
 class Records(Protocol):
-    """The records of a pool's store, each read once."""
+    """The trajectories of a pool's store, each read once, and its state."""
 
     def look(self) -> Pool:
         """Return the pool as the reader shows it now.
@@ -61,6 +61,9 @@ class Records(Protocol):
         Raises:
             CorruptStoreError: its state cannot be read.
         """
+
+    def is_current(self) -> bool:
+        """Return whether the pool's state was not saved again since :meth:`look`."""
 
 
 class PoolSupport(Protocol):
@@ -76,7 +79,7 @@ class PoolSupport(Protocol):
         """Return whether a store belongs to a pool."""
 
     def records(self, reader: Reader) -> Records:
-        """Return the records of a pool's store."""
+        """Return the trajectories of a pool's store."""
 
     def inspect_files(self, directory: Directory) -> Report:
         """Return the report of ``inspect`` on the three files of a pool."""

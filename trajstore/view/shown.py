@@ -171,8 +171,11 @@ class OfReader(_OfBuffer):
         self.pool = self._records.look() if self._is_pool and self._records is not None else None
         self._is_seen = True
 
+    def _is_current(self) -> bool:
+        return not self._is_pool or self._records is None or self._records.is_current()
+
     def refresh(self) -> bool:
-        if not self._reader.refresh() and self._is_seen:
+        if not self._reader.refresh() and self._is_seen and self._is_current():
             return False
         self._is_seen = False
         self._look()

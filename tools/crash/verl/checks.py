@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
@@ -15,10 +15,13 @@ from tools.crash.verl.keeping import kept_pool
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import PoolRules
-from trainer_hooks.replay.journal import Recovered, recover
-from trainer_hooks.replay.store import PoolStore
+from trainer_hooks.replay.state import Recovered, recover
+from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
 from trainer_hooks.verl.config import OnResume
+from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.core.files.opening import open_directory
+from trajstore.core.store.catalog import Catalog
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
 
@@ -84,11 +87,19 @@ class Found:
 
 
 class _Reader:
-    """The records of a store whose writer is dead. Nothing is written."""
+    """The trajectories of a store whose writer is dead, or of a point of it. Nothing is written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, point: str | None = None) -> None:
         self._buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        self._buffer.load_checkpoint(path)
+        self._buffer.load_checkpoint(path, pin=point)
+        self._catalog = Catalog.open(open_directory(path))
+        self._point = point
+
+    def newest_point(self) -> PoolPoint | None:
+        if self._point is None:
+            return newest_point(self._catalog)
+        state = self._catalog.pins.state_of(self._catalog.snapshot(self._point))
+        return PoolPoint(self._point, orjson.loads(state[POOL_KEY]))
 
     def ids(self) -> list[int]:
         numbers: list[int] = self._buffer.trajectory_ids.tolist()
@@ -122,14 +133,16 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         present = {number: rollouts.get(number) for number in rollouts.ids()}
         digests = _check_rollouts(present, promises, tell)
         recovered = _check_pool(pool, promises, digests, tell)
-        cuts = {step: cut for step, cut in _cuts(folder) if _check_cut(step, cut, present, pool, tell)}
+        cuts = {step: cut for step, cut in _cuts(folder, tell) if _check_cut(step, cut, present, tell)}
         step = step_named_by_tracker(folder)
         between = any(cut["run"] == run and later > (step or 0) for later, cut in cuts.items())
         if step is not None and step not in cuts:
             tell(f"the checkpoint of step {step} has no sound cut of ours")
             return Found(Expected(step, {}, None), len(promises.rollouts), 0, between)
         newest, state = (-1, _state(recovered)) if step is None else (cuts[step]["rollouts"], cuts[step]["pool"])
-        held = {task: [pool.get(number) for number in numbers] for task, numbers in state["entries"].items()}
+        at = _Reader(pool_path(folder), state.pop("point", None))
+        held = {task: [at.get(number) for number in numbers] for task, numbers in state["entries"].items()}
+        at.close()
         before = {name for _, name in _names(_contents(held))}
         if on_resume == "keep":
             since = [present[number] for number in sorted(present) if number > newest]
@@ -203,7 +216,7 @@ def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, 
 def _check_pool(pool: _Reader, promises: Promises, digests: Mapping[str, str], tell: Tell) -> Recovered:
     """Recover the pool as a driver would; what was acknowledged is in it, or left it by the pool's own rules."""
     rules = _rules()
-    recovered = recover(cast(PoolStore, pool), rules)
+    recovered = recover(pool)
     ids = _ids(recovered)
     for task, numbers in promises.pool.items():
         now = ids.get(task, [])
@@ -220,16 +233,40 @@ def _check_pool(pool: _Reader, promises: Promises, digests: Mapping[str, str], t
     return recovered
 
 
-def _cuts(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return our cuts with the steps of the checkpoints that they lie in, complete ones or not."""
+def _cuts(folder: Path, tell: Tell) -> list[tuple[int, dict[str, Any]]]:
+    """Return our cuts with the steps of the checkpoints that they lie in, complete ones or not.
+
+    ``pool`` is the state at the point that the cut names.
+    """
     steps = sorted(int(path.name.rpartition("_")[2]) for path in (folder / CHECKPOINTS).glob("global_step_*"))
-    return [(step, orjson.loads(path.read_bytes())) for step in steps if (path := cut_path(folder, step)).exists()]
+    cuts = []
+    for step in steps:
+        if (path := cut_path(folder, step)).exists():
+            cut = orjson.loads(path.read_bytes())
+            try:
+                cuts.append((step, {**cut, "pool": _state_at(folder, cut["pool"]["point"])}))
+            except TrajstoreError as error:
+                # Without a model verl cannot load it, so its point may be gone.
+                if (path.parent / MODEL_FOLDER).is_dir():
+                    tell(f"the cut of step {step} names {cut['pool']['point']}: {error}")
+    return cuts
 
 
-def _check_cut(
-    step: int, cut: Mapping[str, Any], present: Mapping[int, AgentTrajectory], pool: _Reader, tell: Tell
-) -> bool:
-    """Return whether a cut is of its step, and both stores have what it names."""
+def _state_at(folder: Path, point: str) -> dict[str, Any]:
+    """Return the pool's state at a point, with the ids of its trajectories, as JSON has it."""
+    reader = _Reader(pool_path(folder), point)
+    try:
+        recovered = recover(reader)
+        document = recovered.state.to_document() | {"generator": recovered.generator, "entries": _ids(recovered)}
+        del document["difficulties"]  # those of a resumed run differ in the step
+        state: dict[str, Any] = orjson.loads(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
+        return {**state, "point": point}
+    finally:
+        reader.close()
+
+
+def _check_cut(step: int, cut: Mapping[str, Any], present: Mapping[int, AgentTrajectory], tell: Tell) -> bool:
+    """Return whether a cut is of its step, and the store of rollouts has what it names."""
     problems = []
     if (cut["step"], cut["pool"]["global_steps"]) != (step, step):
         problems.append(f"says step {cut['step']}, its pool step {cut['pool']['global_steps']}")
@@ -238,12 +275,6 @@ def _check_cut(
         problems.append(f"names rollout {cut['rollouts']}, which is not there")
     elif (newest.metadata["step"], newest.metadata["run"]) != (step, cut["run"]):
         problems.append(f"names a rollout of step {newest.metadata['step']} of run {newest.metadata['run']}")
-    for task, numbers in cut["pool"]["entries"].items():
-        for number in numbers:
-            try:
-                pool.get(number)
-            except TrajstoreError as error:
-                problems.append(f"names trajectory {number} of task {task}: {error}")
     for problem in problems:
         tell(f"the cut of step {step} {problem}")
     return not problems

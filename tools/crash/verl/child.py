@@ -113,7 +113,9 @@ def _wrap(
 
 def _pool(manager: Any) -> dict[str, Any]:
     """Return the state of the pool as JSON has it, and what its trajectories are."""
-    state = orjson.loads(orjson.dumps(manager.state_dict(), option=orjson.OPT_NON_STR_KEYS))
+    entries = {task: [entry.trajectory_id for entry in held] for task, held in manager._state.entries.items()}
+    document = {**manager._ledger.document(), "entries": entries}
+    state = orjson.loads(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
     held = {task: [[one.rollout_id, digest(one)] for one in all_] for task, all_ in manager.task2trajectories.items()}
     return {"pool": state, "held": held}
 
@@ -152,7 +154,7 @@ class _Acknowledgements:
     def run(self) -> None:
         """Look until the process ends."""
         while True:
-            rollouts, pool = self._rollouts.committed, self._pool.committed
+            rollouts, pool = self._rollouts.points.committed, self._pool.points.committed
             with self._lock:
                 durable = {str(number): self._taken.pop(number) for number in sorted(self._taken) if number <= rollouts}
                 states = [ids for newest, ids in self._states if newest <= pool]

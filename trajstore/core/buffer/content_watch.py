@@ -26,6 +26,20 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 1 << 16
 
 
+def as_list(trajectories: Iterable[AnyTrajectory]) -> list[AnyTrajectory]:
+    """Return the trajectories given to ``add_trajectories``.
+
+    Raises:
+        InvalidTrajectoryError: they are no list.
+    """
+    if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+        raise InvalidTrajectoryError(
+            f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
+            "write add_trajectories([trajectory])"
+        )
+    return list(trajectories)
+
+
 class ContentWatch:
     """Checks one process's additions; warns at the 1st, 10th, 100th, ... rollout with the same problem.
 
@@ -42,13 +56,8 @@ class ContentWatch:
         Raises:
             InvalidTrajectoryError: one of them cannot be stored and read back; names its position and the field.
         """
-        if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
-            raise InvalidTrajectoryError(
-                f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
-                "write add_trajectories([trajectory])"
-            )
         flats, stored, empty = [], [], []
-        for place, trajectory in enumerate(trajectories):
+        for place, trajectory in enumerate(as_list(trajectories)):
             try:
                 flats.append(flatten(trajectory))
                 stored.append(trajectory)

@@ -152,7 +152,8 @@ class TrajectoryReplayBuffer(Reader):
 
         An empty trajectory (no fields, or no samples) is skipped with a warning, and gets no id.
         The tensors are copied before this returns; writing goes on in the background. When the memory for
-        pending writes (``WriterOptions.max_pending_bytes``) is full, this waits.
+        pending writes (``WriterOptions.max_pending_bytes``) is full, this waits. Trajectories that :meth:`get`
+        returned with late values are added as recorded, with the values set again; this waits for a flush.
 
         Raises:
             InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored and read

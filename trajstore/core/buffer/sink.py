@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
-from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch
+from trajstore.core.buffer.adding_again import add_with_values, has_late_values
+from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch, as_list
 from trajstore.core.buffer.retention import Retention
 from trajstore.core.buffer.view import View
 from trajstore.core.columns.flat import Block, FlatTrajectory, copied
@@ -268,6 +269,12 @@ class StoreSink(Sink):
         self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
         if self.mirror is not None:
             self.mirror.start()
+
+    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        trajectories = as_list(trajectories)
+        if any(map(has_late_values, trajectories)):
+            return add_with_values(trajectories, super().add, self)
+        return super().add(trajectories)
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories; on a full queue this waits.

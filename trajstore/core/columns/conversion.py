@@ -47,8 +47,8 @@ def _refuse_notes(notes: Any) -> None:
         raise InvalidTrajectoryError(f"field notes: must be an empty dict, is a {type(notes).__name__}")
     if notes:
         raise InvalidTrajectoryError(
-            f"field notes: {', '.join(map(str, notes))}: values by row that were given late are not added with a "
-            "trajectory: add it with notes={}, then give them with trajstore.annotate"
+            f"field notes: {', '.join(map(str, notes))}: late values by row need a store: add the trajectory to a "
+            "buffer with auto_save=True, or without them (notes={})"
         )
 
 

@@ -103,3 +103,21 @@ def with_notes(rollout: AgentTrajectory, given: Mapping[str, float | str]) -> Ag
     late_metadata = {GIVEN: dict(given)} | ({RECORDED: recorded} if recorded else {})
     corrected = replace(reward, **over, metadata=scores) if recorded else rollout.reward
     return replace(rollout, reward=corrected, metadata={**rollout.metadata, **late_metadata})
+
+
+def recorded_of(rollout: AgentTrajectory) -> tuple[AgentTrajectory, dict[str, float | str]]:
+    """Return a rollout as recorded, and its late values; inverse of :func:`with_notes`."""
+    metadata = dict(rollout.metadata or {})
+    given, recorded = metadata.pop(GIVEN, {}), metadata.pop(RECORDED, {})
+    if not given:
+        return rollout, {}
+    reward = rollout.reward
+    if reward is not None and recorded:
+        over = {name: value for name, value in recorded.items() if name in OVER_FACTS}
+        scores = dict(reward.metadata)
+        for name, value in recorded.items():
+            if name.startswith(SCORE):
+                scores[name.removeprefix(SCORE)] = value
+        scores = {name: value for name, value in scores.items() if value is not None or SCORE + name not in recorded}
+        reward = replace(reward, **over, metadata=scores)
+    return replace(rollout, reward=reward, metadata=metadata), dict(given)

@@ -50,7 +50,8 @@ class Run:
     @property
     def sizes(self) -> IntArray:
         """Bytes of each trajectory's rows, ``[n]``."""
-        sizes: IntArray = self.counts * np.array([spec.row_nbytes for spec in self.specs], np.int64)[self.which]
+        widths = [spec.row_nbytes for spec in self.specs]
+        sizes: IntArray = self.counts * (widths[0] if len(widths) == 1 else np.array(widths, np.int64)[self.which])
         return sizes
 
     def copy(self, begins: IntArray, total: int) -> torch.Tensor:
@@ -138,7 +139,7 @@ def plan_runs(
     )
     schemas = {slot: table.schema(slot) for slot in dict.fromkeys(slots.tolist())}
     objects = {id(schema): schema for schema in schemas.values()}  # few, even for many slots
-    kinds = list(dict.fromkeys(objects.values()))
+    kinds = list(dict.fromkeys(objects.values()) if len(objects) > 1 else objects.values())
     kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
     kind_numbers = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
 
@@ -147,8 +148,11 @@ def plan_runs(
 
     plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
     asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
-    agreed = agree(plain, asked, who, "", "name the columns to read")
-    taken = [plain[0][place].name for place in agreed[0]] if plain else []
+    if len(kinds) == 1 and asked is None:
+        taken = [column.name for column in plain[0]]
+    else:
+        agreed = agree(plain, asked, who, "", "name the columns to read")
+        taken = [plain[0][place].name for place in agreed[0]] if plain else []
     if names is None or DOCUMENT in names:
         taken.append(DOCUMENT)
     for name in taken if kinds else ():
@@ -167,7 +171,7 @@ def plan_runs(
                 on_axis[spec.axis] = index.at(START_OF[spec.axis], positions), extents.rows(spec.axis)
             starts, counts = on_axis[spec.axis]
             run.specs[kind] = spec
-            run.sources[mine] = first[:, place] + starts[mine] * spec.row_nbytes
+            run.sources[mine] = first[:, place] + starts[mine] * schema.row_nbytes[place]
             run.counts[mine] = counts[mine]
     for column_rows in given:
         plan.columns[column_rows.name] = _given_run(table, plan, column_rows, extents.rows(column_rows.column.axis))

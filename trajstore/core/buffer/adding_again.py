@@ -1,0 +1,96 @@
+"""Adds trajectories that a reader returned with late values: as they were recorded, and the values after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from trajstore.core.base.clock import microseconds
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.facts import GIVEN
+from trajstore.core.columns.steps import NothingToStoreError
+from trajstore.core.reading.late import recorded_of
+from trajstore.core.store.given import Said, check_name
+from trajstore.core.store.row_notes import Rows
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+
+class ValueTarget(Protocol):
+    """Sets late values."""
+
+    def check_values(self, ids: Sequence[int], said: Said) -> None:
+        """Refuse values that cannot be set."""
+
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Set late values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Late values of one trajectory, of a class: numbers and texts, and values by row."""
+
+    kind: type[AnyTrajectory]
+    values: dict[str, Any]
+    rows: dict[str, torch.Tensor]
+
+
+def has_late_values(trajectory: Any) -> bool:
+    """Return whether a reader returned a trajectory with late values."""
+    notes, metadata = getattr(trajectory, "notes", None), getattr(trajectory, "metadata", None)
+    if isinstance(notes, dict) and notes:
+        return all(isinstance(rows, torch.Tensor) for rows in notes.values())
+    return isinstance(trajectory, AgentTrajectory) and isinstance(metadata, dict) and GIVEN in metadata
+
+
+def add_with_values(
+    trajectories: Iterable[AnyTrajectory], add: Callable[[list[AnyTrajectory]], list[int]], target: ValueTarget
+) -> list[int]:
+    """Add trajectories and set their late values; return the ids.
+
+    Args:
+        trajectories: some have late values.
+        add: adds trajectories, and returns the ids of those that are not empty.
+        target: sets the values.
+
+    Raises:
+        ConfigurationError: a value cannot be stored, or its name stands for another kind of values in the store;
+            nothing was added.
+    """
+    recorded, late = [], []
+    for trajectory in trajectories:
+        values: dict[str, Any] = {}
+        rows = dict(getattr(trajectory, "notes", None) or {})
+        if isinstance(trajectory, AgentTrajectory):
+            trajectory, values = recorded_of(trajectory)
+        recorded.append(replace(trajectory, notes={}) if rows else trajectory)
+        late.append(_Late(type(trajectory), values, rows))
+    for each in late:
+        for name in each.rows:
+            check_name(name)
+        said = Said((0,), {name: [value] for name, value in each.values.items()}, "", 0)
+        said.check()
+        target.check_values([], said)
+    ids = add(recorded)
+    if len(ids) < len(recorded):
+        late = [each for each, trajectory in zip(late, recorded, strict=True) if not _is_empty(trajectory)]
+    groups: dict[Any, list[tuple[int, _Late]]] = {}
+    for number, each in zip(ids, late, strict=True):
+        if each.values or each.rows:
+            names = tuple(sorted(each.values)), tuple(sorted(each.rows))
+            groups.setdefault((each.kind, *names), []).append((number, each))
+    for (_, names, row_names), members in groups.items():
+        given = {name: [each.values[name] for _, each in members] for name in names}
+        rows_given = {name: [each.rows[name] for _, each in members] for name in row_names}
+        target.annotate(Said(tuple(number for number, _ in members), given, "", microseconds()), rows_given)
+    return ids
+
+
+def _is_empty(trajectory: AnyTrajectory) -> bool:
+    try:
+        flatten(trajectory)
+    except NothingToStoreError:
+        return True
+    return False

@@ -1,0 +1,261 @@
+"""Rollouts as rows of JSON lines and Parquet files, and back: one definition for export and import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import torch
+
+from trajstore.core.columns.facts import GIVEN, RECORDED, SCORE
+from trajstore.core.columns.schema import dtypes
+from trajstore.core.reading.late import COLUMNS
+from trajstore.errors import ConfigurationError
+from trajstore.query.engine import polars
+from trajstore.query.messages import text_of
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
+
+if TYPE_CHECKING:
+    from polars import DataType
+
+Row = dict[str, Any]
+
+TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
+_MASKS = (*TOKEN_COLUMNS, "response_mask")
+_TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
+_WHOLE = ("policy_version", "response_start")
+
+_OF_THE_STORE = ("trajectory_id", "committed")
+"""Fields that a store assigns anew."""
+
+_IN_REST = ("reward", "metadata", "exact")
+"""Fields that Parquet has as JSON in ``rest``."""
+
+_NAMES = {*(field.name for field in fields(AgentTrajectory)), *_OF_THE_STORE, "exact"}
+
+_LIMITS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
+
+_HIGHEST = (1 << 63) - 1
+
+
+def row_of(rollout: AgentTrajectory, late: Mapping[str, Any]) -> Row:
+    """Return the fields of a rollout as JSON values.
+
+    ``exact`` has what lists of numbers lose: dtypes, and the positions of NaN and infinities.
+
+    Args:
+        rollout: the rollout, with late values by row in ``notes``.
+        late: its other late values, by name.
+    """
+    values = vars(rollout)
+    tensors = {name: values[name] for name in TENSORS if values[name] is not None}
+    by_row = {f"{COLUMNS}{name}": tensor for name, tensor in rollout.notes.items()}
+    exact: Row = {"dtypes": {name: str(tensor.dtype)[6:] for name, tensor in (tensors | by_row).items()}}
+    if limits := {name: places for name, tensor in (tensors | by_row).items() if (places := _limits_in(tensor))}:
+        exact["not_finite"] = limits
+    lists = {name: _list(name, tensors.get(name)) for name in TENSORS}
+    notes = {**late, **{name: _list(name, tensor) for name, tensor in rollout.notes.items()}}
+    reward = None if rollout.reward is None else vars(rollout.reward)
+    return {**values, **lists, "reward": reward, "notes": notes, "exact": exact}
+
+
+def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:
+    if tensor is None:
+        return None
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    numbers: list[Any] = real.to(torch.int64 if name in _MASKS else torch.float64).tolist()
+    return numbers
+
+
+def _limits_in(tensor: torch.Tensor) -> dict[str, list[int]]:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return {}
+    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten().double()
+    masks = {"NaN": numbers.isnan(), "Infinity": numbers == float("inf"), "-Infinity": numbers == -float("inf")}
+    return {name: mask.nonzero().flatten().tolist() for name, mask in masks.items() if mask.any()}
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A rollout of a row, and its late values.
+
+    Attributes:
+        rollout: as it was recorded.
+        late: its late values by name, without those by row.
+        rows: its late values by row.
+    """
+
+    rollout: AgentTrajectory
+    late: Mapping[str, float | str]
+    rows: Mapping[str, torch.Tensor]
+
+
+def rollout_of(row: Row, place: str) -> Imported:
+    """Return the rollout of a row; the inverse of :func:`row_of`.
+
+    Args:
+        row: the row.
+        place: file and number of the row, for messages.
+
+    Raises:
+        ConfigurationError: it is not a row of an export; names the field.
+    """
+    try:
+        if unknown := row.keys() - _NAMES:
+            raise ConfigurationError(f"{place}: {min(unknown)!r} is no field of an export; put it in metadata")
+        exact = row.get("exact") or {}
+        kinds, limits = exact.get("dtypes", {}), exact.get("not_finite", {})
+
+        def tensor(name: str, values: Any) -> torch.Tensor:
+            default = "int64" if name in _MASKS else "float32"
+            return _tensor(values, dtypes()[kinds.get(name, default)], limits.get(name, {}))
+
+        given = {name: value for name, value in row.items() if name in _NAMES and value is not None}
+        notes = given.pop("notes", {})
+        for name in (*_OF_THE_STORE, "exact"):
+            given.pop(name, None)
+        given |= {name: tensor(name, given[name]) for name in TENSORS if name in given}
+        metadata = dict(given.get("metadata", {}))
+        late, recorded = metadata.pop(GIVEN, {}), metadata.pop(RECORDED, {})
+        rows = {name: tensor(f"{COLUMNS}{name}", v) for name, v in notes.items() if isinstance(v, list)}
+        late = late or {name: value for name, value in notes.items() if name not in rows}
+        reward = given.pop("reward", None)
+        rollout = AgentTrajectory(**{**given, "metadata": metadata})
+        rollout.reward = None if reward is None else _recorded(Reward(**reward), recorded)
+        return Imported(rollout, late, rows)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{place}: is no rollout of an export: {error!r}") from error
+
+
+def _tensor(values: Any, dtype: torch.dtype, limits: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    def filled(item: Any) -> Any:
+        return [filled(part) for part in item] if isinstance(item, list) else 0 if item is None else item
+
+    real = dtype.is_floating_point or dtype.is_complex
+    tensor = torch.tensor(filled(values), dtype=torch.float64 if real or not values else None)
+    if (
+        not real
+        and values
+        and (tensor.is_floating_point() or not torch.equal(tensor.to(dtype).to(tensor.dtype), tensor))
+    ):
+        raise ValueError(f"not a list of {str(dtype)[6:]}")
+    flat = tensor.view(-1)
+    unknown = [at for at, value in enumerate(_flat(values)) if value is None]
+    if set(unknown) - {at for places in limits.values() for at in places}:
+        raise ValueError("null in place of a number")
+    for name, places in limits.items():
+        flat[torch.tensor(places, dtype=torch.int64)] = _LIMITS[name]
+    return torch.view_as_complex(tensor).to(dtype) if dtype.is_complex else tensor.to(dtype)
+
+
+def _flat(values: Any) -> list[Any]:
+    return [part for item in values for part in (item if isinstance(item, list) else [item])]
+
+
+def _recorded(reward: Reward, recorded: Mapping[str, Any]) -> Reward | None:
+    """Undo the late values of a reward."""
+    for name, value in recorded.items():
+        if not name.startswith(SCORE):
+            setattr(reward, name, value)
+        elif value is None:
+            reward.metadata.pop(name.removeprefix(SCORE), None)
+        else:
+            reward.metadata[name.removeprefix(SCORE)] = value
+    return None if recorded and reward == Reward() else reward
+
+
+def check_integers(row: Row) -> None:
+    """Refuse integers that readers of JSON lines, such as ``datasets``, do not take.
+
+    Raises:
+        ConfigurationError: names the rollout and the field.
+    """
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, int) and value > _HIGHEST:
+            raise ConfigurationError(
+                f"export: trajectory {row['trajectory_id']}: {path} is {value}, but readers of JSON lines take "
+                "integers below 2**63: export to Parquet, or store it as a text"
+            )
+        if isinstance(value, list | dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(item, f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}")
+
+    for name in ("messages", "metadata", "reward"):
+        walk(row[name], name)
+
+
+# -- Parquet ------------------------------------------------------------------------------------------
+
+
+def parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any]:
+    """Return the columns of Parquet files.
+
+    Args:
+        late: types of the late values, by name.
+        is_run: ids are texts such as ``"2/1"``.
+    """
+    pl = polars()
+    call = pl.Struct(
+        {"id": pl.String, "type": pl.String, "function": pl.Struct({"name": pl.String, "arguments": pl.String})}
+    )
+    texts = dict.fromkeys(_MESSAGE_TEXTS, pl.String)
+    return {
+        "trajectory_id": pl.String if is_run else pl.Int64,
+        **dict.fromkeys(_TEXTS, pl.String),
+        "committed": pl.Datetime("us", "UTC"),
+        **dict.fromkeys(_WHOLE, pl.Int64),
+        **dict.fromkeys(("outcome", "success_rate", "entropy"), pl.Float64),
+        "is_terminated": pl.Boolean,
+        "messages": pl.List(pl.Struct({**texts, "tool_calls": pl.List(call), "json": pl.String})),
+        **{name: pl.List(pl.Int64 if name in _MASKS else pl.Float64) for name in TENSORS},
+        **{f"{COLUMNS}{name}": kind for name, kind in late.items()},
+        "rest": pl.String,
+    }
+
+
+_MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
+"""Fields of messages that are texts; anything else in them is JSON."""
+
+
+def to_parquet(row: Row) -> Row:
+    """Return a row with the columns of :func:`parquet_schema`."""
+    reward = row["reward"] or {}
+    return {
+        **row,
+        "outcome": reward.get("outcome"),
+        "success_rate": reward.get("success_rate"),
+        "messages": [_message(message) for message in row["messages"]],
+        **{f"{COLUMNS}{name}": value for name, value in row["notes"].items()},
+        "rest": text_of({name: row[name] for name in _IN_REST}),
+    }
+
+
+def _message(message: Mapping[str, Any]) -> Row:
+    calls = message.get("tool_calls")
+    structured = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else None
+    texts = {name: text_of(message.get(name)) for name in _MESSAGE_TEXTS}
+    return {**texts, "tool_calls": structured and [_call(call) for call in structured], "json": text_of(dict(message))}
+
+
+def _call(call: Mapping[str, Any]) -> Row:
+    """Return a tool call as columns; its arguments are JSON, as models write them."""
+    function = call.get("function", call)
+    function = function if isinstance(function, dict) else {"name": function}
+    columns = {name: text_of(function.get(name)) for name in ("name", "arguments")}
+    return {**{name: text_of(call.get(name)) for name in ("id", "type")}, "function": columns}
+
+
+def from_parquet(row: Row) -> Row:
+    """Return a row of :func:`to_parquet` as that of :func:`row_of`."""
+    late = {name.removeprefix(COLUMNS): row.pop(name) for name in [*row] if name.startswith(COLUMNS)}
+    rest = orjson.loads(row.pop("rest", None) or "{}")
+    for name in ("outcome", "success_rate"):  # also in the reward
+        row.pop(name, None)
+    messages = [orjson.loads(message["json"]) for message in row.pop("messages", None) or []]
+    notes = {name: value for name, value in late.items() if value is not None}
+    return {**row, **rest, "messages": messages, "notes": notes}
