@@ -6,8 +6,9 @@ rows are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,39 +22,40 @@ Flags = npt.NDArray[np.bool_]
 _MOST_BYTES = 64 << 20
 """Size of the cache, above which it is emptied."""
 
-_STRIDE = 1 << 40
-"""More than the rows of any trajectory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Valid:
     """The valid rows of several trajectories.
 
     Attributes:
-        rows: of all, one trajectory after the other.
-        starts: where each trajectory's begin, ``[trajectories]``.
+        flags: per trajectory, whether each row is valid.
+        rows: per trajectory, the valid rows.
     """
 
-    rows: IntArray
-    starts: IntArray
+    flags: Sequence[Flags]
+    rows: Sequence[npt.NDArray[np.unsignedinteger]]
 
     def at(self, which: IntArray, places: IntArray) -> IntArray:
         """Return the rows at places of trajectories, given by their number here, both ``[n]``."""
-        rows: IntArray = self.rows[self.starts[which] + places]
+        rows: IntArray = _picked(self.rows, which, places).astype(np.int64)
         return rows
 
     def has(self, which: IntArray, rows: IntArray) -> Flags:
         """Return whether rows of trajectories are valid, both ``[n]``."""
-        counts = np.diff(self.starts, append=len(self.rows))
-        keys = self.rows + np.repeat(np.arange(len(counts)) * _STRIDE, counts)
-        return np.isin(rows + which * _STRIDE, keys)
+        return _picked(self.flags, which, rows)
+
+
+def _picked(parts: Sequence[npt.NDArray[Any]], which: IntArray, places: IntArray) -> npt.NDArray[Any]:
+    sizes = np.array([len(part) for part in parts])
+    picked: npt.NDArray[Any] = np.concatenate(parts)[(np.cumsum(sizes) - sizes)[which] + places]
+    return picked
 
 
 class ValidRows:
     """A cache of valid rows, by trajectory id."""
 
     def __init__(self) -> None:
-        self._known: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+        self._known: dict[int, tuple[Flags, npt.NDArray[np.unsignedinteger]]] = {}
         self._nbytes = 0
 
     def of(self, ids: IntArray, counts: IntArray, read: Callable[[IntArray], list[Flags]]) -> Valid:
@@ -77,8 +79,6 @@ class ValidRows:
                     f"trajectory {shown_id(int(ids[at]))}: its field valid has {len(rows)} valid steps, the index "
                     f"says {counts[at]}"
                 )
-            self._known[int(ids[at])] = rows
-            self._nbytes += rows.nbytes
-        parts = [self._known[number] for number in ids.tolist()]
-        sizes = np.array([len(part) for part in parts])
-        return Valid(np.concatenate(parts).astype(np.int64), np.cumsum(sizes) - sizes)
+            self._known[int(ids[at])] = flags.copy(), rows
+            self._nbytes += flags.nbytes + rows.nbytes
+        return Valid(*zip(*(self._known[number] for number in ids.tolist()), strict=True))
