@@ -124,9 +124,9 @@ def unseal(name: str, data: bytes) -> dict[str, Any]:
     return value
 
 
-def _compare(told: str, data: bytes, what: str) -> None:
-    if told != f"{zlib.crc32(data):08x}":
-        raise FormatError(f"{what}: checksum {told}, found {zlib.crc32(data):08x}")
+def _compare(checksum: str, data: bytes, what: str) -> None:
+    if checksum != f"{zlib.crc32(data):08x}":
+        raise FormatError(f"{what}: checksum {checksum}, found {zlib.crc32(data):08x}")
 
 
 def unpack(value: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -362,10 +362,10 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
     store.next_id = max(added) + 1
 
 
-def _added(told: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entry]:
+def _added(record: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entry]:
     """Return an added shard's trajectories by id."""
-    ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
-    lists = told.get("facts")
+    ids, extents = ids_of(record["ids"]), [tuple(extent) for extent in record["extents"]]
+    lists = record.get("facts")
     facts = [
         lists and {name: fact_values[at] for name, fact_values in lists.items() if fact_values[at] is not None}
         for at in range(len(ids))
@@ -373,16 +373,20 @@ def _added(told: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entr
     return {
         number: Entry(
             number,
-            told["uuids"][32 * at : 32 * at + 32],
+            record["uuids"][32 * at : 32 * at + 32],
             extent,
-            told["max_episode_length"][at],
-            told["weights"][at],
-            None if told["versions"][at] is None else (told["versions"][at][0], told["versions"][at][1]),
+            record["max_episode_length"][at],
+            record["weights"][at],
+            None if record["versions"][at] is None else (record["versions"][at][0], record["versions"][at][1]),
             shard,
             starts,
             committed,
             facts[at],
-            told["valid"][at] if "valid" in told else extent[0] * extent[1] if shard.schema["kind"] == "step" else 1,
+            record["valid"][at]
+            if "valid" in record
+            else extent[0] * extent[1]
+            if shard.schema["kind"] == "step"
+            else 1,
         )
         for at, (number, extent, starts) in enumerate(zip(ids, extents, _starts(extents), strict=True))
     }

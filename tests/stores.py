@@ -139,9 +139,9 @@ def nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _write_until_killed(path: Path, told: Connection) -> None:
+def _write_until_killed(path: Path, pipe: Connection) -> None:
     with writer_to(path):
-        told.send("open")
+        pipe.send("open")
         while True:
             signal.pause()
 

@@ -180,7 +180,7 @@ def test_processes_annotate_at_once_and_the_writer_gives_rows_meanwhile(path: Pa
             other.start()
         while writer is not None and (any(other.is_alive() for other in others) or given < 5):
             rows = [torch.full((4,), float(given + number)) for number in range(4)]
-            annotate(writer, range(4), {"rows": rows, "told": [float(given + n) for n in range(4)]}, who="writer")
+            annotate(writer, range(4), {"rows": rows, "score": [float(given + n) for n in range(4)]}, who="writer")
             given += 1
         for other in others:
             other.join(300)
@@ -195,7 +195,7 @@ def test_processes_annotate_at_once_and_the_writer_gives_rows_meanwhile(path: Pa
             for name in names:
                 assert values_by_process.pop(f"{name} score") == [value for _, value in mine]
                 assert values_by_process.pop(f"{name} tag") == [name, name]
-            assert values_by_process.pop("writer told", []) == [float(number + at) for at in range(given)]
+            assert values_by_process.pop("writer score", []) == [float(number + at) for at in range(given)]
             assert values_by_process.pop("writer rows", []) == ["rows of float32"] * given
             assert not values_by_process
             if live:
@@ -251,7 +251,7 @@ def test_late_values_leave_and_return_with_the_state_that_has_them(path: Path) -
         assert writer.get(0).notes["rows"].tolist() == [1.0] * 4
         assert not writer.get(1).notes
         assert [note.value for note in notes_of(writer, 0) if note.name == "score"] == [1.0]
-        (aside,) = [one.name for one in writer.points.snapshots if one.kind == "aside"]
+        (aside,) = [head.name for head in writer.points.snapshots if head.kind == "aside"]
         writer.points.go_to(aside)
         assert column(writer, "score") == [2.0, 2.0, None, None, None]
         assert [writer.get(number).notes["rows"].tolist() for number in (0, 1)] == [[2.0] * 4] * 2
@@ -260,7 +260,9 @@ def test_late_values_leave_and_return_with_the_state_that_has_them(path: Path) -
         assert column(writer, "score") == [3.0, None, None, None]
         writer.points.rollback(5)  # only a late value is newer
         assert column(writer, "score") == [1.0, None, None, None]
-        newest = max((one for one in writer.points.snapshots if one.kind == "aside"), key=lambda one: one.generation)
+        newest = max(
+            (head for head in writer.points.snapshots if head.kind == "aside"), key=lambda head: head.generation
+        )
         with TrajectoryReplayBuffer.open(path, pin=newest.name) as reader:
             assert column(reader, "score") == [3.0, None, None, None]
     with TrajectoryReplayBuffer.open(path) as reader:

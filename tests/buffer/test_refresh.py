@@ -72,7 +72,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
             add_each(source, [key])
             mapped = reader.get_stats()["mapped_shards"]
             assert reader.refresh()
-            assert reader.get_stats()["mapped_shards"] >= mapped - 1, "maps of what is still there stay"
+            assert reader.get_stats()["mapped_shards"] >= mapped - 1, "maps of remaining shards stay"
             assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
             check_batch(reader.sample(8))
         assert openings == []

@@ -128,7 +128,7 @@ def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_sa
         add_each(source, [9])
         assert reader.refresh()
         assert reader.trajectory_ids.tolist() == [6, 7, 8, 9]
-        assert len(source) == 10, "what was loaded belongs to somebody else"
+        assert len(source) == 10, "loaded trajectories belong to another store"
         reader.close()
 
 

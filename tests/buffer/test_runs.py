@@ -38,7 +38,7 @@ def open_rank(run: Path, rank: int) -> TrajectoryReplayBuffer:
     return TrajectoryReplayBuffer(seed=rank, auto_save=True, auto_save_path=run / f"rank_{rank}", sample_window_size=0)
 
 
-def record(run: Path, rank: int, told: Any) -> None:
+def record(run: Path, rank: int, results: Any) -> None:
     """Record four steps; rank 1 is killed in the third, before it saves."""
     join(run.parent, "first", rank)
     buffer = open_rank(run, rank)
@@ -50,17 +50,17 @@ def record(run: Path, rank: int, told: Any) -> None:
         try:
             save_run_point(buffer, step, {"step": step, "rank": rank}, keep=2)
         except StoreWriteError as error:
-            told.put((rank, step, str(error)))
+            results.put((rank, step, str(error)))
             return
 
 
-def go_on(run: Path, rank: int, told: Any) -> None:
+def go_on(run: Path, rank: int, results: Any) -> None:
     """Roll back to the newest point that every rank has, and save two more."""
     join(run.parent, "second", rank)
     with open_rank(run, rank) as buffer:
         step, state = roll_back_run(buffer)
         keys = sorted(check_trajectory(buffer.get(trajectory_id)) for trajectory_id in buffer.trajectory_ids.tolist())
-        told.put((rank, step, state, keys))
+        results.put((rank, step, state, keys))
         for step in (3, 4):
             buffer.add_trajectories([witness(1000 * step + rank)])
             save_run_point(buffer, step, {"step": step}, keep=2)

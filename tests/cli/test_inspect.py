@@ -234,7 +234,7 @@ def test_episodes_whose_beginning_was_evicted_are_in_no_length(run: Run, tmp_pat
     episodes = inspect(path)["episodes"]
     assert (episodes["length"]["min"], episodes["length"]["max"]) == (5, 6)
     assert (episodes["return"]["min"], episodes["return"]["max"]) == (5, 6)
-    assert episodes["begun_before"] == 4, "of both workers, who could have begun in what is gone"
+    assert episodes["begun_before"] == 4, "of both workers: their beginning may be evicted"
     assert "4 of them begun before what was read, not counted below" in run("inspect", path)[1]
 
 

@@ -141,7 +141,7 @@ def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_pat
     for name in ("turns of the model", "tasks", "with messages"):
         assert figure_of[name].endswith(" (4 of 6 read)"), name
     assert figure_of["of its response"] == "4 (of 4 rollouts)"
-    assert not figure_of["tokens of a rollout"].endswith("read)"), "the index tells it of all"
+    assert not figure_of["tokens of a rollout"].endswith("read)"), "the index has it of all rollouts"
     figure_of = figures(run("inspect", tmp_path / "store")[1])
     assert figure_of["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
     assert figure_of["of its response"] == "4"
@@ -273,7 +273,7 @@ def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch:
     assert "<4" in run.out("inspect", path, "--trajectory", 0, "--sample", 4, "--tokenizer", path.parent / "other")
     assert "tokenizer: absent: no such folder" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run("inspect", path, "--trajectory", 0)[0] == 0, "what the store names is of use only if it is there"
+    assert run("inspect", path, "--trajectory", 0)[0] == 0, "the named tokenizer is used only if it exists"
     assert "pip install '/path/to/trajstore[demo]'" in run.err("inspect", path, "--trajectory", 0, "--tokenizer", "x")
 
 

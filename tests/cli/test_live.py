@@ -60,11 +60,11 @@ def at_first(act: Callable[[], object]) -> Callable[[int, int], None]:
     """Return a progress callback that runs an action once."""
     left = [act]
 
-    def told(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         if left:
             left.pop()()
 
-    return told
+    return progress
 
 
 def before_first(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]) -> None:
@@ -258,7 +258,7 @@ def test_whether_a_writer_lives(tmp_path: Path) -> None:
     lock.write_bytes(orjson.dumps(holder))
     assert not directory.is_written(), "it was killed"
     lock.write_bytes(orjson.dumps({**holder, "host": "elsewhere"}))
-    assert directory.is_written(), "nobody here can tell"
+    assert directory.is_written(), "unknown here, so assumed"
     lock.write_bytes(b"{")
     assert directory.is_written()
 

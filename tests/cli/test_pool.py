@@ -196,17 +196,17 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reason"),
     [
         ({"loss_mask": None, "response_mask": None}, "whose tokens are they? (no_response_mask)"),
         ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, "1 have no token that the model wrote (no_llm_token)"),
         ({"old_log_probs": None}, "neither old_log_probs nor finite entropys"),
     ],
 )
-def test_the_reason_that_is_told_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+def test_the_reported_reason_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
     """A success with log-probs but no mask, or an empty one, is not reported as lacking log-probs."""
     stored(tmp_path / "rollouts", [build("a", 1, entropy=None, **fields), build("a", 2, 0.0)])
-    assert told in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
+    assert reason in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
 
 
 def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, run: Run) -> N
     assert [*shown, *more, *tailed(run, tmp_path, "--since", cursor)[0]] == ["0/0", "1/0", "1/1", "0/1", "1/2"]
 
 
-def follow(path: Path, cursor: list[str], told: Connection) -> None:
-    sys.stdout = os.fdopen(told.fileno(), "w")
+def follow(path: Path, cursor: list[str], pipe: Connection) -> None:
+    sys.stdout = os.fdopen(pipe.fileno(), "w")
     main(["tail", str(path), "--json", "--follow", "--every", "0.05", *cursor])
 
 

@@ -45,7 +45,7 @@ def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> 
         "refused": [],
         "written": False,
     }
-    assert summary in run("inspect", store.parent)[1], "a run tells what waits in its parts"
+    assert summary in run("inspect", store.parent)[1], "a run reports values that wait in its ranks"
     assert f"note: values that came late wait: {summary}" in run.out("verify", store)
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0
     assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
@@ -122,7 +122,7 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
                 writer_to(path).close()
             assert len(list((path / "inbox").iterdir())) == 2
             values = InboxView(LocalDirectory(path)).look(Catalog.open(LocalDirectory(path)).store_id)
-            assert [value.values for value in values] == [{"score": ("high",)}], "what the page is told"
+            assert [value.values for value in values] == [{"score": ("high",)}], "the page shows them"
         *_, file = sorted((path / "inbox").iterdir())
         code, out, _ = run("verify", path)
         assert (code, f"note: inbox/{file.name}: {message}" in out) == (0, True)

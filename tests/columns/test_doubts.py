@@ -108,7 +108,7 @@ def watched(**fields: Any) -> AgentTrajectory:
     return AgentTrajectory(**plain | fields)
 
 
-def told(caplog: pytest.LogCaptureFixture, *rollouts: Any) -> list[str]:
+def warnings_of(caplog: pytest.LogCaptureFixture, *rollouts: Any) -> list[str]:
     with caplog.at_level(logging.WARNING), TrajectoryReplayBuffer(sample_window_size=0) as buffer:
         for rollout in rollouts:
             buffer.add_trajectories([rollout])
@@ -135,31 +135,31 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("fields", SOUND)
 def test_what_can_be_true_is_not_told(fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert told(caplog, watched(**fields)) == []
+    assert warnings_of(caplog, watched(**fields)) == []
 
 
 @pytest.mark.parametrize(("fields", "says"), WRONG)
 def test_what_is_certainly_wrong_is_told_and_kept(
     fields: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [text] = told(caplog, watched(), watched(rollout_id="7", **fields))
+    [text] = warnings_of(caplog, watched(), watched(rollout_id="7", **fields))
     assert says in text
     assert "rollout '7' of task 't'" in text
 
 
 def test_what_goes_on_being_wrong_is_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
     wrong = [watched(input_ids=torch.full((6,), -1), rollout_id=str(number)) for number in range(120)]
-    assert [text.split(" ")[0] for text in told(caplog, *wrong)] == ["1", "10", "100"]
+    assert [text.split(" ")[0] for text in warnings_of(caplog, *wrong)] == ["1", "10", "100"]
 
 
 def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None:
     again = [watched(rollout_id="0"), watched(rollout_id="1"), watched(rollout_id="0", policy_version=2), watched()]
-    assert told(caplog, *again, watched()) == []  # duplicates are recognised only by rollout_id
-    [text] = told(caplog, *again, watched(rollout_id="1"))
+    assert warnings_of(caplog, *again, watched()) == []  # duplicates are recognised only by rollout_id
+    [text] = warnings_of(caplog, *again, watched(rollout_id="1"))
     assert "the task_id, rollout_id and policy_version of another one; the newest is rollout '1'" in text
 
 
 def test_blocks_of_steps_and_rollouts_of_agents_in_one_store_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     block = Trajectory(rewards=torch.zeros(3, 2, 1))
-    [text] = told(caplog, watched(), block, watched(), block)
+    [text] = warnings_of(caplog, watched(), block, watched(), block)
     assert "has agent trajectories and is given step trajectories" in text

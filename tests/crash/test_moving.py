@@ -74,7 +74,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     torch.full(store.get(trajectory).rewards.shape[:2], 1000.0 * first + trajectory)
                     for trajectory in ids
                 ]
-                annotate(store, ids, {"rows": rows, "told": [1000.0 * first + trajectory for trajectory in ids]})
+                annotate(store, ids, {"rows": rows, "score": [1000.0 * first + trajectory for trajectory in ids]})
             store.evict(store.trajectory_ids[3::7].tolist())
     return folder
 
@@ -85,7 +85,7 @@ def _found(path: Path) -> dict[bytes, tuple[int, float]]:
         ids = reader.trajectory_ids.tolist()
         keys = [check_trajectory(reader.get(number)) for number in ids]
         rows = [set(reader.get(number).notes["rows"].reshape(-1).tolist()) for number in ids]
-        note_values = [float(value) for value in reader.live.contents.index[NOTE + "told"]]
+        note_values = [float(value) for value in reader.live.contents.index[NOTE + "score"]]
         uuids = [bytes(uuid) for uuid in reader.trajectory_uuids]
     assert rows == [{value} for value in note_values]
     assert len(set(uuids)) == len(uuids)

@@ -270,7 +270,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
         options: dict[str, Any] = {"sampler": WeightedSampler([UseLimit(max_uses=1)]), "demo_sampler": EpochSampler()}
         return ReplayLoader(replay, 8, demos=reader(tmp_path / "demos"), prefetch=1, timeout=60, **options)
 
-    def tells(loader: ReplayLoader) -> bool:
+    def has_warned(loader: ReplayLoader) -> bool:
         loader._timeout = 0.05
         with pytest.raises(TimeoutError) as raised:
             next(loader)
@@ -282,7 +282,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
         loader = make(replay)
         batches = [rewards(next(loader))]
         for key in range(1, 8):
-            wait_until(partial(tells, loader))
+            wait_until(partial(has_warned, loader))
             if resumed:
                 state = loader.state_dict()
                 loader.close()

@@ -34,7 +34,7 @@ def opened(folder: Path) -> list[str]:
     return sorted(name for name in names if name.startswith(f"{folder.resolve()}/"))
 
 
-def rank_of(folder: Path, rank: int, world: int, begins: bool, told: Connection) -> None:
+def rank_of(folder: Path, rank: int, world: int, begins: bool, pipe: Connection) -> None:
     """Draw four batches with all ranks; the first one reports them."""
     meet = f"file://{folder}/meet-{world}-{begins}"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
@@ -49,7 +49,7 @@ def rank_of(folder: Path, rank: int, world: int, begins: bool, told: Connection)
         parts: list[Any] = [None] * world
         torch.distributed.all_gather_object(parts, rewards(next(loader)))
         if rank == 0:
-            told.send([value for part in parts for value in part])
+            pipe.send([value for part in parts for value in part])
     if begins and rank == 0:
         buffer.points.save(4, {"loader": loader})
     torch.distributed.barrier()
@@ -107,7 +107,7 @@ def killed():
     dataset = ReplayLoader(reader(Path(sys.argv[1])), 8)
     batches = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=300))
     worker = batches._workers[0]
-    told = []
+    errors = []
 
     def consume():
         next(batches)
@@ -119,8 +119,8 @@ def killed():
         try:
             call()
         except (RuntimeError, OSError, EOFError) as error:
-            told.append(repr(error))
-    assert any(word in told[0] for word in ("exited unexpectedly", "killed", "reset by peer", "EOFError")), told
+            errors.append(repr(error))
+    assert any(word in errors[0] for word in ("exited unexpectedly", "killed", "reset by peer", "EOFError")), errors
     dataset.close()
 
 

@@ -251,14 +251,14 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
     assert contents_of(tmp_path / "run") == contents_of(tmp_path / "checkpoint") == [0]
 
 
-def write_and_fork(path: Path, told: Connection) -> None:
+def write_and_fork(path: Path, pipe: Connection) -> None:
     """Open a store for writing in one process and a reader of it in a forked child."""
     buffer = opened(path)
     add_each(buffer, [0])
     reader = reader_of(path)
     child = os.fork()
     if child:
-        told.send(child)
+        pipe.send(child)
     signal.pause()
     reader.close()
 

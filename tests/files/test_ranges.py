@@ -133,7 +133,7 @@ def test_the_least_recently_used_files_are_emptied(server: Server, tmp_path: Pat
     for partial_map in files:
         assert read(partial_map, (0, 10 * BLOCK)) == [CONTENT[: 10 * BLOCK]]
     with fetched(files, lambda: (np.array([partial_map.address for partial_map in files]), np.full(3, len(CONTENT)))):
-        assert all(partial_map.there.all() for partial_map in files), "what is being read stays"
+        assert all(partial_map.there.all() for partial_map in files), "blocks being read stay"
         assert all(bytes(partial_map.view) == CONTENT for partial_map in files)
     assert sum(int(partial_map.there.sum()) for partial_map in files) <= 25
 
@@ -224,7 +224,7 @@ def test_draws_are_those_of_whole_shards(store: str, asked: list[int]) -> None:
         assert check_trajectory(reader.get(3), 40) == 3
         before = sum(asked)
         assert check_trajectory(reader.get(3), 40) == 3
-        assert sum(asked) == before, "what was fetched stays"
+        assert sum(asked) == before, "fetched blocks stay"
         whole.close()
 
 

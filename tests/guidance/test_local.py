@@ -129,11 +129,11 @@ def test_a_closed_maker_says_so() -> None:
         assert caught.value.kind == "closed"
 
 
-def summarize_until_killed(path: Path, start: int, told: Connection) -> None:
+def summarize_until_killed(path: Path, start: int, pipe: Connection) -> None:
     maker = LocalMaker(BufferStore.open(path))
     for number in itertools.count(start):
         assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
-        told.send(number)
+        pipe.send(number)
 
 
 def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:

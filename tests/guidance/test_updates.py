@@ -28,7 +28,7 @@ class SlowMaker:
         assert self.free.wait(60)
         self.batches.append([rollout.task_id for rollout in rollouts])
         if rollouts[0].task_id == "bad":
-            raise ZeroDivisionError("a maker of somebody's")
+            raise ZeroDivisionError("a maker that fails")
         return len(rollouts)
 
     def close(self) -> None:

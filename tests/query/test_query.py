@@ -43,9 +43,9 @@ def rollout(
     )
 
 
-Told = dict[str, Any]
+Facts = dict[str, Any]
 
-CONDITIONS: dict[str, Callable[[Told], bool | None]] = {
+CONDITIONS: dict[str, Callable[[Facts], bool | None]] = {
     "task = 't1'": lambda one: one["task"] == "t1",
     "task is null": lambda one: not one["task"],
     "outcome > 0": lambda one: one["outcome"] is not None and one["outcome"] > 0,
@@ -56,7 +56,7 @@ CONDITIONS: dict[str, Callable[[Told], bool | None]] = {
     "turns between 2 and 3 and task like 't%'": lambda one: one["turns"] in (2, 3) and one["task"].startswith("t"),
 }
 
-told = st.fixed_dictionaries(
+rollout_facts = st.fixed_dictionaries(
     {
         "task": st.sampled_from(["t1", "t2", "it's", ""]),
         "outcome": st.sampled_from([None, 0.0, 0.5, 1.0, -1.0]),
@@ -67,8 +67,8 @@ told = st.fixed_dictionaries(
 
 
 @settings(max_examples=40)
-@given(st.lists(told, max_size=12), st.data())
-def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObject) -> None:
+@given(st.lists(rollout_facts, max_size=12), st.data())
+def test_questions_agree_with_a_plain_filter(added: list[Facts], data: st.DataObject) -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     if added:
         buffer.add_trajectories(

@@ -221,7 +221,7 @@ ROW_CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
 )
 def test_questions_about_values_by_row_agree_with_plain_loops(
     tmp_path_factory: pytest.TempPathFactory,
-    told: list[tuple[int, float | None, bool, float | None]],
+    rollouts: list[tuple[int, float | None, bool, float | None]],
     trajectory_format: Any,
     relation: str,
     conditions: list[str],
@@ -232,12 +232,12 @@ def test_questions_about_values_by_row_agree_with_plain_loops(
     rows: list[Row] = []
     with writer_to(path, trajectory_format=trajectory_format) as writer:
         if relation == "tokens":
-            writer.add_trajectories([tokens(2 + size, 2, True) for size, *_ in told])
+            writer.add_trajectories([tokens(2 + size, 2, True) for size, *_ in rollouts])
         else:
-            writer.add_trajectories([block(size, 2, 1, 0, 0) for size, *_ in told])
-        sizes = [2 + size if relation == "tokens" else 2 * size for size, *_ in told]
+            writer.add_trajectories([block(size, 2, 1, 0, 0) for size, *_ in rollouts])
+        sizes = [2 + size if relation == "tokens" else 2 * size for size, *_ in rollouts]
         shapes = [(size,) if relation == "tokens" else (size // 2, 2) for size in sizes]
-        for number, (size, first, labelled, judge) in enumerate(told):
+        for number, (size, first, labelled, judge) in enumerate(rollouts):
             if first is not None:
                 annotate(writer, number, {"adv": [torch.zeros(shapes[number])]})  # the latest values win
                 annotate(writer, number, {"adv": [first + torch.arange(sizes[number]).reshape(shapes[number])]})

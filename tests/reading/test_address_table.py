@@ -21,7 +21,7 @@ from trajstore.core.reading.plan import HeldRows
 from trajstore.core.reading.running_copies import RunningCopies
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
-TOLD = Extent(1, 1, 1, 1)
+EXTENT = Extent(1, 1, 1, 1)
 
 
 class File(str):
@@ -48,7 +48,7 @@ class Shards:
         partial = (cast(PartialMap, File(f"file {row}")),)
         memory = Memory()
         self.memory = weakref.ref(memory)
-        return MappedShard(SCHEMA, [1000 * row], keep=memory, extent=TOLD, partial=partial)
+        return MappedShard(SCHEMA, [1000 * row], keep=memory, extent=EXTENT, partial=partial)
 
 
 def shown(rows: list[int], map_limit: int = 100) -> tuple[AddressTable, Any, Shards]:
@@ -67,7 +67,7 @@ def test_a_shard_is_mapped_once_and_what_cannot_be_is_told() -> None:
     for _ in range(2):
         assert addresses.ensure(slots, lambda *said: extents.append(said)) == [1]
     assert shards.opened == addresses.mapped == 2
-    assert extents == [(0, TOLD), (2, TOLD)]
+    assert extents == [(0, EXTENT), (2, EXTENT)]
     assert HeldRows(addresses, slots).first[slots[[0, 2]], 0].tolist() == [3000, 4000]
     assert addresses.partial_maps(slots) == ["file 3", "file 4"]
     assert addresses.signature[slots].tolist() == [0, -1, 0]

@@ -183,7 +183,7 @@ def test_fresh_figures_stand_beside_the_mixed_ones() -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
     _, fresh, _, metrics = do_step(replay, 2, successes=1)
-    assert all(rollout.old_log_probs is None for rollout in fresh), "what was handed over stays as it is"
+    assert all(rollout.old_log_probs is None for rollout in fresh), "given rollouts are unchanged"
     figures = {name.removeprefix("experience_replay/"): value for name, value in metrics.items()}
     assert (figures["fresh_score_mean"], figures["fresh_success_rate"]) == (4 / 12, 4 / 12)
     assert (figures["replayed_score_mean"], figures["mixed_score_mean"]) == (1.0, 8 / 16)

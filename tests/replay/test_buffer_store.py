@@ -48,13 +48,13 @@ def test_a_pool_is_found_again_in_its_directory(tmp_path: Path, kind: str) -> No
     store.close()
 
 
-def train_until_killed(path: Path, told: Connection) -> None:
+def train_until_killed(path: Path, pipe: Connection) -> None:
     manager = ExperienceManager(RULES, store=BufferStore.open(path))
     for number in range(10**6):
         train(manager, number)
         if number % 7 == 0:
             manager.flush()
-            told.send(number)
+            pipe.send(number)
 
 
 @pytest.mark.parametrize("promised", [1, 19])

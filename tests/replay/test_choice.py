@@ -47,20 +47,20 @@ def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
     st.integers(0, 9),
 )
 def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
-    told: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, in_turns: bool, n: int
+    histories: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, in_turns: bool, n: int
 ) -> None:
     rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, in_turns=in_turns)
-    saved, current = ([float(entropy) for entropy in random.sample(range(100), len(told))] for _ in range(2))
-    entries = [PoolEntry(at, "a", saved[at], 1.0, version, b"") for at, (_, version) in enumerate(told)]
-    uses = [count for count, _ in told]
+    saved, current = ([float(entropy) for entropy in random.sample(range(100), len(histories))] for _ in range(2))
+    entries = [PoolEntry(at, "a", saved[at], 1.0, version, b"") for at, (_, version) in enumerate(histories)]
+    uses = [count for count, _ in histories]
     scored = undecided(entries, n, rules, uses)
-    some = [current[at] if at in scored else saved[at] for at in range(len(told))]
+    some = [current[at] if at in scored else saved[at] for at in range(len(histories))]
     by_all, by_some = (
         choose_histories(entries, n, rules, uses=uses, entropies=values, generator=np.random.default_rng(0))
         for values in (current, some)
     )
     assert set(by_all) == set(by_some)
-    if mode in ("random", "reward") or n >= len(told):
+    if mode in ("random", "reward") or n >= len(histories):
         assert not scored, "outcome or chance decide, or all come out"
 
 
@@ -88,21 +88,21 @@ def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
     st.integers(1, 10),
 )
 def test_in_turns_the_least_used_comes_first_then_the_best_by_entropy(
-    told: list[tuple[int, float]], mode: Any, n: int
+    histories: list[tuple[int, float]], mode: Any, n: int
 ) -> None:
-    entries = [PoolEntry(at, "a", entropy, 1.0, at, b"") for at, (_, entropy) in enumerate(told)]
+    entries = [PoolEntry(at, "a", entropy, 1.0, at, b"") for at, (_, entropy) in enumerate(histories)]
     generator = np.random.default_rng(0)
     before = generator.bit_generator.state
     chosen = choose_histories(
         entries,
         n,
         PoolRules(n_rollout=8, exp_select_mode=mode, in_turns=True),
-        uses=[uses for uses, _ in told],
-        entropies=[entropy for _, entropy in told],
+        uses=[uses for uses, _ in histories],
+        entropies=[entropy for _, entropy in histories],
         generator=generator,
     )
     sign = 1 if mode == "argmin" else -1
-    assert chosen == sorted(range(len(told)), key=lambda at: (told[at][0], sign * told[at][1], at))[:n]
+    assert chosen == sorted(range(len(histories)), key=lambda at: (histories[at][0], sign * histories[at][1], at))[:n]
     assert generator.bit_generator.state == before, "nothing was left to chance"
 
 

@@ -152,10 +152,16 @@ def test_outcomes_can_be_given_anew() -> None:
     filled(store)
     manager = ExperienceManager(PLAIN, store=store, reward_fingerprint="partial:2")
     assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
-    held = {task: [one.rollout_id for one in histories] for task, histories in manager.task2trajectories.items()}
+    held = {
+        task: [history.rollout_id for history in histories] for task, histories in manager.task2trajectories.items()
+    }
     assert held == {"a": ["a/1"], "b": ["b/2"]}
     again = ExperienceManager(PLAIN, store=store)
-    marks = {one.metadata["reward_fingerprint"] for histories in again.task2trajectories.values() for one in histories}
+    marks = {
+        history.metadata["reward_fingerprint"]
+        for histories in again.task2trajectories.values()
+        for history in histories
+    }
     assert marks == {"partial:2"}
 
 

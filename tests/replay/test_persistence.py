@@ -169,7 +169,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path: Path, wrap: Callable[
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("difficulty2task_dict.json", b"{", "not JSON"),
         ("difficulty2task_dict.json", b"[]", "must be an object"),
@@ -184,12 +184,12 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path: Path, wrap: Callable[
         ("task2trajectories.pkl", pickle.dumps({"a": [{"dtypes": {}, "task_id": "b"}]}), "another task"),
     ],
 )
-def test_damaged_files_are_named_and_change_nothing(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_damaged_files_are_named_and_change_nothing(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     manager = filled()
     before = plain(manager)
     manager.save_experience_pool_to_disk(tmp_path / "step_1")
     (tmp_path / "step_1" / name).write_bytes(content)
-    with pytest.raises(CorruptStoreError, match=told) as caught:
+    with pytest.raises(CorruptStoreError, match=message) as caught:
         manager.load_experience_pool_from_disk(tmp_path / "step_1")
     assert name in str(caught.value)
     assert plain(manager) == before

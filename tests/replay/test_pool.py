@@ -271,3 +271,13 @@ def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(ca
     assert len(caplog.records) == 1
     assert again.get_valid_replay_task_ids() == []
     assert again.get_offpolicy_batch(["a"], 1) == []
+
+
+def test_the_properties_of_a_pool_are_read_only() -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4))
+    step(manager, rollouts("a", [1, 0]))
+    with pytest.raises(AttributeError):
+        manager.skip_uid_set.add("b")  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        manager.task2trajectories["b"] = []  # type: ignore[index]
+    assert manager.get_task_ids() == ["a"]

@@ -24,7 +24,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=4)
 LOG_PROBS = torch.tensor([-0.5, -9.0, -0.25, -1.0])
-NOBODY = torch.zeros(6, dtype=torch.int64)
+NO_MODEL = torch.zeros(6, dtype=torch.int64)
 DEMONSTRATED: dict[str, Any] = {"metadata": {DEMONSTRATION: True}, "old_log_probs": None, "entropys": None}
 
 ENTERS: dict[str, dict[str, Any]] = {
@@ -52,8 +52,8 @@ ENTERS |= DOCUMENTED
 REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
     "no mask": ({"loss_mask": None, "response_mask": None}, Refusal.NO_RESPONSE_MASK),
     "loss_mask without its place": ({"response_mask": None, "response_start": None}, Refusal.NO_RESPONSE_MASK),
-    "nobody's tokens": ({"loss_mask": NOBODY, "response_mask": NOBODY[2:]}, Refusal.NO_LLM_TOKEN),
-    "nobody's, no entropys": ({"loss_mask": NOBODY, "entropys": None}, Refusal.NO_LLM_TOKEN),
+    "no model tokens": ({"loss_mask": NO_MODEL, "response_mask": NO_MODEL[2:]}, Refusal.NO_LLM_TOKEN),
+    "no model tokens, no entropys": ({"loss_mask": NO_MODEL, "entropys": None}, Refusal.NO_LLM_TOKEN),
     "no log-probs": ({"old_log_probs": None}, Refusal.LOG_PROBS_MISMATCH),
     "no log-probs in metadata": (
         {"old_log_probs": None, "metadata": {"old_log_probs": "?"}},
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
         {**DEMONSTRATED, "loss_mask": None, "response_mask": None},
         Refusal.NO_RESPONSE_MASK,
     ),
-    "demonstration, nobody's tokens": ({**DEMONSTRATED, "loss_mask": NOBODY}, Refusal.NO_LLM_TOKEN),
+    "demonstration, no model tokens": ({**DEMONSTRATED, "loss_mask": NO_MODEL}, Refusal.NO_LLM_TOKEN),
 }
 NOT_STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
     "too few log-probs": ({"old_log_probs": LOG_PROBS[:3]}, Refusal.LOG_PROBS_MISMATCH),
@@ -240,7 +240,7 @@ def test_a_demonstration_is_no_rollout_of_a_step(way: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("way", ["admit", "admit, the best", "admit to a store", "seed"])
 def test_an_outcome_that_says_nothing_is_named(way: str, outcome: float | None, reason: str, tmp_path: Path) -> None:
     assert WAYS[way](rollout(outcome=outcome), tmp_path) == {reason: 1}
-    assert WAYS[way](rollout(outcome=outcome, loss_mask=NOBODY), tmp_path / "nobody") == {reason: 1}
+    assert WAYS[way](rollout(outcome=outcome, loss_mask=NO_MODEL), tmp_path / "empty") == {reason: 1}
 
 
 @pytest.mark.parametrize("way", ["save", "import of files"])
@@ -361,7 +361,7 @@ def test_what_the_pool_holds_already_is_named_last() -> None:
     manager.admit(with_a_failure(rollout()))
     manager.admit(with_a_failure(rollout()))
     assert manager.refused == {"duplicate": 1}
-    manager.admit(with_a_failure(rollout(loss_mask=NOBODY)))
+    manager.admit(with_a_failure(rollout(loss_mask=NO_MODEL)))
     manager.admit(with_a_failure(build("a", 2, entropy=9.0)))
     assert manager.refused == {"duplicate": 1, "no_llm_token": 1, "not_better": 1}
     assert manager.seed([build("a", 3, 0.0)]) == {"not_worth_keeping": 1}
@@ -380,7 +380,7 @@ def test_the_entropy_that_an_entry_was_given_is_stored_with_it(tmp_path: Path) -
     given = rollout()
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         ExperienceManager(RULES, store=store).save_trajectories_to_memory([given, build("a", 2, entropy=math.nan)])
-    assert given.entropy is None, "what was handed in stays as it is"
+    assert given.entropy is None, "the given rollout is unchanged"
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as again:
         held = ExperienceManager(RULES, store=again).task2trajectories["a"]
         assert [history.entropy for history in held] == [pytest.approx(8 / 3), pytest.approx(1.75 / 3)]

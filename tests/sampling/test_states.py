@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sampling.additions import additions
 from tests.sampling.makers import WITH_ALL
-from tests.sampling.told import told
 from trajstore.core.sampling import Sampler, WeightedSampler
 from trajstore.core.sampling.draws import Draws
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
@@ -30,7 +30,7 @@ def plain(state: Any) -> Any:
 def running(make: Callable[[], Sampler]) -> Sampler:
     """Return a sampler after a few draws."""
     sampler = make()
-    sampler.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
+    sampler.added(additions({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         drawn = sampler.draw(3, generator)
@@ -94,7 +94,7 @@ def refusal(loads: Any, state: Any) -> str | None:
 @pytest.mark.parametrize("name", list(WITH_ALL))
 def test_a_reloaded_sampler_equals_the_running_one_to_the_bit(name: str) -> None:
     saved, here = running(WITH_ALL[name]), WITH_ALL[name]()
-    here.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
+    here.added(additions({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
     here.load_state_dict(saved.state_dict())
     for _ in range(20):
         first, other = (sampler.draw(2, torch.Generator().manual_seed(4)) for sampler in (saved, here))

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests.sampling.told import told
+from tests.sampling.additions import additions
 from tests.sampling.twins import SamplerTwin
 from trajstore.core.sampling import (
     Additions,
@@ -53,14 +53,14 @@ class WeightedTwin(SamplerTwin):
         self.newest = max(getattr(self, "newest", newest), newest)
         known = {"version": newest, "task": task, "uses": 0, "ready": 0}
         self.note(
-            told(numbered, [newest] * len(sizes), [task] * len(sizes)),
+            additions(numbered, [newest] * len(sizes), [task] * len(sizes)),
             {number: {**known, "size": size, "priority": [self.largest] * size} for number, size in numbered.items()},
         )
 
-    def told(self, numbers: list[int]) -> Additions:
+    def additions_of(self, numbers: list[int]) -> Additions:
         rows = [self.rows[number] for number in numbers]
         sizes = {number: self.rows[number]["size"] for number in numbers}
-        return told(sizes, [row["version"] for row in rows], [row["task"] for row in rows])
+        return additions(sizes, [row["version"] for row in rows], [row["task"] for row in rows])
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), priority=st.floats(0, 50))
@@ -145,10 +145,10 @@ class EpochTwin(SamplerTwin):
     @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
     def add(self, sizes: list[int]) -> None:
         new = dict(zip(self.next_numbers(len(sizes)), sizes, strict=True))
-        self.note(told(new), new)
+        self.note(additions(new), new)
 
-    def told(self, numbers: list[int]) -> Additions:
-        return told({number: self.rows[number] for number in numbers})
+    def additions_of(self, numbers: list[int]) -> Additions:
+        return additions({number: self.rows[number] for number in numbers})
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 6))
@@ -175,16 +175,16 @@ class GroupTwin(SamplerTwin):
         self.sampler = self.make()
         self.newest = 0
 
-    def told(self, numbers: list[int]) -> Additions:
+    def additions_of(self, numbers: list[int]) -> Additions:
         rows = [self.rows[number] for number in numbers]
-        return told(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows])
+        return additions(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows])
 
     @rule(tasks=st.text("abcd", min_size=1, max_size=8), step=st.integers(0, 2))
     def add(self, tasks: str, step: int) -> None:
         self.newest += step
         numbers = self.next_numbers(len(tasks))
         rows = {number: (task, self.newest) for number, task in zip(numbers, tasks, strict=True)}
-        self.note(told(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)), rows)
+        self.note(additions(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)), rows)
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), window=st.integers(0, 12))
@@ -223,7 +223,7 @@ TestGroupTwin.settings = settings(max_examples=20, stateful_step_count=20, deadl
 
 def test_fewer_groups_than_asked_for_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     sampler, generator = GroupSampler(least=2), torch.Generator()
-    sampler.added(told(dict.fromkeys(range(7), 1), [0] * 7, list("aaabbcd")))
+    sampler.added(additions(dict.fromkeys(range(7), 1), [0] * 7, list("aaabbcd")))
     assert len(sampler.draw(2, generator).ids) == 5
     assert not caplog.messages
     for _ in range(2):

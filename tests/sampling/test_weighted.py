@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sampling.additions import additions
 from tests.sampling.chance import fits
-from tests.sampling.told import told
 from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.sampling import (
     Drawn,
@@ -32,7 +32,7 @@ def rows_of(drawn: Drawn) -> list[tuple[int, int]]:
 def test_without_factors_every_transition_is_as_likely() -> None:
     sizes = {3: 5, 4: 1, 8: 14}
     sampler = WeightedSampler()
-    sampler.added(told(sizes))
+    sampler.added(additions(sizes))
     drawn = rows_of(sampler.draw(20_000, torch.Generator().manual_seed(0)))
     every = [(number, at) for number, size in sizes.items() for at in range(size)]
     assert fits([drawn.count(row) for row in every], [1] * 20)
@@ -40,7 +40,7 @@ def test_without_factors_every_transition_is_as_likely() -> None:
 
 def test_a_window_excludes_older_trajectories() -> None:
     sampler = WeightedSampler()
-    sampler.added(told(dict.fromkeys(range(50), 2)))
+    sampler.added(additions(dict.fromkeys(range(50), 2)))
     drawn = sampler.draw(5000, torch.Generator().manual_seed(0), first=45)
     assert fits(np.bincount(drawn.ids, minlength=50).tolist(), [0] * 45 + [1] * 5)
 
@@ -51,7 +51,7 @@ def test_priorities_are_chances_and_importance_weights_correct_them(per: str) ->
     alpha, beta, eps = 0.7, 0.5, 0.01
     sizes = {1: 3, 2: 4, 7: 2}
     sampler = WeightedSampler(priorities=Priorities(alpha, beta, eps, per=per))  # type: ignore[arg-type]
-    sampler.added(told(sizes))
+    sampler.added(additions(sizes))
     every = [(number, at) for number, size in sizes.items() for at in range(size)]
     priority = {row: (row[0] if per == "trajectory" else 1 + 2.5 * at) for at, row in enumerate(every)}
     ids, samples = np.array([row[0] for row in every]), np.array([row[1] for row in every])
@@ -80,8 +80,8 @@ def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unk
 ) -> None:
     sampler = WeightedSampler([Recency(0.5, "versions")], unit="sample")
     for step in range(0, 3000, 100):
-        sampler.added(told({2 * step: 1, 2 * step + 1: 1}, [step, UNKNOWN_VERSION]))
-    sampler.added(told({9000: 1, 9001: 1}, [2900, 2901]))
+        sampler.added(additions({2 * step: 1, 2 * step + 1: 1}, [step, UNKNOWN_VERSION]))
+    sampler.added(additions({9000: 1, 9001: 1}, [2900, 2901]))
     drawn = sampler.draw(10_000, torch.Generator().manual_seed(0))
     assert fits([int(np.sum(drawn.ids == number)) for number in (5800, 9000, 9001, 5801)], [1, 1, 4, 0])
     assert sum("says no policy version" in message for message in caplog.messages) == 1
@@ -89,20 +89,20 @@ def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unk
 
 def test_ages_count_from_the_version_that_was_reached() -> None:
     sampler = WeightedSampler([Staleness(max_age=2)], unit="trajectory")
-    sampler.added(told(dict.fromkeys(range(4), 1), [1, 2, 3, 4]))
+    sampler.added(additions(dict.fromkeys(range(4), 1), [1, 2, 3, 4]))
     sampler.reached(5)
     assert _all(sampler) == {2, 3}
     state = sampler.state_dict()
     sampler.evicted([3])
     other = WeightedSampler([Staleness(max_age=2)], unit="trajectory")
-    other.added(told({0: 1, 1: 1, 2: 1}, [1, 2, 3]))
+    other.added(additions({0: 1, 1: 1, 2: 1}, [1, 2, 3]))
     other.load_state_dict(state)
     assert _all(other) == _all(sampler) == {2}
 
 
 def test_uses_that_were_counted_elsewhere_count() -> None:
     sampler = WeightedSampler([UseLimit(max_uses=2)], unit="trajectory")
-    sampler.added(told(dict.fromkeys(range(4), 1)))
+    sampler.added(additions(dict.fromkeys(range(4), 1)))
     sampler.used(np.array([0, 2, 9]), np.array([2, 1, 5]))
     assert _all(sampler) == {1, 2, 3}
     assert _all(sampler) == {1, 3}
@@ -110,7 +110,7 @@ def test_uses_that_were_counted_elsewhere_count() -> None:
 
 def test_of_a_window_that_is_used_up_the_error_counts_the_window() -> None:
     sampler, generator = WeightedSampler([UseLimit(max_uses=1)], unit="trajectory"), torch.Generator()
-    sampler.added(told(dict.fromkeys(range(20), 1)))
+    sampler.added(additions(dict.fromkeys(range(20), 1)))
     sampler.evicted([3, 17])
     sampler.draw(5, generator, 15)
     message = r"none of 4 trajectories is left to draw from after uses; 14 older ones are not in the window"
@@ -120,7 +120,7 @@ def test_of_a_window_that_is_used_up_the_error_counts_the_window() -> None:
 
 def test_whole_trajectories_come_once_in_a_batch_with_the_chances_of_draws_one_by_one() -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=0, eps=0, per="trajectory"), unit="trajectory")
-    sampler.added(told({0: 4, 1: 9, 2: 1}))
+    sampler.added(additions({0: 4, 1: 9, 2: 1}))
     sampler.update(np.arange(3), np.zeros(3, np.int64), [1.0, 2.0, 3.0])
     generator = torch.Generator().manual_seed(0)
     pairs = [tuple(sampler.draw(2, generator).ids.tolist()) for _ in range(6000)]
@@ -158,10 +158,10 @@ def test_samplers_from_configuration() -> None:
 )
 def test_priorities_that_are_none_or_too_large_change_nothing(bad: list[float], message: str) -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1.0))
-    sampler.added(told({0: 2, 1: 2}))
+    sampler.added(additions({0: 2, 1: 2}))
     with pytest.raises(ConfigurationError, match=message):
         sampler.update(np.array([0, 1]), np.array([0, 0]), bad)
-    sampler.added(told({2: 2}))
+    sampler.added(additions({2: 2}))
     assert sampler.draw(50, torch.Generator().manual_seed(0)).weights.tolist() == [1.0] * 50  # type: ignore[union-attr]
     with pytest.raises(ConfigurationError, match="smaller alpha"):
         Priorities(alpha=1000.0, eps=10.0)
@@ -169,7 +169,7 @@ def test_priorities_that_are_none_or_too_large_change_nothing(bad: list[float], 
 
 def test_a_window_of_tiny_weights_after_huge_ones_is_drawn_from() -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1.0, eps=0.0))
-    sampler.added(told({0: 1, 1: 1, 2: 1}))
+    sampler.added(additions({0: 1, 1: 1, 2: 1}))
     sampler.update(np.arange(3), np.zeros(3, np.int64), [1e30, 1e-10, 3e-10])
     ids = sampler.draw(400, torch.Generator().manual_seed(0), first=1).ids.tolist()
     assert fits([ids.count(0), ids.count(1), ids.count(2)], [0, 1, 3])
@@ -177,7 +177,7 @@ def test_a_window_of_tiny_weights_after_huge_ones_is_drawn_from() -> None:
 
 def test_where_all_that_is_left_rests_the_shortest_rest_ends() -> None:
     sampler = WeightedSampler([UseLimit(cooldown=3)], unit="trajectory")
-    sampler.added(told({0: 1, 1: 1, 2: 1}))
+    sampler.added(additions({0: 1, 1: 1, 2: 1}))
     generator = torch.Generator().manual_seed(0)
     drawn = [sampler.draw(1, generator).ids.tolist()[0] for _ in range(12)]
     assert all(drawn[at : at + 3] == drawn[:3] for at in range(0, 12, 3))
@@ -229,11 +229,11 @@ def test_long_permutations_are_uniform() -> None:
 
 def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_over() -> None:
     sampler, generator = EpochSampler(unit="trajectory", epochs=2), torch.Generator().manual_seed(0)
-    sampler.added(told(dict.fromkeys(range(10), 3)))
+    sampler.added(additions(dict.fromkeys(range(10), 3)))
     first = [number for number, _ in rows_of(sampler.draw(4, generator))]
     evicted = next(number for number in range(10) if number not in first)
     sampler.evicted([evicted])
-    sampler.added(told({10: 3}))
+    sampler.added(additions({10: 3}))
     rest = [number for number, _ in rows_of(sampler.draw(5, generator))]
     assert sorted(first + rest) == [number for number in range(10) if number != evicted]
     second = [number for number, _ in rows_of(sampler.draw(100, generator))]
@@ -245,7 +245,7 @@ def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_ov
 
 def test_epochs_whose_rest_was_evicted_have_ended() -> None:
     sampler, generator = EpochSampler(epochs=1), torch.Generator().manual_seed(0)
-    sampler.added(told({0: 3, 1: 3}))
+    sampler.added(additions({0: 3, 1: 3}))
     assert len(sampler.draw(1, generator)) == 1
     sampler.evicted([0, 1])
     with pytest.raises(EpochsEndedError):

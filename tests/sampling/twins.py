@@ -22,9 +22,9 @@ class SamplerTwin(RuleBasedStateMachine):
         self.rows: dict[int, Any] = {}
         self.added = 0
 
-    def note(self, told: Additions, rows: Mapping[int, Any]) -> None:
+    def note(self, additions: Additions, rows: Mapping[int, Any]) -> None:
         """Add trajectories to the sampler and the twin."""
-        self.sampler.added(told)
+        self.sampler.added(additions)
         self.rows |= rows
         self.added += len(rows)
 
@@ -32,7 +32,7 @@ class SamplerTwin(RuleBasedStateMachine):
         """Return the ids of the next trajectories."""
         return range(self.added, self.added + count)
 
-    def told(self, numbers: list[int]) -> Additions:
+    def additions_of(self, numbers: list[int]) -> Additions:
         """Return the additions for live trajectories."""
         raise NotImplementedError
 
@@ -42,7 +42,7 @@ class SamplerTwin(RuleBasedStateMachine):
         """As in a resumed run: a new sampler receives the live trajectories, then the state."""
         state = self.sampler.state_dict()
         self.sampler = self.make()
-        self.sampler.added(self.told(sorted(self.rows)))
+        self.sampler.added(self.additions_of(sorted(self.rows)))
         self.sampler.load_state_dict(state)
 
     @precondition(lambda self: self.rows)

@@ -180,3 +180,24 @@ def test_what_a_head_that_was_left_has_alone_goes_with_it(tmp_path: Path) -> Non
         buffer.points.rollback(1)
         buffer.points.remove(first)
         assert (steps(buffer), names_in(tmp_path, "point")) == ([1], ["step-1.0"])
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_reader_keeps_the_files_of_its_snapshot_from_the_next_writer(tmp_path: Path, replaced: bool) -> None:
+    with make(tmp_path, trajectory_format="pkl") as buffer:
+        for key in range(2):
+            add(buffer, [key])
+        buffer.points.pin("kept")
+        buffer.evict([0])
+        reader = TrajectoryReplayBuffer.open(tmp_path, pin="kept")
+        if replaced:
+            buffer.points.pin("kept")
+        else:
+            buffer.points.remove("kept")
+    with reader, make(tmp_path) as buffer:
+        add(buffer, [2])
+        buffer.compact()
+        assert keys_of(reader) == {0: 0, 1: 1}
+    with make(tmp_path) as buffer:
+        add(buffer, [3])
+    assert loaded(tmp_path) == {1: 1, 2: 2, 3: 3}

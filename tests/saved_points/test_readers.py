@@ -27,7 +27,7 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(tmp_path: Path) -> 
         follower = reader_of(tmp_path)
         buffer.points.rollback(1, aside=False)
         buffer.compact()
-        assert len(keys_of(follower)) == 8, "its lease keeps what was deleted"
+        assert len(keys_of(follower)) == 8, "its lease keeps deleted shards"
         assert follower.refresh()
         assert keys_of(follower) == {number: number for number in range(4)}
         add(buffer, [9])

@@ -33,7 +33,10 @@ from trajstore import (
     run_points,
     save_run_point,
 )
+from trajstore.core.files.opening import open_directory
 from trajstore.core.formats import FORMATS
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.pin_names import STEP
 from trajstore.core.store.run_ids import in_run
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.copying import copy_store
@@ -231,8 +234,8 @@ class Twin:
         names = {snapshot.name for snapshot in self.buffer.points.snapshots}
         assert before.snapshots.keys() & after.snapshots.keys() <= names, "lost"
         assert names <= before.snapshots.keys() | after.snapshots.keys()
-        for model in (before, after):
-            model.snapshots = {name: self.state_of(name, before, after) for name in names}
+        before.snapshots = {name: self.state_of(name, before, after) for name in names}
+        after.snapshots = dict(before.snapshots)
         shown = self.head()
         assert shown in (before.shown(before.head), after.shown(after.head))
         self.model = after if shown == after.shown(after.head) else before
@@ -240,9 +243,13 @@ class Twin:
     def state_of(self, name: str, before: Model, after: Model) -> State:
         """Return which of the two states of a snapshot survived."""
         states = [model.snapshots[name] for model in (after, before) if name in model.snapshots]
+        catalog = Catalog.open(open_directory(self.path))
+        line = catalog.present_line(catalog.snapshot(name))
         with TrajectoryReplayBuffer.open(self.path, pin=name) as reader:
-            shown = seen(reader)
-        return next(state for state in states if before.shown(state, line=False) == shown)
+            shown = replace(seen(reader), line={int(STEP.fullmatch(point)[1]): point for point in line})  # type: ignore[index]
+        model = Model()
+        model.snapshots = dict.fromkeys(catalog.pins.heads, State())
+        return next(state for state in states if model.shown(state) == shown)
 
     def head(self) -> State:
         line = {point.step: point.name for point in self.buffer.points.saved}
@@ -254,7 +261,7 @@ class Twin:
         assert len(left) <= aside
         state = self.model.shown(self.model.head)
         if aside and not left and state != self.model.shown(self.model.snapshots[name]):
-            assert state in map(self.model.shown, self.model.snapshots.values()), "lost what was left"
+            assert state in map(self.model.shown, self.model.snapshots.values()), "the left head is lost"
         self.model.go_to(name, next(iter(left), None), aside)
 
     def check(self) -> None:

@@ -461,7 +461,7 @@ def test_ids_of_one_of_several_ranks() -> None:
     here = [*range(1, 40, 4), *range(49, 80, 4)]
     records = [added([number, number]) for number in here]
     assert settled(*records[:10], None, *records[10:], present=here).lost == ((41, 41), (45, 45))
-    assert settled(added([1, 1]), None, added([9, 9]), present=[1, 9]).lost == ((2, 8),), "two ids tell no stride"
+    assert settled(added([1, 1]), None, added([9, 9]), present=[1, 9]).lost == ((2, 8),), "two ids give no stride"
 
 
 @pytest.mark.parametrize(("counter", "lost", "uncounted"), [(0, (), True), (3, (), True), (5, ((3, 4),), True)])

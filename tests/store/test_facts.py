@@ -79,7 +79,7 @@ def facts_in(index: TrajectoryIndex) -> list[dict[str, Any] | None]:
 
 @given(st.lists(st.none() | rollouts.map(lambda one: flatten(one).facts), max_size=8), st.data())
 def test_an_index_keeps_them(facts: list[Any], data: st.DataObject) -> None:
-    facts = [one and {**one, "outcome": abs(one.get("outcome", 0.0))} for one in facts]  # -1 means absent
+    facts = [row and {**row, "outcome": abs(row.get("outcome", 0.0))} for row in facts]  # -1 means absent
     index = index_of(facts)
     assert facts_in(index) == facts
     again = index_from_json(orjson.loads(orjson.dumps(index_to_json(index))), 1)

@@ -47,7 +47,7 @@ def _shards_in(path: Path) -> Any:
     return None
 
 
-def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> None:
+def _forge_and_read(path: Path, seed: int, rounds: int, pipe: Connection) -> None:
     """Forge values of a store repeatedly and send the outcomes of reading it."""
     chance, pristine, shards = random.Random(seed), files_of(path), _shards_in(path)
     ways = [forgery._packed, forgery._packed, forgery._values]
@@ -79,7 +79,7 @@ def _forge_and_read(path: Path, seed: int, rounds: int, told: Connection) -> Non
                 outcomes["else"].append(f"{number}: {type(error).__name__}: {error}")
             finally:
                 buffer.close()
-    told.send(outcomes)
+    pipe.send(outcomes)
 
 
 def store_with_log(path: Path, form: str = "pt") -> Path:

@@ -121,7 +121,7 @@ def test_two_threads_may_ask_first_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert [column.tolist() for column in columns] == [list(range(5))] * 2
-    assert packed.column().tolist() == list(range(5)), "and nobody unpacks it again"
+    assert packed.column().tolist() == list(range(5)), "not unpacked again"
 
 
 def test_many_additions_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

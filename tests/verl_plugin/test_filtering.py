@@ -43,7 +43,7 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(trai
         if not rollout.metadata["trained"] and rollout.reward and rollout.reward.outcome == 1.0
     ]
     assert len(lost) == sum(record["recording/dropped_successes"] for record in records)
-    assert "experience_replay/refused/no_entropy" not in records[-1], "what was dropped was not offered"
+    assert "experience_replay/refused/no_entropy" not in records[-1], "dropped rollouts are not offered"
 
     replayed = check_loss_rows(done.rows, trained, group=lambda task: GROUP).replayed_rows
     assert replayed == done.sum_of("replayed_rows")

@@ -108,7 +108,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
         assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
     replayed_rows(resumed)
     made = sum(record["recording/rollouts"] for record in resumed.steps)
-    assert len(resumed.rollouts) == before + made, "what was recorded before the checkpoint and after it is still there"
+    assert len(resumed.rollouts) == before + made, "rollouts recorded before and after the checkpoint remain"
 
 
 @pytest.mark.campaign

@@ -53,7 +53,7 @@ def given(path: Path, shown: str = "0") -> list[Any]:
     return [(note.name, note.value, note.who) for note in notes_of(path, shown)]
 
 
-def told(address: str, shown: str = "0") -> list[Any]:
+def history_of(address: str, shown: str = "0") -> list[Any]:
     """Return the page's late values."""
     return [(value["name"], value["value"], value["place"]) for value in ask(address, "notes", id=shown)["values"]]
 
@@ -187,13 +187,13 @@ def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Ser
         assert post(address, wish("x", "text"))[0] == 200
         (path / "first").rename(first)
         for viewer in (address, other):
-            assert told(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "refused")]
-            assert told(viewer, "1") == []
+            assert history_of(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "refused")]
+            assert history_of(viewer, "1") == []
         os.kill(writer, signal.SIGCONT)
-        while first.exists() or told(other)[0][2] == "inbox":
+        while first.exists() or history_of(other)[0][2] == "inbox":
             pass
         for viewer in (address, other):
-            assert told(viewer) == [("judge", 0.5, "store"), ("judge", "x", "refused")]
+            assert history_of(viewer) == [("judge", 0.5, "store"), ("judge", "x", "refused")]
         (_, refused) = ask(address, "notes", id="0")["values"]
         assert "a text, but the values of this name are numbers here" in refused["why"]
 
@@ -206,7 +206,7 @@ def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
     assert sorted(given(path)) == sorted(
         ("judge", float(number), who) for number in range(6) for who in ("anna", "bob")
     )
-    assert told(servers[0]) == told(servers[1])
+    assert history_of(servers[0]) == history_of(servers[1])
 
 
 def test_a_run_and_a_pin(tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,10 +217,10 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve, capsys: pytest.CaptureFix
             writer.evict([0])
     run = serve(tmp_path / "run", who="anna")
     assert post(run, wish("0.5", shown="1/1"))[0] == 200
-    assert (told(run, "1/1"), told(run, "0/1")) == ([("judge", 0.5, "store")], [])
+    assert (history_of(run, "1/1"), history_of(run, "0/1")) == ([("judge", 0.5, "store")], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
     pinned = serve(tmp_path / "run" / "rank_1", pin="kept")
-    assert (told(pinned), told(pinned, "1")) == ([], []), "0 was evicted; 1 got its value after the pin"
+    assert (history_of(pinned), history_of(pinned, "1")) == ([], []), "0 was evicted; 1 got its value after the pin"
     assert main(["view", str(tmp_path / "run" / "rank_1"), "--write", "--pin", "kept"]) == 2
     assert "leave out --pin" in capsys.readouterr().err
 

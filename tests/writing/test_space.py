@@ -41,7 +41,7 @@ def test_a_reader_that_is_always_one_commit_behind_does_not_stop_deletion(tmp_pa
         reader = reader_of(tmp_path)
         for key in range(5, 60):
             add_each(source, range(key, key + 1))
-            assert len(shard_files(tmp_path)) <= 7, "what the reader has passed stays"
+            assert len(shard_files(tmp_path)) <= 7, "shards before the reader stay"
             assert reader.refresh()
             assert check_trajectory(reader.get(key - 4)) == key - 4
         reader.close()

@@ -220,7 +220,7 @@ if how == "thread":
 
 
 @pytest.mark.parametrize(
-    "how", ["thread", "exit", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("raise", "end"))]
+    "how", ["thread", "exit", *(pytest.param(how, marks=pytest.mark.campaign) for how in ("raise", "end"))]
 )
 def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]

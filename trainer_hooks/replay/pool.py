@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -439,14 +440,14 @@ class ExperienceManager:
         return self._state.buckets.to_dict()
 
     @property
-    def skip_uid_set(self) -> set[str]:
-        """Tasks whose fresh rollouts of the newest step all succeeded, a copy."""
-        return set(self._state.skip)
+    def skip_uid_set(self) -> frozenset[str]:
+        """Tasks whose fresh rollouts of the newest step all succeeded; read-only."""
+        return frozenset(self._state.skip)
 
     @property
-    def task2trajectories(self) -> dict[str, list[AgentTrajectory]]:
-        """``{task_id: [trajectory, ...]}``, oldest first. Reads the whole pool from the store; all are copies."""
-        return copy.deepcopy(self._held())
+    def task2trajectories(self) -> Mapping[str, list[AgentTrajectory]]:
+        """``{task_id: [trajectory, ...]}``, oldest first, read-only. Reads the whole pool; all are copies."""
+        return MappingProxyType(copy.deepcopy(self._held()))
 
     def query(self, relation: str = "trajectories") -> Query:
         """Return a query over the pool's histories; see :meth:`TrajectoryReplayBuffer.query`.

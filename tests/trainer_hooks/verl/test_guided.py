@@ -101,7 +101,7 @@ def test_half_of_each_prompts_rollouts_are_offered_what_is_known_of_it(opened: O
     assert OFFER not in guided.offered(prompts), "nothing is known yet"
     learnt(guided)
     result = guided.offered(prompts)
-    assert OFFER not in prompts, "what is given is not changed"
+    assert OFFER not in prompts, "the given prompts are unchanged"
     assert list(result["agent_name"]) == [GUIDED_LOOP] * 3
     for task, offer in enumerate(offers_of(result)):
         assert offer.loop == "single_turn_agent"

@@ -159,7 +159,7 @@ def guided(plain: list[dict[str, Any]] = PLAIN, text: str = TIP) -> list[dict[st
     return [*plain[:-1], {**plain[-1], "content": text + plain[-1]["content"]}]
 
 
-def told(output: AgentLoopOutput) -> Report:
+def report_of(output: AgentLoopOutput) -> Report:
     return Report.of(output.extra_fields)
 
 
@@ -172,7 +172,7 @@ def test_discarded_rows_have_the_prompt_without_and_the_response_as_sampled() ->
     assert [tokens(guided())] == ROLLED
     assert row.prompt_ids == tokens(PLAIN)
     assert row.response_ids == [7, 8, 1]
-    report = told(row)
+    report = report_of(row)
     assert report.exchanged
     assert report.guidance.taken_out
     assert report.guidance.experiences == ("4", "2")
@@ -185,7 +185,7 @@ def test_kept_rows_are_as_sampled(kind: type[Loop]) -> None:
     (row,) = rolled_out(kind, "keep")
     assert [row.prompt_ids] == ROLLED
     assert TIP in TOKENIZER.decode(row.prompt_ids)
-    report = told(row)
+    report = report_of(row)
     assert not report.exchanged
     assert not report.guidance.taken_out
 
@@ -200,27 +200,27 @@ def test_every_output_is_looked_at_by_itself() -> None:
     first, second = rolled_out(Twice, "discard")
     assert first.prompt_ids == tokens(PLAIN)
     assert second.prompt_ids == [*tokens(PLAIN), 7, 8, 1, 9]
-    assert told(first).exchanged
-    assert told(second).exchanged
+    assert report_of(first).exchanged
+    assert report_of(second).exchanged
     first, second = rolled_out(Cut, "discard")
     assert first.prompt_ids == tokens(PLAIN)
     assert second.prompt_ids == tokens([{"role": "user", "content": "again"}])
-    assert told(first).exchanged
-    assert not told(second).exchanged, "it was sampled with the prompt that it has"
-    assert told(second).guidance is not None
+    assert report_of(first).exchanged
+    assert not report_of(second).exchanged, "it was sampled with the prompt that it has"
+    assert report_of(second).guidance is not None
 
 
 def test_what_a_loop_adds_behind_stays() -> None:
     (row,) = rolled_out(Adding, "discard")
     assert row.prompt_ids == tokens([PLAIN[0], {"role": "user", "content": "say 1. go"}])
-    assert told(row).exchanged
+    assert report_of(row).exchanged
 
 
 @pytest.mark.parametrize("kind", [Wrapping, Unheard, Routed])
 def test_what_cannot_be_taken_out_is_rolled_out_again_without(kind: type[Loop]) -> None:
     (row,) = rolled_out(kind, "discard")
     assert len(ROLLED) == 2
-    assert told(row) == Report(trouble="not_taken_out")
+    assert report_of(row) == Report(trouble="not_taken_out")
     assert row.prompt_ids == ROLLED[-1]
     assert TIP not in TOKENIZER.decode(row.prompt_ids)
 
@@ -247,22 +247,22 @@ def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
     assert [tokens(guided())] == ROLLED
     assert item.prompt_ids == tokens(PLAIN)
     assert item.response_ids == [7, 8, 1]
-    assert told(item).exchanged
+    assert report_of(item).exchanged
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])
 def test_a_loop_that_reads_the_task_elsewhere_was_shown_nothing(mode: TrainMode) -> None:
     (row,) = rolled_out(Deaf, mode)
-    assert told(row) == Report(trouble="not_seen")
+    assert report_of(row) == Report(trouble="not_seen")
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])
 def test_a_prompt_without_room_is_rolled_out_without(mode: TrainMode) -> None:
     (row,) = rolled_out(Loop, mode, most=len(tokens(guided())))
-    assert told(row) == Report(trouble="too_long")
+    assert report_of(row) == Report(trouble="too_long")
     assert ROLLED == [tokens(PLAIN)] == [row.prompt_ids]
     (row,) = rolled_out(Loop, mode, most=len(tokens(guided())) + 1)
-    assert told(row).guidance is not None
+    assert report_of(row).guidance is not None
 
 
 TEXT = st.text(alphabet=" :.say1{}<>EXP\n", max_size=12)
@@ -277,7 +277,7 @@ def test_put_in_and_taken_out_gives_the_tokens_of_the_prompt(experience: str, ta
     text = f"<EXP>{experience}</EXP>"
     (row,) = rolled_out(Loop, "discard", plain=plain, text=text)
     assert row.prompt_ids == tokens(plain)
-    assert told(row).exchanged
+    assert report_of(row).exchanged
     (row,) = rolled_out(Loop, "discard", plain=guided(plain, text), text=text)
     assert row.prompt_ids == tokens(guided(plain, text)), "a task that looks as if experience had been put in"
 

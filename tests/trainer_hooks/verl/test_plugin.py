@@ -36,12 +36,12 @@ print("RESULT " + json.dumps({
     "checked": hasattr(verl.utils.config.validate_config, "__wrapped__"),
     "modes": [get_trainer_cls(mode).__name__ for mode in MODES],
     "losses": sorted(POLICY_LOSS_REGISTRY),
-    "logged": [one for one in logged if one[0].startswith("trainer_hooks")],
+    "logged": [record for record in logged if record[0].startswith("trainer_hooks")],
 }))
 """.replace("MODES", repr(sorted(MODES)))
 
 INSTALLED = any(
-    one.value == "trainer_hooks.verl.plugin" for one in importlib.metadata.entry_points(group="verl.plugins")
+    entry.value == "trainer_hooks.verl.plugin" for entry in importlib.metadata.entry_points(group="verl.plugins")
 )
 FOUND = {} if INSTALLED else {"VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"}
 """Environment for finding the plugin: the entry point of an installed trajstore, else the module name."""

@@ -121,12 +121,12 @@ def test_a_full_disk_is_told_to_the_next_who_records_or_flushes(
     assert len(on_disk(tmp_path)) == 6
 
 
-def _child(recording: RolloutRecorder, told: Any) -> None:
-    told.send(recording.closed)
+def _child(recording: RolloutRecorder, pipe: Any) -> None:
+    pipe.send(recording.closed)
     try:
         recording.record(made("b", 1))
     except StoreClosedError as error:
-        told.send(f"{error}")
+        pipe.send(f"{error}")
 
 
 def test_a_forked_child_records_nothing_and_ends(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_an_error_is_told_once_and_nothing_behind_it_is_lost(
     with pytest.raises(OSError, match="disk 4"):
         background.submit(partial(ran.append, 5), 1)
     background.wait()
-    assert ran == [3, 5], "what was submitted when the error was told runs nevertheless"
+    assert ran == [3, 5], "callables submitted when the error was raised still run"
 
 
 @pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")

@@ -398,7 +398,7 @@ def test_what_a_crash_took_of_a_group_was_asked_for_too() -> None:
     assert asked_for(sessions) == whole
     assert asked_for([session for session in sessions if session.rollout_id != "a_0_0"]) == whole
     assert asked_for([]) == {}
-    assert asked_for([AgentTrajectory(task_id="sums:1")]) == {}, "recorded by somebody who does not say how many"
+    assert asked_for([AgentTrajectory(task_id="sums:1")]) == {}, "recorded without the number of rollouts"
 
 
 # ---- values ----

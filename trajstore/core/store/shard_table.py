@@ -358,7 +358,7 @@ class Lifetimes:
     """Per shard (row of the shard table): the generation that added it, and the first that does not need it.
 
     A reader at generation g sees the shards added at or before g and still needed at g. Shards older than this object
-    count as always present; shards unneeded at its creation, as unneeded from that generation on.
+    count as always present; shards unneeded when a writer opens, as unneeded from the next generation on.
     """
 
     def __init__(self) -> None:

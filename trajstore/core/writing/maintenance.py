@@ -75,7 +75,8 @@ class Garbage:
         self._opened = catalog.generation
         self._told: set[str] = set()
         self._leftovers = self._find_leftovers(catalog)
-        catalog.unneeded()  # shards unneeded now count as unneeded from this generation on
+        # A reader of this generation may show a snapshot that was removed since; removals make no generation.
+        catalog.lifetimes.note(catalog.needed_shards(), catalog.generation + 1)
 
     def _find_leftovers(self, catalog: Catalog) -> list[str]:
         """Delete unreadable leftovers of an interrupted writer; return files that readers may still use."""
@@ -127,7 +128,7 @@ class Garbage:
         except OSError as error:  # there may be readers; the caller's change is done anyway
             logger.warning("could not see who reads %s, nothing is deleted: %s", self._directory.url, error)
             return
-        if self._leftovers and all(reader.generation >= self._opened for reader in readers):
+        if self._leftovers and all(reader.generation > self._opened for reader in readers):
             _remove(self._directory, self._leftovers)
             self._leftovers = []
         held = np.zeros(len(rows), np.bool_)

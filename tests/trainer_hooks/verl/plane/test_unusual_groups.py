@@ -185,7 +185,7 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
     masks = {key: mask.tolist() for key, mask in plane.column(joined, EXP_MASK).items()}
     assert masks["a_0_0"] == [0, 0]
     assert masks["a_1_0"] == [0, 0, 0]
-    assert masks["a_2_0"] == [1, 1, 1, 1], "the whole response, what the environment said in it too"
+    assert masks["a_2_0"] == [1, 1, 1, 1], "the whole response, with the environment tokens"
     assert len(masks) == 3 + replay
     plane.rate(joined)
     figures = session.scored(joined, 2)
@@ -207,5 +207,5 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
         history = joined.keys[-1]
         assert masks[history] == plane.column(joined, "response_mask")[history].tolist()
         assert plane.column(joined, "extra_fields")[history].get(OFFER) is None, (
-            "what the group was shown is not the history's"
+            "the group has another prompt than the history"
         )

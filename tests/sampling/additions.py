@@ -10,7 +10,7 @@ from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.sampling import Additions
 
 
-def told(
+def additions(
     samples: Mapping[int, int], versions: Sequence[int] | None = None, tasks: Sequence[str] | None = None
 ) -> Additions:
     """Return additions of trajectories, given sample counts by id."""
