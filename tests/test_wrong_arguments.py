@@ -95,7 +95,7 @@ FINE: dict[str, dict[str, str]] = {
         "on_commit": "None",
     },
     "WriterOptions": {
-        **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes", "on_full"), ""),
+        **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes"), ""),
         **{"snapshot_bytes": "0", "commit_interval": "0 2.5"},
     },
     "Retention": {
@@ -104,7 +104,7 @@ FINE: dict[str, dict[str, str]] = {
     },
     "ReplayLoader": {
         **dict.fromkeys(("replay", "batch_size", "rank", "stores", "prefetch"), ""),
-        **dict.fromkeys(("sampler", "prefetch_bytes", "device", "demos", "demo_share", "min_demo_size"), "None"),
+        **dict.fromkeys(("sampler", "device", "demos", "demo_share", "min_demo_size"), "None"),
         **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
     },
     "TokenLoader": {

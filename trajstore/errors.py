@@ -146,10 +146,6 @@ class WriterFencedError(StoreWriteError, StoreLockedError):
     """
 
 
-class PendingFullError(StoreError):
-    """Pending writes fill the memory reserved for them."""
-
-
 class StoreUnreachableError(StoreError):
     """A store on another machine has not answered in time; the outcome of the last request is unknown."""
 

@@ -146,15 +146,12 @@ def test_flush_gives_up_after_its_timeout(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_memory_of_waiting_writes_is_bounded(tmp_path: Path) -> None:
-    options = WriterOptions(max_pending_bytes=20_000, on_full="raise", commit_interval=60.0)
+    options = WriterOptions(max_pending_bytes=20_000, commit_interval=60.0)
     with opened(tmp_path, writer=options) as buffer:
-        with pytest.raises(errors.PendingFullError, match="max_pending_bytes"):  # noqa: PT012
-            for key in range(1000):
-                buffer.add_trajectories([witness(key)])
-        count = len(buffer)
-        assert 0 < count < 1000
-        buffer.flush()
-        assert buffer.add_trajectories([witness(0)]) == [count]
+        for key in range(100):
+            buffer.add_trajectories([witness(key)])
+            assert buffer.get_stats()["pending_bytes"] <= 20_000
+        assert buffer.points.committed > 0  # writing began although the interval is long
 
 
 def test_fewer_bytes_reach_no_lost_trajectory() -> None:

@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
 from tests.stores import flip, stored
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.cli import DAMAGED, FAILED, commands
+from trajstore.cli import _BUILT_IN, DAMAGED, FAILED, commands
 from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.errors import CorruptStoreError
 
@@ -156,6 +157,16 @@ def messages(root: Path) -> list[tuple[str, str]]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                 messages_found.append((f"{path.relative_to(root)}:{node.lineno}", node.value))
     return messages_found
+
+
+def test_a_registered_command_that_cannot_be_imported_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = EntryPoint("broken", "no_such_package.cli:COMMAND", "trajstore.commands")
+    monkeypatch.setattr("trajstore.cli.entry_points", lambda group: [broken])
+    assert [command.name for command in commands()] == [command.name for command in _BUILT_IN]
+    error = capsys.readouterr().err
+    assert "the command 'broken' is left out, because no_such_package.cli:COMMAND cannot be imported: Module" in error
 
 
 def test_every_command_that_a_message_names_exists(project_root: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trajstore.core.feeding.device import Arrival
-from trajstore.core.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for, nbytes_of
+from trajstore.core.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for
 from trajstore.errors import ConfigurationError
 
 
@@ -105,7 +105,6 @@ def test_uneven_batches_keep_what_is_no_tensor_and_are_pinned_each_time() -> Non
         assert pack["ids"].tolist() == list(range(rows))
         assert (pack["tasks"], pack["k"]) == (["a"] * rows, rows)
     assert device.pinned == 2
-    assert nbytes_of([pack]) == 40
 
 
 def test_what_memory_a_loader_gets() -> None:

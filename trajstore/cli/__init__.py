@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points, version
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import cast
 
 from trajstore.cli import (
@@ -61,9 +61,21 @@ _BUILT_IN: tuple[Command, ...] = (
 
 
 def commands() -> tuple[Command, ...]:
-    """Return this package's commands, then those registered under ``trajstore.commands``, by name."""
+    """Return this package's commands, then those registered under ``trajstore.commands``, by name.
+
+    A registered command that cannot be imported is named on stderr and left out.
+    """
     others = sorted(entry_points(group="trajstore.commands"), key=lambda point: point.name)
-    return (*_BUILT_IN, *(cast(Command, point.load()) for point in others))
+    return (*_BUILT_IN, *(command for point in others if (command := _loaded(point)) is not None))
+
+
+def _loaded(point: EntryPoint) -> Command | None:
+    try:
+        return cast(Command, point.load())
+    except Exception as error:  # the import runs another package's code
+        reason = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
+        _fail(f"the command {point.name!r} is left out, because {reason}", FAILED)
+        return None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -151,7 +151,7 @@ class StoreServer:
             clock: lower bound of the new ids, above all ids known to the producer.
 
         Raises:
-            StoreWriteError, PendingFullError: see :meth:`TrajectoryReplayBuffer.add_trajectories`.
+            StoreWriteError: see :meth:`TrajectoryReplayBuffer.add_trajectories`.
             ConfigurationError: the parcel was packed by another version of trajstore.
         """
         uuids = uuids_of(parcel.key, count)

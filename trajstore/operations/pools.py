@@ -110,5 +110,8 @@ def pool_support_for(path: str) -> PoolSupport:
     """
     support = pool_support()
     if support is None:
-        raise ConfigurationError(f"{path}: an experience pool, and no installed package reads these; see docs/howto")
+        raise ConfigurationError(
+            f"{path}: an experience pool, and no installed package reads these: trainer_hooks does, see "
+            "docs/howto/experience.md"
+        )
     return support

@@ -152,8 +152,8 @@ class TrajectoryReplayBuffer(Reader):
 
         An empty trajectory (no fields, or no samples) is skipped with a warning, and gets no id.
         The tensors are copied before this returns; writing goes on in the background. When the memory for
-        pending writes is full, this waits or raises, according to ``WriterOptions.on_full``. Trajectories that
-        :meth:`get` returned with late values are added as recorded, with the values set again; this waits for a flush.
+        pending writes (``WriterOptions.max_pending_bytes``) is full, this waits. Trajectories that :meth:`get`
+        returned with late values are added as recorded, with the values set again; this waits for a flush.
 
         Raises:
             InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored and read
@@ -163,7 +163,6 @@ class TrajectoryReplayBuffer(Reader):
             UnwritableTrajectoryError: earlier trajectories could not be encoded; nothing was added.
             PartlyAddedError: the list needs more memory than a shard, and a later part of it failed as above; its
                 ``ids`` are those of the added trajectories.
-            PendingFullError: no memory for more pending writes (``on_full="raise"``).
         """
         return self.sink.add(trajectories)
 

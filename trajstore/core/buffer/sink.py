@@ -88,7 +88,7 @@ class Sink:
             uuids: UUID of each, 16 bytes; merged directories count trajectories of the same UUID once.
 
         Raises:
-            StoreWriteError, UnwritableTrajectoryError, PendingFullError: see ``add_trajectories``.
+            StoreWriteError, UnwritableTrajectoryError: see ``add_trajectories``.
             ConfigurationError: the numbers of UUIDs and trajectories differ.
         """
         if len(uuids) != 16 * len(flats):
@@ -277,23 +277,21 @@ class StoreSink(Sink):
         return super().add(trajectories)
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
-        """Add trajectories; on a full queue this waits or raises, according to the options.
+        """Add trajectories; on a full queue this waits.
 
         A list that needs more memory than a shard is added in pieces, each atomically.
 
         Raises:
             StoreWriteError: an earlier write failed.
             PartlyAddedError: adding failed after the first pieces; has their ids.
-            PendingFullError: the queue is full and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         ids: list[int] = []
         pieces = list(portions(flats, self._shard_bytes, attrgetter("nbytes")))
-        total: int | None = sum([nbytes for _, nbytes in pieces])
         for piece, nbytes in pieces:
             given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
             try:
-                ids += self._submit(piece, Batch(nbytes), total, given)
+                ids += self._submit(piece, Batch(nbytes), not ids, given)
             except Exception as error:  # for any error the caller needs the ids
                 if not ids:
                     raise
@@ -302,18 +300,15 @@ class StoreSink(Sink):
                     "this error's ids are theirs; add the others again",
                     ids,
                 ) from error
-            total = None
         return ids
 
-    def _submit(
-        self, flats: Sequence[FlatTrajectory], batch: Batch, total: int | None, given: bytes | None
-    ) -> list[int]:
+    def _submit(self, flats: Sequence[FlatTrajectory], batch: Batch, first: bool, given: bytes | None) -> list[int]:
         queue = self.writer.queue
         ids: list[int] = []
         blocks: list[Block] = []
         queue.check_process()  # a forked child cannot undo either: the lock may be held for ever
         try:
-            queue.reserve(batch, total)
+            queue.reserve(batch, first=first)
             blocks = copied(flats, self._arena)
             with self.lock:
                 ids, uuids = queue.take_ids(len(flats))

@@ -16,7 +16,7 @@ from trajstore.core.base.closing import Closing
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
 from trajstore.core.feeding.belonging import tell
-from trajstore.core.feeding.memory import Memory, Ready, memory_for, nbytes_of
+from trajstore.core.feeding.memory import Memory, Ready, memory_for
 from trajstore.core.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore.core.feeding.prefetch import Prefetcher
 from trajstore.core.feeding.source import BatchSource, DrawnBatch, Source
@@ -42,7 +42,6 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
         self._prefetch = options.get("prefetch", 4)
-        self._prefetch_bytes = options.get("prefetch_bytes")
         sampler = options.get("sampler")
         stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
@@ -139,14 +138,13 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         memory, source = self._memory(), self._source  # not ``self``: the thread must not keep it alive
         worker, reads = get_worker_info(), self._workers.reads
 
-        def make(drawn: D, number: int) -> tuple[Ready | None, int]:
+        def make(drawn: D, number: int) -> Ready | None:
             if not reads(number):
-                return None, 0
-            ready = memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
-            return ready, nbytes_of(ready.values)
+                return None
+            return memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
 
         waits = source.grows and worker is None  # nothing adds or refreshes in a worker
-        return Prefetcher(source, make, self._prefetch, self._prefetch_bytes, waits=waits)
+        return Prefetcher(source, make, self._prefetch, waits=waits)
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -58,11 +58,6 @@ def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return [with_tensors(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-def nbytes_of(values: Any) -> int:
-    """Return the total bytes of a batch's tensors."""
-    return sum(tensor.nbytes for tensor in tensors_of(values))
-
-
 class FreshMemory:
     """Allocates fresh memory for each batch, which the consumer may keep."""
 

@@ -91,7 +91,6 @@ class LoaderOptions(TypedDict, total=False):
         stores: ``"shared"``: all ranks read one store, or copies of it, and draw the same batches; ``"per_rank"``: each
             rank draws its part of ``batch_size`` from its own store (``"shared"``).
         prefetch: number of batches kept ready (4).
-        prefetch_bytes: maximum bytes of batches kept ready; None = no limit.
         device: target device of batches; CUDA uses pinned memory and a separate stream (CPU).
         timeout: seconds until ``next`` raises TimeoutError; None = wait forever.
     """
@@ -104,7 +103,6 @@ class LoaderOptions(TypedDict, total=False):
     rank: tuple[int, int]
     stores: Stores
     prefetch: int
-    prefetch_bytes: int | None
     device: torch.device | str | None
     timeout: float | None
 
@@ -199,7 +197,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("sampler", "demo_sampler"), _SAMPLER),
     "demos": check_replay,
     **dict.fromkeys(("min_size", "min_demo_size"), _AT_LEAST_0),
-    **dict.fromkeys(("prefetch", "prefetch_bytes", "lookahead", "batch_size"), _AT_LEAST_1),
+    **dict.fromkeys(("prefetch", "lookahead", "batch_size"), _AT_LEAST_1),
     "pad_id": partial(whole, least=-(1 << 63)),
     "columns": lambda _, value: columns_or_none(value),
     "timeout": seconds_or_none,
@@ -211,7 +209,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 }
 """Check for each option's value, by name."""
 
-_OR_NONE = ("prefetch_bytes", "min_demo_size", "demos", "demo_share")
+_OR_NONE = ("min_demo_size", "demos", "demo_share")
 
 
 def device_of(value: Any) -> torch.device | None:

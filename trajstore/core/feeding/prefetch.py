@@ -44,7 +44,6 @@ _REDRAWS = 100
 class _Made(Generic[D, T]):
     drawn: D
     batch: T
-    nbytes: int
 
 
 class Prefetcher(Generic[D, T]):
@@ -55,32 +54,28 @@ class Prefetcher(Generic[D, T]):
 
     Args:
         source: draws batches; used only by the thread while it runs.
-        make: reads a drawn batch, given its sequence number, and returns it with its size in bytes.
+        make: reads a drawn batch, given its sequence number, and returns it.
         depth: maximum batches under way.
-        max_bytes: maximum bytes of finished ones; None = no limit. One batch is always allowed.
         waits: whether to wait for more trajectories once a sampler is exhausted, instead of raising.
     """
 
     def __init__(
         self,
         source: Source[D],
-        make: Callable[[D, int], tuple[T, int]],
+        make: Callable[[D, int], T],
         depth: int,
-        max_bytes: int | None,
         *,
         waits: bool = True,
     ) -> None:
         self._source = source
         self._make = make
         self._depth = depth
-        self._max_bytes = max_bytes
         self._waits = waits
         self._waits_for = _NOT_FILLED
         self._changed = locks.condition("Prefetcher._changed")
         self._resumed: deque[D] = deque()
         self._making: D | None = None
         self._made: deque[_Made[D, T]] = deque()
-        self._nbytes = 0
         self._handed_out = 0
         self._error: BaseException | None = None
         self._stopping = False
@@ -115,7 +110,6 @@ class Prefetcher(Generic[D, T]):
                 raise StoreClosedError(_BUFFER_CLOSED)
             if self._made and not self._stopping:
                 made = self._made.popleft()
-                self._nbytes -= made.nbytes
                 self._handed_out += 1
                 self._changed.notify_all()
                 return made.drawn, made.batch
@@ -178,7 +172,7 @@ class Prefetcher(Generic[D, T]):
             number = self._handed_out
             while (drawn := self._next_drawn()) is not None:
                 try:
-                    batch, nbytes = self._make(drawn, number)
+                    batch = self._make(drawn, number)
                 except TrajectoryUnavailableError:
                     in_a_row += 1
                     if in_a_row > _REDRAWS:
@@ -188,9 +182,8 @@ class Prefetcher(Generic[D, T]):
                 in_a_row = 0
                 number += 1
                 with self._changed:
-                    self._made.append(_Made(drawn, batch, nbytes))
+                    self._made.append(_Made(drawn, batch))
                     self._making = None
-                    self._nbytes += nbytes
                     self._changed.notify_all()
         except Exception as error:  # the consumer must see any error that ends the thread
             with self._changed:
@@ -254,6 +247,4 @@ class Prefetcher(Generic[D, T]):
                 self._changed.wait(pause)
 
     def _has_room(self) -> bool:
-        if not self._made:
-            return True
-        return len(self._made) < self._depth and (self._max_bytes is None or self._nbytes < self._max_bytes)
+        return len(self._made) < self._depth

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from trajstore.core.base.settings import Count, Seconds, Settings, Whole
 
@@ -14,8 +13,7 @@ class WriterOptions(Settings):
 
     Attributes:
         threads: pool threads that encode and write shards.
-        max_pending_bytes: memory for trajectories that are not committed yet.
-        on_full: ``"block"`` waits until there is room, ``"raise"`` raises :class:`PendingFullError`.
+        max_pending_bytes: memory for trajectories that are not committed yet; adding waits until there is room.
         shard_bytes: a shard is closed when it holds this many bytes.
         commit_interval: seconds that a trajectory may wait for others to share its shard; ``flush`` does not wait.
         snapshot_bytes: the index is written whole when the commit log has grown by this, or by twice the index's
@@ -27,7 +25,6 @@ class WriterOptions(Settings):
 
     threads: Count = 2
     max_pending_bytes: Count = 256 << 20
-    on_full: Literal["block", "raise"] = "block"
     shard_bytes: Count = 16 << 20
     commit_interval: Seconds = 0.05
     snapshot_bytes: Whole = 16 << 20

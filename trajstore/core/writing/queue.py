@@ -20,7 +20,6 @@ from trajstore.core.store.additions import NewEntries
 from trajstore.core.writing.groups import Batch, Group, fill, random_uuids, runs_of
 from trajstore.core.writing.options import WriterOptions
 from trajstore.errors import (
-    PendingFullError,
     StoreClosedError,
     StoreWriteError,
     TrajectoryUnavailableError,
@@ -90,41 +89,32 @@ class WriteQueue:
             self._stride = stride
             return self._next_id
 
-    def reserve(self, batch: Batch, total: int | None) -> None:
+    def reserve(self, batch: Batch, *, first: bool) -> None:
         """Wait until there is room for the bytes of a batch, and reserve it.
 
         Args:
             batch: has no trajectories yet.
-            total: bytes of the whole call, for its first batch; None for the others. Only the first batch is refused
-                because of earlier errors or ``on_full="raise"``.
+            first: it is the first batch of a call; only this one is refused because of earlier errors.
 
         Raises:
             StoreWriteError: an earlier write failed, or there is no room and writing currently fails.
             UnwritableTrajectoryError: earlier trajectories were rejected as unwritable.
-            PendingFullError: there is no room and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self.check_process()  # first: in a forked child the lock may stay held forever
-        refuse = self._options.on_full == "raise"
         while True:
             with self._lock:
                 if self._closing:
                     raise StoreClosedError(f"{self._url}: the writer was closed")
-                if total is not None and (self._untold is not None or self._rejected):
+                if first and (self._untold is not None or self._rejected):
                     self.tell_untold()
-                if self._fits(total if total is not None and refuse else batch.nbytes):
+                if self._fits(batch.nbytes):
                     self._adding[id(batch)] = weakref.ref(batch)
                     self._pending_bytes += batch.nbytes
                     return
                 if self._failure is not None:  # room may never become free
                     self._untold = None
                     raise self._failure
-                if refuse and total is not None:
-                    raise PendingFullError(
-                        f"{self._pending_bytes} bytes wait to be written to {self._url} and {total} more "
-                        f"do not fit into max_pending_bytes = {self._options.max_pending_bytes}; "
-                        "add more slowly or allow more"
-                    )
                 self._flush_until = max(self._flush_until, self._next_id)  # write shards that are not full yet
                 self._wait_list.wake()
                 gate = self._wait_list.gate()
