@@ -95,11 +95,11 @@ class ExtractiveSummarizer:
         self._threshold = finite("threshold", threshold)
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        known = [(known_outcome(one), one) for one in rollouts]
-        rated = [(outcome, one) for outcome, one in known if outcome is not None and _replies(one)]
-        good = [one for outcome, one in rated if is_success(outcome, self._threshold)]
-        bad = [(outcome, one) for outcome, one in rated if not is_success(outcome, self._threshold)]
-        success = min(good, key=lambda one: len("".join(_replies(one))), default=None)
+        known = [(known_outcome(rollout), rollout) for rollout in rollouts]
+        rated = [(outcome, rollout) for outcome, rollout in known if outcome is not None and _replies(rollout)]
+        good = [rollout for outcome, rollout in rated if is_success(outcome, self._threshold)]
+        bad = [(outcome, rollout) for outcome, rollout in rated if not is_success(outcome, self._threshold)]
+        success = min(good, key=lambda rollout: len("".join(_replies(rollout))), default=None)
         failure = max(bad, key=lambda pair: pair[0], default=(0.0, None))[1]
         parts = []
         if success is not None:
@@ -117,7 +117,7 @@ class ExtractiveSummarizer:
                 query=query,
                 task_id=source.task_id,
                 score=known_outcome(source),
-                sources=tuple(one.rollout_id for one in (success, failure) if one is not None),
+                sources=tuple(rollout.rollout_id for rollout in (success, failure) if rollout is not None),
             )
         ]
 

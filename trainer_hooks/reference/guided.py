@@ -16,11 +16,14 @@ class WordSummarizer:
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
         """Return the experience of one task's rollouts; empty without a success."""
-        successes = [one for one in rollouts if one.reward is not None and is_success(one.reward.outcome)]
+        successes = [
+            rollout for rollout in rollouts if rollout.reward is not None and is_success(rollout.reward.outcome)
+        ]
         if not successes:
             return []
         replies = [
-            [str(one["content"]) for one in rollout.messages if one.get("author") == "llm"] for rollout in successes
+            [str(message["content"]) for message in rollout.messages if message.get("author") == "llm"]
+            for rollout in successes
         ]
         place = min(range(len(successes)), key=lambda number: len(replies[number]))
         best = successes[place]
@@ -61,4 +64,6 @@ def word_maker(config: GuidanceConfig) -> LocalMaker | None:
         return None
     if config.base_url is not None or config.store is not None:
         raise ConfigurationError("base_url, store: the reference trainer keeps experience in memory; leave them out")
-    return LocalMaker(summarizer=WordSummarizer(), present=lambda found: " ".join(one.content for one in found))
+    return LocalMaker(
+        summarizer=WordSummarizer(), present=lambda found: " ".join(experience.content for experience in found)
+    )

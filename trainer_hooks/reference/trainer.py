@@ -190,8 +190,8 @@ class ReferenceTrainer(Closing):
         self.guidance.wait(_PATIENCE)
         outcomes = list(map(_outcome, made))
         levels: dict[int, list[float]] = {}
-        for one, outcome in zip(made, outcomes, strict=True):
-            levels.setdefault(self._tasks[one.task_id].level, []).append(outcome)
+        for rollout, outcome in zip(made, outcomes, strict=True):
+            levels.setdefault(self._tasks[rollout.task_id].level, []).append(outcome)
         return sum(outcomes) / len(outcomes), {level: sum(held) / len(held) for level, held in levels.items()}
 
     # ---- saving ----
@@ -267,7 +267,7 @@ class ReferenceTrainer(Closing):
         for number, trajectory in enumerate(done, first_number):
             trajectory.rollout_id = f"{step}-{number}"
             trajectory.policy_version = step
-        return done if self.config.rows == "rollout" else [turns_as_rows(one) for one in done]
+        return done if self.config.rows == "rollout" else [turns_as_rows(rollout) for rollout in done]
 
     def _evaluated(self) -> list[AgentTrajectory]:
         """Return the rollouts of an evaluation."""
@@ -279,14 +279,14 @@ class ReferenceTrainer(Closing):
         self, plan: Sequence[PlannedTask[TextTask]], mode: RolloutMode, generator: torch.Generator
     ) -> list[AgentTrajectory]:
         """Return the plan's rollouts, some of them guided."""
-        tasks = [one.task for one in plan for _ in range(one.fresh_rollouts)]
+        tasks = [planned.task for planned in plan for _ in range(planned.fresh_rollouts)]
         configs = self.guidance.before_rollout(plan, mode)
         openings = [
-            self.guidance.context([{"role": "user", "content": self.environment.begin(task).first_message}], one)
-            for task, one in zip(tasks, configs, strict=True)
+            self.guidance.context([{"role": "user", "content": self.environment.begin(task).first_message}], config)
+            for task, config in zip(tasks, configs, strict=True)
         ]
         made = self.worker.run(tasks, generator, [str(messages[0]["content"]) for messages in openings])
-        return [self.guidance.finished(one, config) for one, config in zip(made, configs, strict=True)]
+        return [self.guidance.finished(rollout, config) for rollout, config in zip(made, configs, strict=True)]
 
     def _batch(self, rows: Sequence[BatchRow]) -> Batch:
         """Return the padded batch on the model's device."""
@@ -354,7 +354,9 @@ class ReferenceTrainer(Closing):
     def _current_entropy(self, trajectories: Sequence[AgentTrajectory]) -> list[float]:
         """Return the mean entropy of each trajectory's own tokens under the current policy."""
         rows = [
-            row for number, one in enumerate(trajectories) for row in rows_of_rollout(one, 0, number, is_replayed=False)
+            row
+            for number, trajectory in enumerate(trajectories)
+            for row in rows_of_rollout(trajectory, 0, number, is_replayed=False)
         ]
         batch = self._batch(rows)
         mask, rollouts = batch.tensors["response_mask"], batch.rollouts.to(self.config.device)

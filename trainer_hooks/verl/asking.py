@@ -90,17 +90,17 @@ class Asking:
         tasks = [task_name(*names) for names in zip(sources, indices, strict=True)]
         plan = [PlannedTask(task, int(count), ()) for task, count in zip(tasks, counts, strict=True)]
         configs = iter(self._hook.before_rollout(plan, "validate" if validates else "sample"))
-        rollouts = [[next(configs) for _ in range(one.fresh_rollouts)] for one in plan]
-        wanted = {place: held for place, held in enumerate(rollouts) if any(one.add_exp for one in held)}
+        rollouts = [[next(configs) for _ in range(planned.fresh_rollouts)] for planned in plan]
+        wanted = {place: held for place, held in enumerate(rollouts) if any(config.add_exp for config in held)}
         messages = _column(prompts, "raw_prompt", ())
         found = self._ask({place: (list(messages[place]), held[0]) for place, held in wanted.items()})
         if not found:
             return prompts
         loops = _column(prompts, "agent_name", self._block.agent_loop)
         offers = [""] * len(prompts)
-        for place, one in found.items():
+        for place, config in found.items():
             sessions = tuple(number for number, asked in enumerate(rollouts[place]) if asked.add_exp)
-            offer = Offer(loops[place], sessions, one.train_mode, one.insertions[0], tuple(one.names))
+            offer = Offer(loops[place], sessions, config.train_mode, config.insertions[0], tuple(config.names))
             offers[place], loops[place] = offer.to_text(), GUIDED_LOOP
         result = prompts.copy()
         result["agent_name"] = NonTensorStack(*loops)

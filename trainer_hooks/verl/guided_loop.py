@@ -70,14 +70,14 @@ class PromptListener:
         Args:
             ids: token ids of the prompt; may continue after the initial prompt of the loop.
         """
-        for prompt in sorted(self.heard, key=lambda one: len(one.ids), reverse=True):
+        for prompt in sorted(self.heard, key=lambda prompt: len(prompt.ids), reverse=True):
             length = len(prompt.ids)
             if list(ids[:length]) != prompt.ids:
                 continue
             if not self.shows(prompt.messages):
                 return list(ids)
-            messages = [{**one, "content": self._restored(one.get("content"))} for one in prompt.messages]
-            if self.shows([one for one in messages if one["content"] != self._plain]):
+            messages = [{**message, "content": self._restored(message.get("content"))} for message in prompt.messages]
+            if self.shows([message for message in messages if message["content"] != self._plain]):
                 return None  # the loop has made something else of the message
             named = {name: {} if name == "mm_inputs_out" else value for name, value in prompt.named.items()}
             return [*await self._build(messages, *prompt.arguments, **named), *ids[length:]]
@@ -118,18 +118,20 @@ class GuidedAgentLoop:
             return await self._unguided(sampling_params, named, offer, "too_long")
         if offer.train_mode == "keep":
             # A loop without recorded prompts tokenizes the messages that it was given by itself.
-            shown = not listener.heard or any(listener.shows(one.messages) for one in listener.heard)
+            shown = not listener.heard or any(listener.shows(prompt.messages) for prompt in listener.heard)
             return _reporting(made, _report(offer) if shown else Report(trouble="not_seen"))
-        prompts = [await listener.without(one.prompt_ids) for one in _outputs(made)]
-        routed = any(one.routed_experts is not None for one in _outputs(made))  # a row for each token of the prompt
-        if routed or any(one is None for one in prompts):
+        prompts = [await listener.without(output.prompt_ids) for output in _outputs(made)]
+        routed = any(
+            output.routed_experts is not None for output in _outputs(made)
+        )  # a row for each token of the prompt
+        if routed or any(prompt is None for prompt in prompts):
             return await self._unguided(sampling_params, named, offer, "not_taken_out")
-        if all(new == list(one.prompt_ids) for new, one in zip(prompts, _outputs(made), strict=True)):
+        if all(new == list(output.prompt_ids) for new, output in zip(prompts, _outputs(made), strict=True)):
             return _reporting(made, Report(trouble="not_seen"))
-        for one, new in zip(_outputs(made), prompts, strict=True):
-            exchanged = new != list(one.prompt_ids)
-            one.prompt_ids = new
-            _reporting(one, _report(offer, taken_out=True, exchanged=exchanged))
+        for output, new in zip(_outputs(made), prompts, strict=True):
+            exchanged = new != list(output.prompt_ids)
+            output.prompt_ids = new
+            _reporting(output, _report(offer, taken_out=True, exchanged=exchanged))
         return made
 
     async def _unguided(self, sampling_params: dict[str, Any], named: dict[str, Any], offer: Offer, why: str) -> Any:

@@ -115,7 +115,7 @@ def _decoding(decoder: Any) -> Callable[..., Sequence[Any]] | None:
 
 
 def _write_turns(made: Sequence[AgentTrajectory], decode: Callable[..., Sequence[Any]]) -> None:
-    turns = [(one, written, ids) for one in made for written, ids in _turns(one)]
+    turns = [(rollout, written, ids) for rollout in made for written, ids in _turns(rollout)]
     texts = [""] * len(turns)
     for kind in (True, False):
         places = [place for place, (_, written, _) in enumerate(turns) if written is kind]
@@ -124,9 +124,9 @@ def _write_turns(made: Sequence[AgentTrajectory], decode: Callable[..., Sequence
         decoded = decode([turns[place][2] for place in places], skip_special_tokens=kind)
         for place, text in zip(places, decoded, strict=True):
             texts[place] = plain(str(text))
-    for (one, written, _), text in zip(turns, texts, strict=True):
+    for (rollout, written, _), text in zip(turns, texts, strict=True):
         role, author = ("assistant", "llm") if written else ("environment", "env")
-        one.messages.append({"role": role, "content": text, "author": author})
+        rollout.messages.append({"role": role, "content": text, "author": author})
 
 
 def _query(messages: Sequence[dict[str, Any]]) -> str:

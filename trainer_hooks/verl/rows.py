@@ -162,8 +162,8 @@ def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
     Excludes single outputs of multi-output sessions, which earlier versions recorded separately. Sorted by task and
     session, so that the pool is the same in two equal runs: uids and the order of arrival differ between runs.
     """
-    chosen = [one for one in made if one.metadata.get("outputs", 1) == row_count(one)]
-    return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
+    chosen = [rollout for rollout in made if rollout.metadata.get("outputs", 1) == row_count(rollout)]
+    return sorted(chosen, key=lambda rollout: (rollout.task_id, int(rollout.rollout_id.split("_")[1])))
 
 
 def _trajectory_of(

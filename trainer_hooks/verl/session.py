@@ -147,7 +147,7 @@ class ReplaySession:
         """
         self._histories.step = step
         plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
-        return [self._fitted(one) for one in plan or ()] or [
+        return [self._fitted(planned) for planned in plan or ()] or [
             PlannedTask(task, self._block.n_rollout, ()) for task in task_ids
         ]
 
@@ -240,7 +240,7 @@ class ReplaySession:
                 made += self._trajectories(rows, step, trained=False)
                 asked[made[-1].task_id] += wanted
         self._dropped += len(made)
-        self._dropped_successes += sum(is_success(outcome_of(one)) for one in made)
+        self._dropped_successes += sum(is_success(outcome_of(rollout)) for rollout in made)
         if self._recorder is not None:
             self._recorder.record(made)
         self._judge(made, asked)
@@ -281,10 +281,10 @@ class ReplaySession:
         histories = list(self._histories.whole.values())
         done = replayable(made)
         # Metrics of the batch count rows, and a rollout may have several.
-        counted = [one for group in (made, histories) for one in group for _ in range(row_count(one))]
-        task_ids, versions = [one.task_id for one in counted], [one.policy_version for one in counted]
+        counted = [rollout for group in (made, histories) for rollout in group for _ in range(row_count(rollout))]
+        task_ids, versions = [rollout.task_id for rollout in counted], [rollout.policy_version for rollout in counted]
         replays = [False] * sum(map(row_count, made)) + [True] * len(replayed)
-        task_of_uid = {one.metadata["uid"]: one.task_id for one in made}
+        task_of_uid = {rollout.metadata["uid"]: rollout.task_id for rollout in made}
         asked: Counter[str] = Counter()
         for uid, task in task_of_uid.items():
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
@@ -298,7 +298,7 @@ class ReplaySession:
         if self._maker_reads:
             self._scribe.write(made)
         self.guided.finished(made, trained=trained)
-        if without := [one for one in made if not has_outcome(one)]:
+        if without := [rollout for rollout in made if not has_outcome(rollout)]:
             self._without_outcome.add(
                 len(without),
                 "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
@@ -358,7 +358,7 @@ class ReplaySession:
             rollouts, rollouts_store = buffer.points.committed, str(buffer.store_id)
         manager = self._hook.manager
         pool = None if manager is None else self._on_disk(manager.state_dict)
-        expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.expected.items()}
+        expected = {uid: [to_plain(history) for history in held] for uid, held in self._histories.expected.items()}
         guidance, wanted = self.guided.state(), self._histories.wanted
         cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted)
         self._on_disk(lambda: write_cut(folder, cut))
@@ -441,10 +441,12 @@ class ReplaySession:
         steps = 0
         # Processes wrote one after another, each in the order of its steps.
         recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
-        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.metadata.get("step"))):
+        for _, made in itertools.groupby(
+            recorded, lambda rollout: (rollout.metadata.get("run"), rollout.metadata.get("step"))
+        ):
             rollouts = replayable(made)
-            trained = [one for one in rollouts if one.metadata.get("trained", True)]
-            self._judge([one for one in rollouts if not one.metadata.get("trained", True)], {})
+            trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
+            self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
@@ -470,7 +472,7 @@ def replace_log_probs(
         pad_sequence([row.columns[name] for row in rows], batch_first=True)
         for name in ("old_log_probs", EXP_MASK, "response_mask")
     )
-    values, known = (pad_sequence([one[part] for one in recorded], batch_first=True) for part in (0, 1))
+    values, known = (pad_sequence([row[part] for row in recorded], batch_first=True) for part in (0, 1))
     replaced = hook.replace_log_probs(current, values, known, exp_mask, response_mask)
     rows_of = [row[:length] for row, length in zip(replaced.to(current.dtype), lengths, strict=True)]
     dataplane.write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)

@@ -81,8 +81,8 @@ def _together(columns: Sequence[Mapping[str, Any]]) -> list[Tokens]:
     means = _means(entropys, parted)
     sums_and_scores = _scores(scores)
     return [
-        Tokens(*one)
-        for one in zip(ids, loss_masks, starts, parted, old, engine, entropys, means, *sums_and_scores, strict=True)
+        Tokens(*columns)
+        for columns in zip(ids, loss_masks, starts, parted, old, engine, entropys, means, *sums_and_scores, strict=True)
     ]
 
 
@@ -119,7 +119,9 @@ def _means(entropys: Sequence[Tensor | None], masks: Sequence[Tensor]) -> list[f
         starts = (np.cumsum(lengths) - lengths)[some]
         sums, counts = np.zeros(len(held)), np.zeros(len(held))
         if len(starts):
-            sums[some], counts[some] = (np.add.reduceat(one, starts) for one in (values, counted.astype(np.float64)))
+            sums[some], counts[some] = (
+                np.add.reduceat(column, starts) for column in (values, counted.astype(np.float64))
+            )
         return [
             mean if count and math.isfinite(mean := total / count) else None
             for total, count in zip(sums.tolist(), counts.tolist(), strict=True)

@@ -159,10 +159,12 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             progress = min((self.global_steps - 1) / max(self.total_training_steps, 1), 1.0)
             ids = [task_name(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
             plan = self._session.plan(ids, progress, self.global_steps)
-            if any(one.histories for one in plan):
+            if any(planned.histories for planned in plan):
                 batch = self._mix(batch, ids, plan)
         wanted = dict(zip(list(batch["uid"]), rollout_counts(list(batch[ROLLOUTS_WANTED])), strict=True))
-        joining = self._session.expect({uid: one.histories for uid, one in zip(wanted, plan, strict=False)}, wanted)
+        joining = self._session.expect(
+            {uid: planned.histories for uid, planned in zip(wanted, plan, strict=False)}, wanted
+        )
         batch[ROLLOUTS_WANTED] = NonTensorStack(*(count - joining.get(uid, 0) for uid, count in wanted.items()))
         return batch
 

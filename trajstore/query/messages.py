@@ -80,5 +80,5 @@ _VALUES: Mapping[str, Callable[[Rollouts], Iterable[Any]]] = {
     "message": _numbers,
     "turn": _turns,
     **{name: _texts(name) for name in ("role", "content", "tool_calls")},
-    "json": lambda rollouts: [orjson.dumps(one).decode() for said in rollouts for one in said],
+    "json": lambda rollouts: [orjson.dumps(message).decode() for messages in rollouts for message in messages],
 }

@@ -240,27 +240,27 @@ class PartialMaps:
         self._pid = os.getpid()
 
     def _bring(self, maps: Sequence[PartialMap], addresses: Addresses, sizes: Addresses) -> None:
-        ordered = sorted(maps, key=lambda one: one.address)
-        bases = np.array([one.address for one in ordered], np.int64)
-        ends = bases + np.array([one.nbytes for one in ordered], np.int64)
-        marks = np.array([one.marks for one in ordered], np.int64)
+        ordered = sorted(maps, key=lambda part: part.address)
+        bases = np.array([part.address for part in ordered], np.int64)
+        ends = bases + np.array([part.nbytes for part in ordered], np.int64)
+        marks = np.array([part.marks for part in ordered], np.int64)
         if kernels.are_there(addresses, sizes, bases, ends, marks, BLOCK):
             return  # the usual case: listing missing ranges costs as much as copying some rows
         owners = np.searchsorted(bases, addresses, side="right") - 1
         order = np.argsort(owners, kind="stable")
         edges = np.searchsorted(owners[order], np.arange(len(ordered) + 1))
         wanted: list[tuple[PartialMap, Range]] = []
-        for number, one in enumerate(ordered):
+        for number, part in enumerate(ordered):
             mine = order[edges[number] : edges[number + 1]]
-            starts, lengths = addresses[mine] - one.address, sizes[mine]
-            inside = (starts < one.nbytes) & (lengths > 0)
-            wanted += [(one, piece) for piece in one.lacking(starts[inside], lengths[inside])]
+            starts, lengths = addresses[mine] - part.address, sizes[mine]
+            inside = (starts < part.nbytes) & (lengths > 0)
+            wanted += [(part, piece) for piece in part.lacking(starts[inside], lengths[inside])]
         if not wanted:
             return
         with self._lock:
             self.batches += 1
-            for one in ordered:
-                self._used[id(one)] = weakref.ref(one)
+            for part in ordered:
+                self._used[id(part)] = weakref.ref(part)
         with closing(self._fetch([piece for _, piece in wanted])) as arriving:
             for place, data in arriving:
                 self._take(*wanted[place], data)
